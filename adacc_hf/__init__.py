@@ -6,6 +6,7 @@ Importing this package starts no CUDA and loads neither triton, highspy nor lm_e
 import os as _os
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
+from warnings import warn as _warn
 
 from adacc_hf.artifacts.files import __version__
 
@@ -63,7 +64,14 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 
+_RENAMED = {"Rectifier": "Replanner"}
+"""Names of the release before, which warn when they are used."""
+
+
 def __getattr__(name: str):
+    if name in _RENAMED:
+        _warn(f"adacc_hf.{name} is called adacc_hf.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _EXPORTS:
         raise AttributeError(f"module 'adacc_hf' has no attribute {name!r}")
     value = getattr(_import_module(_EXPORTS[name]), name)

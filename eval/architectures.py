@@ -36,6 +36,7 @@ from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.reports.run_record import markdown_table
 from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.solve.simple_policies import checkpoint_policy, random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -138,13 +139,13 @@ def _verdict(
     plain: list[Gradients],
 ) -> Verdict:
     actions = tuple(Action)
-    policies = [Policy.uniform(profile, Action.RECOMPUTE)]
-    policies += [Policy.random(profile, seed, actions, lossless=True, whole_blocks=True) for seed in range(2)]
-    lossy = Policy.random(profile, 2, (Action.RETAIN, Action.COMPRESS))
+    policies = [uniform_policy(profile, Action.RECOMPUTE)]
+    policies += [random_policy(profile, seed, actions, lossless=True, whole_blocks=True) for seed in range(2)]
+    lossy = random_policy(profile, 2, (Action.RETAIN, Action.COMPRESS))
     config = config_of(architecture)
     policies.append(least_policy(profile, replace(config, actions=LOSSLESS)))
     *trials, by_checkpoint, lossy_trial = [
-        _try(model, batches, policy, config) for policy in [*policies, Policy.checkpoint(profile), lossy]
+        _try(model, batches, policy, config) for policy in [*policies, checkpoint_policy(profile), lossy]
     ]
     skipped = {block.name for block in profile.blocks if profile.kind_of(block).untrusted}
     expected = train_through_codecs(model, batches, profile, lossy, config, skipped)
@@ -199,8 +200,8 @@ def _unreplayed(profile: Profile) -> Iterator[str]:
 def _is_mixed_well(
     model: nn.Module, batches: Sequence[Batch], profile: Profile, config: AdaccConfig, plain: list[Gradients]
 ) -> bool | None:
-    policies = [Policy.uniform(profile, Action.COMPRESS)]
-    policies += [Policy.random(profile, seed, (Action.COMPRESS, Action.RECOMPUTE)) for seed in range(2)]
+    policies = [uniform_policy(profile, Action.COMPRESS)]
+    policies += [random_policy(profile, seed, (Action.COMPRESS, Action.RECOMPUTE)) for seed in range(2)]
     errors = []
     for policy in policies:
         with apply_policy(model, policy, config):

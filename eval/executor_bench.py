@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from adacc_hf import Action, Policy, profile_model
+from adacc_hf import Action, profile_model
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
@@ -36,6 +36,7 @@ from adacc_hf.eval.trials.contenders import (
 from adacc_hf.eval.trials.families import FAMILIES
 from adacc_hf.eval.trials.workload import LAUNCH_BOUND, Workload
 from adacc_hf.reports.run_record import Settings, Spread, markdown_table
+from adacc_hf.solve.simple_policies import uniform_policy
 
 RECOMPUTED, RETAINED = "Adacc, everything recomputed", "Adacc, everything retained"
 
@@ -110,8 +111,8 @@ def build_contenders(workload: Workload, settings: Settings) -> list[Contender]:
     return [
         Contender(PLAIN, model, batch),
         Contender(CHECKPOINTING, model, batch),
-        Contender(RECOMPUTED, model, batch, Policy.uniform(profile, Action.RECOMPUTE)),
-        Contender(RETAINED, model, batch, Policy.uniform(profile, Action.RETAIN)),
+        Contender(RECOMPUTED, model, batch, uniform_policy(profile, Action.RECOMPUTE)),
+        Contender(RETAINED, model, batch, uniform_policy(profile, Action.RETAIN)),
     ]
 
 

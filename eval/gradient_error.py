@@ -33,6 +33,7 @@ from adacc_hf.eval.trials.codec_schemes import (
 from adacc_hf.eval.trials.gradients import Gradients, compute_gradients, relative_error
 from adacc_hf.eval.trials.workload import Batch, Workload
 from adacc_hf.reports.run_record import Settings, markdown_table
+from adacc_hf.solve.simple_policies import uniform_policy
 
 WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager")
 LEARNING_RATE = 1e-3
@@ -97,7 +98,7 @@ class Probe:
     @cached_property
     def _policy(self) -> Policy:
         model, _, probes = self._trained
-        return Policy.uniform(profile_model(model, probes[0]), Action.COMPRESS)
+        return uniform_policy(profile_model(model, probes[0]), Action.COMPRESS)
 
     def another_batch(self) -> float:
         """The relative difference between the gradients of two batches."""

@@ -36,6 +36,7 @@ from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batc
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.eval.trials.limits import keeps_to
 from adacc_hf.reports.run_record import Settings, markdown_table
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 SCALE = 20.0
@@ -172,7 +173,7 @@ def measure(
 def peak_budgets(profile: Profile, num_budgets: int) -> list[int]:
     """Budgets from the least possible peak up, at even distances; the next one would be what plain training takes."""
     floor = least_peak_bytes(profile)
-    plain = Policy.uniform(profile, Action.RETAIN).predicted_peak_bytes
+    plain = uniform_policy(profile, Action.RETAIN).predicted_peak_bytes
     return [floor + (plain - floor) * i // num_budgets for i in range(num_budgets)]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adacc_hf import InfeasibleBudgetError, Policy, profile_model, solve_policy
+from adacc_hf import InfeasibleBudgetError, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.records.clock import CLOCKS
@@ -27,6 +27,7 @@ from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.records import positive_int
 from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.reports.run_record import Settings, Spread, markdown_table
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CASES = (
     *(
@@ -73,7 +74,7 @@ def measure(workload: Workload, percents: Sequence[int], solver: Solver, setting
     """Solve times of one model: over budgets on what is "stored", and over budgets on the "peak"."""
     model = workload.model(settings.device, settings.seed)
     profile = profile_model(model, next(workload.batches(settings.device, settings.seed)))
-    plain = Policy.uniform(profile, Action.RETAIN)
+    plain = uniform_policy(profile, Action.RETAIN)
     budgets: dict[str, dict[int, float | int]] = {
         "stored": {percent: percent / 100 for percent in percents},
         "peak": {percent: plain.predicted_peak_bytes * percent // 100 for percent in percents},

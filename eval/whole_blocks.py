@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
+from adacc_hf import AdaccConfig, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
@@ -34,6 +34,7 @@ from adacc_hf.eval.trials.contenders import (
 )
 from adacc_hf.eval.trials.opaque_llama import opaque_llama
 from adacc_hf.reports.run_record import Settings, Spread, markdown_table
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
@@ -62,7 +63,7 @@ class Case:
 
 def _middle_peak(profile: Profile) -> int:
     """Bytes of a step half-way between the peaks of torch's checkpoint around all blocks and around none."""
-    plain, least = Policy.uniform(profile, "retain"), Policy.checkpoint(profile)
+    plain, least = uniform_policy(profile, "retain"), checkpoint_policy(profile)
     return (plain.predicted_peak_bytes + least.predicted_peak_bytes) // 2
 
 

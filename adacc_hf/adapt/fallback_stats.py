@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class FallbackStats:
 
 def full_recomputation(profile: Profile) -> Policy:
     """What torch's checkpoint, or a path with the least memory, comes to for a batch as the profiled one."""
-    return Policy.uniform(profile, Action.RECOMPUTE)
+    return uniform_policy(profile, Action.RECOMPUTE)
 
 
 def ratio(shapes: BatchShapes | None, other: BatchShapes | None) -> float:

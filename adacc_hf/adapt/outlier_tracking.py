@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from adacc_hf.adapt.gradient_check import GradientError
-from adacc_hf.artifacts.policy import numbered
+from adacc_hf.artifacts.call_names import numbered
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, get_codec
 from adacc_hf.torch_glue.tensors import relative_error
 

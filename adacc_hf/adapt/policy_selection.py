@@ -13,6 +13,7 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import CodecOption, KindProfile
+from adacc_hf.solve.simple_policies import policy_of_plans
 from adacc_hf.solve.solver import solve_policy
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def current_policy(profile: Profile, policy: Policy) -> Policy:
         plan = policy.plan_of(block.name)
         choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
         plans.append(replace(plan, choices=choices))
-    return Policy.build(profile.with_head(policy.head), plans, dict(policy.facts))
+    return policy_of_plans(profile.with_head(policy.head), plans, dict(policy.facts))
 
 
 def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:

@@ -6,7 +6,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_walk import BlockOutcome, BlockWalk
-from adacc_hf.artifacts.policy import RETAIN, Plan, plain_plan
+from adacc_hf.artifacts.plans import plain_plan
+from adacc_hf.artifacts.policy import RETAIN, Plan
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import KindProfile

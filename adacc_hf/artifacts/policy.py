@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adacc_hf.artifacts.call_names import num_calls
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import read_json, write_json
 from adacc_hf.artifacts.units import format_bytes
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
+    from adacc_hf.artifacts.profile import CodecOption
     from adacc_hf.artifacts.size_model import Shapes
 
 FORMAT_VERSION = 3
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """What the file of a policy for compiled graphs says it is; see `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
-CHECKPOINTED_SHARE = 0.15
-"""How many blocks torch's checkpoint runs under a random policy of whole blocks too, of those that can be replayed."""
 IDLE_KIND = "idle"
 """What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
 nothing to decide. See `adacc_hf/price/heads.py`."""
@@ -132,7 +129,7 @@ class Plan:
 class Policy:
     """An action for every activation of every block, with what it is predicted to cost.
 
-    Build one with `solve_policy`, `Policy.uniform`, `Policy.random` or `Policy.load`.
+    Made by `solve_policy`, by the functions of `solve/simple_policies.py`, and by `Policy.load`.
     """
 
     plans: tuple[Plan, ...]
@@ -221,66 +218,6 @@ class Policy:
             lines += [f"    activation {value:3d}  {choice}" for value, choice in plan.choices]
         return "\n".join(lines)
 
-    @classmethod
-    def build(cls, profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:
-        """The policy that gives `plans[i]` to the i-th block of `profile`, with its head and its predicted cost."""
-        from adacc_hf.artifacts.memory_simulator import simulate
-
-        different = list(dict.fromkeys(plans))
-        outcome = simulate(profile, plans)
-        return cls(
-            plans=tuple(different),
-            blocks=tuple(
-                (block.name, different.index(plan)) for block, plan in zip(profile.blocks, plans, strict=True)
-            ),
-            predicted_stored_bytes=outcome.stored_bytes,
-            predicted_peak_bytes=outcome.peak_bytes,
-            predicted_overhead_ms=outcome.overhead_ms,
-            head=profile.head,
-            batch=profile.measured[0][0] if profile.measured else (),
-            facts=tuple((facts or {}).items()),
-        )
-
-    @classmethod
-    def uniform(cls, profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
-        """Give every activation `action`, where it can take it; else RETAIN.
-
-        With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed, and what cannot be recomputed (a mask
-        drawn from a generator of the user's own) is stored by a lossless codec where one was priced.
-        With COMPRESS, `codec` picks the codec; None takes each activation's first priced one. Raises ValueError for a
-        codec that was not priced for any activation.
-        """
-        action = Action.parse(action)
-        if action is Action.COMPRESS and codec is not None:
-            _check_priced(profile, codec)
-        return cls.build(profile, [_uniform_plan(profile.kind_of(block), action, codec) for block in profile.blocks])
-
-    @classmethod
-    def checkpoint(cls, profile: Profile) -> Policy:
-        """Have torch's checkpoint run every block that it may run; the others run plainly."""
-        plans = [checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds]
-        return cls.build(profile, [plans[block.kind] for block in profile.blocks])
-
-    @classmethod
-    def random(
-        cls,
-        profile: Profile,
-        seed: int,
-        actions: Sequence[Action | str] = (Action.RETAIN, Action.RECOMPUTE),
-        lossless: bool = False,
-        whole_blocks: bool = False,
-    ) -> Policy:
-        """A random action out of `actions` for every activation of every block, each where it can take it.
-
-        With `lossless`, COMPRESS takes lossless codecs only. With RECOMPUTE among the actions, torch's checkpoint runs
-        half of the blocks that cannot be replayed, and, with `whole_blocks`, some of the others.
-        """
-        generator = random.Random(seed)
-        allowed = [Action.parse(action) for action in actions]
-        share = CHECKPOINTED_SHARE if whole_blocks else 0.0
-        plans = [_random_plan(profile.kind_of(block), generator, allowed, lossless, share) for block in profile.blocks]
-        return cls.build(profile, plans)
-
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""
         write_json(path, self.to_json())
@@ -361,135 +298,3 @@ def _checked_blocks(record: dict[str, Any]) -> list[tuple[str, int]]:
     if any(not 0 <= plan < len(record["plans"]) for _, plan in blocks):
         raise ValueError("a block names a plan that is not in the file")
     return blocks
-
-
-def _check_priced(profile: Profile, codec: str) -> None:
-    values = [value for kind in profile.kinds for value in kind.values]
-    priced = sorted({option.codec for value in values for option in value.codecs})
-    if codec in priced:
-        return
-    names = ", ".join(priced) or "none"
-    if any(codec in dict(value.too_coarse) for value in values):
-        raise ValueError(
-            f"codec={codec!r} would degrade gradients wherever it was tried, so that this profile has {names}: choose "
-            f"one of these"
-        )
-    raise ValueError(
-        f"codec={codec!r} was not priced in this profile, which has {names}: profile again with "
-        f"AdaccConfig(codecs=({codec!r},))"
-    )
-
-
-def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
-    """Return the plan that checkpoints a block of `kind` and compresses its inputs as `codecs` says.
-
-    None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
-    """
-    if BlockAction.CHECKPOINT not in kind.block_actions:
-        return None
-    codecs = codecs or {}
-    inputs = {value.index for value in kind.inputs}
-    return Plan(
-        kind=kind.digest,
-        choices=tuple(
-            (v.index, codecs.get(v.index, RETAIN) if v.index in inputs else RECOMPUTE) for v in kind.activations
-        ),
-        is_checkpointed=True,
-        places=tuple((value, kind.values[value].place) for value in codecs),
-    )
-
-
-def plain_plan(kind: KindProfile) -> Plan:
-    """Return the plan that leaves a block of `kind` untouched."""
-    return Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
-
-
-def recompute_plan(kind: KindProfile) -> Plan:
-    """Return the plan that recomputes all it can, or checkpoints a block that cannot be replayed."""
-    return _uniform_plan(kind, Action.RECOMPUTE, None)
-
-
-def _uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
-    must_run_again = BlockAction.PLAIN not in kind.block_actions
-    checkpointed = checkpoint_plan(kind)
-    if checkpointed is not None and (must_run_again or (kind.untrusted and action is Action.RECOMPUTE)):
-        return checkpointed
-
-    def choose(value: Value) -> Choice:
-        if action is Action.RECOMPUTE:
-            lossless = [Choice.compress(option) for option in value.codecs if option.lossless]
-            return RECOMPUTE if value.recomputable else next(iter(lossless), RETAIN)
-        if action is Action.COMPRESS:
-            options = [option for option in value.codecs if codec in (None, option.codec)]
-            if options:
-                return Choice.compress(options[0])
-        return RETAIN
-
-    return Plan(kind=kind.digest, choices=tuple((value.index, choose(value)) for value in kind.activations))
-
-
-def _random_plan(
-    kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, share: float
-) -> Plan:
-    """A random plan; torch's checkpoint runs a `share` of the blocks that can be replayed."""
-    checkpointed = checkpoint_plan(kind)
-    if BlockAction.PLAIN not in kind.block_actions and checkpointed is not None:
-        return checkpointed
-    share = 0.5 if kind.untrusted else share
-    if share and checkpointed is not None and Action.RECOMPUTE in allowed and generator.random() < share:
-        return checkpointed
-    choices, coded = {}, set()
-    for value in kind.activations:
-        options = [option for option in value.codecs if option.lossless or not lossless]
-        menu = [RETAIN] if Action.RETAIN in allowed else []
-        if Action.RECOMPUTE in allowed and value.recomputable:
-            menu.append(RECOMPUTE)
-        if Action.COMPRESS in allowed:
-            menu += [Choice.compress(option) for option in options]
-        choices[value.index] = generator.choice(menu) if menu else RETAIN
-        if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
-            coded.add(value.index)
-    kept = [v for v in kind.index_values(coded) | kind.exactness_dependents_of(coded) if choices.get(v) == RECOMPUTE]
-    return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(kept, RETAIN)).items()))
-
-
-# The calls of a block in one step, by name.
-#
-# A model may call a block several times before backward: layers share their weights, or the loss calls the model
-# twice.
-# Each call has a name of its own, and so a plan: the first that of its block, the others "block#2", "block#3".
-
-
-def call_name(block: str, number: int) -> str:
-    """The name of the call of `block` with that number in a step, counted from 1."""
-    return block if number == 1 else f"{block}#{number}"
-
-
-def numbered(names: Iterable[str]) -> list[str]:
-    """`names` told apart as calls are: the second "norm" is "norm#2"."""
-    seen: Counter[str] = Counter()
-    found = []
-    for name in names:
-        seen[name] += 1
-        found.append(call_name(name, seen[name]))
-    return found
-
-
-def block_of_call(name: str) -> str:
-    """The block of a call with that name."""
-    return split_call(name)[0]
-
-
-def split_call(name: str) -> tuple[str, int]:
-    """The block of a call and its number in a step, counted from 1."""
-    block, mark, number = name.rpartition("#")
-    return (block, int(number)) if mark and number.isdigit() else (name, 1)
-
-
-def num_calls(names: Iterable[str]) -> dict[str, int]:
-    """How often each block is called in a step that has calls with these `names`."""
-    found: dict[str, int] = {}
-    for name in names:
-        block, number = split_call(name)
-        found[block] = max(number, found.get(block, 0))
-    return found

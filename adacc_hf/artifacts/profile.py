@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from adacc_hf.artifacts.call_names import numbered
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.exact_recompute_rules import (
     DEGRADED_ERROR,
@@ -23,7 +24,7 @@ from adacc_hf.artifacts.exact_recompute_rules import (
     upstream,
 )
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
-from adacc_hf.artifacts.policy import BlockAction, Choice, Place, numbered
+from adacc_hf.artifacts.policy import BlockAction, Choice, Place
 from adacc_hf.artifacts.size_model import ProfileSizes, Shapes, sizes_of
 
 FORMAT_VERSION = 8

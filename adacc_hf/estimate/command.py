@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.estimate.devices import NAMES
+from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
     from adacc_hf.estimate.planning import Planned, Request
@@ -157,10 +158,9 @@ def _sharding(arguments: argparse.Namespace) -> Any:
 
 
 def _write_report(folder: Path, planned: Planned) -> None:
-    from adacc_hf.artifacts.policy import Policy
     from adacc_hf.reports.report import write_report
 
-    policy = planned.policy or Policy.uniform(planned.profile, "recompute")
+    policy = planned.policy or uniform_policy(planned.profile, "recompute")
     comparison = [
         {
             "method": name,

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from adacc_hf.artifacts.call_names import num_calls
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.policy import num_calls
 from adacc_hf.artifacts.profile import BlockProfile, Profile
 from adacc_hf.compact import CompactFactory
 from adacc_hf.estimate.devices import Device

@@ -8,16 +8,18 @@ from functools import cache
 
 from torch import nn
 
+from adacc_hf.artifacts.call_names import call_name, num_calls
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
-from adacc_hf.artifacts.policy import Policy, call_name, num_calls
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.reserved_memory import reserved_bytes
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
 from adacc_hf.solve.baselines import simulate_checkpointed
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import solve_policy
 from adacc_hf.torch_glue.memory import distinct_bytes
 
@@ -99,7 +101,7 @@ class Planned:
 def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     """What training holds besides activations, and the profile of one step of `request` on one device.
 
-    `Policy.uniform` gives the peak of plain training, or of recomputation, from it. Raises as `plan` does.
+    `uniform_policy` gives the peak of plain training, or of recomputation, from it. Raises as `plan` does.
     """
     with fake_model(request.workload) as model:
         planner = _Planner(request, model)
@@ -224,7 +226,7 @@ class _Planner:
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
         without_ms = plain_ms(profile)
-        plain, full = Policy.uniform(profile, "retain"), simulate_checkpointed(profile)
+        plain, full = uniform_policy(profile, "retain"), simulate_checkpointed(profile)
         adacc_ms = None if policy is None else without_ms + policy.predicted_overhead_ms
         reserved = [_reserved(self.request, self.model, is_checkpointed) for is_checkpointed in (False, True)]
         return {
@@ -296,7 +298,7 @@ class _Planner:
         if method == "adacc":
             return _least_peak(profile, self.request.workload.adacc)
         if method in _UNIFORM:
-            return Policy.uniform(profile, _UNIFORM[method]).predicted_peak_bytes
+            return uniform_policy(profile, _UNIFORM[method]).predicted_peak_bytes
         return simulate_checkpointed(profile).peak_bytes
 
 
@@ -348,7 +350,7 @@ def _least_peak(profile: Profile, config: AdaccConfig) -> int:
 
 def plain_ms(profile: Profile) -> float:
     """Time of a plain step: the profiled one, less what was recomputed in it."""
-    return profile.step_ms - Policy.uniform(profile, "recompute").predicted_overhead_ms
+    return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 
 
 def _phases(outcome: Outcome) -> dict[str, int]:

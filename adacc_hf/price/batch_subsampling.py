@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.artifacts.call_names import call_name
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.policy import call_name
 from adacc_hf.artifacts.profile import CodecOption, Profile, Value
 from adacc_hf.artifacts.size_model import Shapes, numbers_of, profile_outline
 from adacc_hf.head.lazy_logits import LossCall

@@ -15,9 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.block_walk import BlockOutcome
+from adacc_hf.artifacts.call_names import call_name, num_calls, split_call
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
-from adacc_hf.artifacts.policy import BlockAction, Place, call_name, num_calls, recompute_plan, split_call
+from adacc_hf.artifacts.plans import recompute_plan
+from adacc_hf.artifacts.policy import BlockAction, Place
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Operator, Value, unpack_order
 from adacc_hf.price.codec_selection import is_parameter_cast, role_of, storable, with_outliers
 from adacc_hf.price.cost_model import (

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
-from adacc_hf.artifacts.policy import IDLE_KIND, Action, BlockAction, Choice, Plan, Policy, checkpoint_plan, plain_plan
+from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
+from adacc_hf.artifacts.policy import (
+    IDLE_KIND,
+    Action,
+    BlockAction,
+    Choice,
+    Plan,
+    Policy,
+)
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
 from adacc_hf.artifacts.units import format_bytes
 

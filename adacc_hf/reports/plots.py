@@ -20,6 +20,7 @@ from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle
+from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -226,12 +227,12 @@ def marks(profile: Profile, policy: Policy) -> list[Mark]:
     """Plain training, torch's checkpoint around every block, quantization of everything, and `policy`."""
     from adacc_hf.kernels.codecs import baseline_codec
 
-    plain, full = Policy.uniform(profile, Action.RETAIN), Policy.uniform(profile, Action.RECOMPUTE)
+    plain, full = uniform_policy(profile, Action.RETAIN), uniform_policy(profile, Action.RECOMPUTE)
     # Torch's checkpoint runs a block's forward again up to the last tensor saved, replay only what backward needs.
     checkpoint_ms = sum(rerun_ms(profile.kind_of(block)) for block in profile.blocks)
     codecs = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
     baseline = baseline_codec() if baseline_codec() in codecs else None
-    quantized = Policy.uniform(profile, Action.COMPRESS, baseline)
+    quantized = uniform_policy(profile, Action.COMPRESS, baseline)
     naive = "all compressed, codec by layer" if baseline is None else f"naive quantization ({baseline})"
     return [
         Mark(name="plain", point=_point(plain), color="#56606b", shape="s"),

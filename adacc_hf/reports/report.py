@@ -24,6 +24,7 @@ from adacc_hf.reports.explain import (
 )
 from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
 from adacc_hf.reports.timeline import timeline_parts
+from adacc_hf.solve.simple_policies import uniform_policy
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
@@ -121,7 +122,7 @@ def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
         kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
         for kind in profile.kinds
     }
-    full = Policy.uniform(profile, Action.RECOMPUTE)
+    full = uniform_policy(profile, Action.RECOMPUTE)
     return {
         "plain": simulate(profile, [plain[profile.kind_of(block).digest] for block in profile.blocks]),
         "full recomputation": simulate(profile, [full.plan_of(block.name) for block in profile.blocks]),

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from adacc_hf.artifacts.call_names import call_name, num_calls
 from adacc_hf.artifacts.errors import CompiledBlockError, NestedHooksError, NoBlocksError, SeveralThreadsError
-from adacc_hf.artifacts.policy import call_name, num_calls
 from adacc_hf.torch_glue.compat import (
     FLAG,
     FUNCTION,

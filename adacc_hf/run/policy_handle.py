@@ -62,9 +62,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from adacc_hf.artifacts.call_names import block_of_call, call_name, num_calls
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
-from adacc_hf.artifacts.policy import Policy, block_of_call, call_name, num_calls
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import Checkpointed, Installation

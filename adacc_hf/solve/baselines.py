@@ -17,6 +17,7 @@ from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.solve.milp import KindModel, PricedPlan, StoredForm, price
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +107,14 @@ def quantize_everything(profile: Profile) -> Policy:
     """The policy that keeps each activation that it takes by the baseline's codec, per-token INT4."""
     from adacc_hf.kernels.codecs import baseline_codec
 
-    return Policy.uniform(profile, Action.COMPRESS, codec=baseline_codec())
+    return uniform_policy(profile, Action.COMPRESS, codec=baseline_codec())
 
 
 # A step under torch's checkpoint around every block, from the same profile as a policy's.
-# `Policy.uniform(profile, "recompute")` is not that: it recomputes each tensor when it is wanted, and lets it go after
+# `uniform_policy(profile, "recompute")` is not that: it recomputes each tensor when it is wanted, and lets it go after
 # its last use.
 
 
 def simulate_checkpointed(profile: Profile) -> Outcome:
     """The outcome of a step of `profile` in which torch's checkpoint runs every block that it may run."""
-    return simulate_policy(profile, Policy.checkpoint(profile))
+    return simulate_policy(profile, checkpoint_policy(profile))

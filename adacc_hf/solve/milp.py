@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice, Plan, checkpoint_plan, plain_plan
+from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
+from adacc_hf.artifacts.policy import (
+    RECOMPUTE,
+    RETAIN,
+    Action,
+    BlockAction,
+    Choice,
+    Plan,
+)
 from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:

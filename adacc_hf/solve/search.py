@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from adacc_hf.artifacts.config import AdaccConfig, Budget, what_was_meant
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate
-from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.baselines import greedy_policies
 from adacc_hf.solve.frontier import MixtureProgram, chain, fixed_bytes, frontiers, least_ms, overhead_ms, stored_bytes
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import KindModel, PricedPlan, build_block_model, retain_all
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, least_outcome, local_search
+from adacc_hf.solve.simple_policies import policy_of_plans
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.block_walk import BlockOutcome
@@ -358,7 +358,7 @@ def _infeasible_stored(
         f"{format_bytes(floor - outside)} by the blocks with actions={config.actions!r}. Raise memory_budget, allow "
         f"more actions or codecs, or use a smaller batch",
         floor,
-        least=Policy.build(profile, [column.plan for column in least], {}),
+        least=policy_of_plans(profile, [column.plan for column in least], {}),
     )
 
 
@@ -377,5 +377,5 @@ def _infeasible_peak(
         f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",
         needed,
         min(bound, needed),
-        Policy.build(profile, [column.plan for column in floor], {}),
+        policy_of_plans(profile, [column.plan for column in floor], {}),
     )

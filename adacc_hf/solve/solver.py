@@ -20,6 +20,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.milp import PricedPlan
 from adacc_hf.solve.search import Kinds, PolicySearch
+from adacc_hf.solve.simple_policies import policy_of_plans
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -48,7 +49,7 @@ def solve_policy(
         "solves": search.log.num_solves,
         "seconds": time.perf_counter() - started,
     }
-    policy = Policy.build(search.profile, [column.plan for column in columns], facts)
+    policy = policy_of_plans(search.profile, [column.plan for column in columns], facts)
     needed = policy.predicted_peak_bytes if budget.of_peak else policy.predicted_stored_bytes
     assert needed <= budget.nbytes, f"the solver's policy needs {needed} bytes of {budget.nbytes}"
     return policy

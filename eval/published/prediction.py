@@ -8,7 +8,6 @@ from typing import Any
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
-from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
@@ -18,6 +17,7 @@ from adacc_hf.eval.published.measurements import Row, Setting, model_config
 from adacc_hf.eval.published.older_versions import as_in
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.solve.baselines import simulate_checkpointed
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CHECKPOINTING = ("none", "full")
 """Every block keeps all that it saves, or runs under torch's checkpoint."""
@@ -80,7 +80,7 @@ def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
     """What a step of `profile` takes in a row's mode of checkpointing."""
     if checkpointing == "full":
         return simulate_checkpointed(profile)
-    return simulate_policy(profile, Policy.uniform(profile, "retain"))
+    return simulate_policy(profile, uniform_policy(profile, "retain"))
 
 
 def _adapters(row: Setting) -> Adapters | None:

@@ -23,6 +23,7 @@ from adacc_hf.eval.trials.model_under_test import Subject
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.kernels.codecs import baseline_codec
 from adacc_hf.solve.baselines import quantize_everything
+from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
 
@@ -156,12 +157,12 @@ LOSSLESS = adacc("Adacc, lossless", actions=("retain", "recompute"))
 def quantize_within(profile: Profile, budget: Budget, config: AdaccConfig) -> Policy:
     """The naive policy for as many blocks, the first ones first, as it takes to keep to `budget`; for all at most."""
     limit = ResolvedBudget.resolve(budget, profile, config)
-    plain, coded = Policy.uniform(profile, "retain"), quantize_everything(profile)
+    plain, coded = uniform_policy(profile, "retain"), quantize_everything(profile)
     names = [block.name for block in profile.blocks]
     policy = plain
     for number in range(len(names) + 1):
         plans = [(coded if i < number else plain).plan_of(name) for i, name in enumerate(names)]
-        policy = Policy.build(profile, plans)
+        policy = policy_of_plans(profile, plans)
         if (policy.predicted_peak_bytes if limit.of_peak else policy.predicted_stored_bytes) <= limit.nbytes:
             break
     return policy

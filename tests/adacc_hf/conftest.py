@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import strategies as st
 
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, BlockAction, Choice, Plan, checkpoint_plan
+from adacc_hf.artifacts.plans import checkpoint_plan
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, BlockAction, Choice, Plan
 from adacc_hf.artifacts.profile import (
     BackwardEvent,
     BlockProfile,
@@ -25,6 +26,7 @@ from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.run.call import Recording
 from adacc_hf.run.validated_call import ValidatedCall
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
 @pytest.fixture
@@ -602,7 +604,7 @@ def assert_exact(run_steps, assert_same_steps):
 
     The first policy recomputes everything that can be, the others are random; all must equal plain training.
     """
-    from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+    from adacc_hf import AdaccConfig, apply_policy, profile_model
 
     def check(model, batch, num_policies=6, autocast=None, config=None):
         import torch
@@ -612,8 +614,8 @@ def assert_exact(run_steps, assert_same_steps):
         with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
             profile = profile_model(model, batch, config)
         actions = ("retain", "recompute", "compress")
-        policies = [Policy.random(profile, seed, actions, lossless=True) for seed in range(num_policies)]
-        for policy in [Policy.uniform(profile, "recompute"), *policies]:
+        policies = [random_policy(profile, seed, actions, lossless=True) for seed in range(num_policies)]
+        for policy in [uniform_policy(profile, "recompute"), *policies]:
             with apply_policy(model, policy, config):
                 assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
         return profile

@@ -17,6 +17,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.cli import main
 from adacc_hf.kernels.codecs import list_codecs
 from adacc_hf.reports import plots
+from adacc_hf.solve.simple_policies import uniform_policy
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def files(tmp_path: Path, gpt2_like_profile) -> tuple[str, str]:
     """Paths of a saved policy and of its profile."""
     profile = gpt2_like_profile(num_blocks=2)
     profile.save(tmp_path / "profile.json")
-    Policy.uniform(profile, "recompute").save(tmp_path / "policy.json")
+    uniform_policy(profile, "recompute").save(tmp_path / "policy.json")
     return str(tmp_path / "policy.json"), str(tmp_path / "profile.json")
 
 
@@ -63,7 +64,7 @@ def test_report_names_the_profile_that_is_missing(files, tmp_path: Path, capsys)
 
 def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, capsys) -> None:
     profile = gpt2_like_profile(num_blocks=2)
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     run = tmp_path / "run"
     policy.save(run / POLICY_FILE)
     profile.save(run / PROFILE_FILE)
@@ -83,7 +84,7 @@ def test_a_checkpoints_policy_is_explained_by_what_it_was_solved_from(
 ) -> None:
     """Not by the prices of the day, which may lack its codecs."""
     profile = gpt2_like_profile(num_blocks=2)
-    Policy.uniform(profile, "compress").save(tmp_path / POLICY_FILE)
+    uniform_policy(profile, "compress").save(tmp_path / POLICY_FILE)
     profile.save(tmp_path / PROFILE_FILE)
     lossy = lossy_options(profile, [block.name for block in profile.blocks])
     without_codecs(profile, in_all_blocks(profile, lossy)).save(tmp_path / PRICES_FILE)

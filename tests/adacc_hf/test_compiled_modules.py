@@ -6,8 +6,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import CompiledBlockError
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.recorder import COMPILED
 from adacc_hf.torch_glue.compat import GradientCheckpointingLayer
 from adacc_hf.torch_glue.memory import measure_step
@@ -90,7 +91,7 @@ def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
     model, batch = with_compiled_mlp(toy_model, hidden_code(runs, graphs)), toy_batch()
     profile = profile_model(model, batch, CONFIG)
     for action, times in (("retain", 1), ("recompute", 2)):
-        with apply_policy(model, Policy.uniform(profile, action), CONFIG):
+        with apply_policy(model, uniform_policy(profile, action), CONFIG):
             for step in range(3):
                 runs.clear()
                 model(**batch).loss.backward()
@@ -102,7 +103,7 @@ def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
 def test_what_compiled_code_saves_is_counted(toy_model, toy_batch, action):
     """What torch keeps of the call in which it compiled is none of it."""
     model, batch = with_compiled_mlp(toy_model, hidden_code([], [])), toy_batch(64)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), action)
+    policy = uniform_policy(profile_model(model, batch, CONFIG), action)
     with apply_policy(model, policy, CONFIG):
         steps = [measure_step(model, batch) for _ in range(3)]  # the first one too: nothing is recorded
     assert [step.stored_bytes for step in steps] == [policy.predicted_stored_bytes] * 3
@@ -144,7 +145,7 @@ def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
 def test_blocks_that_are_compiled_later_are_refused(tiny_llama, token_batch):
     """As a Trainer with `torch_compile=True` does, whose callbacks see the bare model."""
     model, batch = tiny_llama(layers=1), token_batch()
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy, CONFIG):
         model(**batch).loss.backward()
         in_place(model)

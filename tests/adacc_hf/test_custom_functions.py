@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import adacc_hf.run.call as call_module
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -70,8 +71,8 @@ def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward
     """Whichever values a policy stores."""
     model, batch = toy_model(forward), toy_batch(64)
     profile = profile_model(model, batch, CONFIG)
-    policies = [Policy.random(profile, seed, ("retain", "recompute")) for seed in range(8)]
-    for policy in [Policy.uniform(profile, "recompute"), *policies]:
+    policies = [random_policy(profile, seed, ("retain", "recompute")) for seed in range(8)]
+    for policy in [uniform_policy(profile, "recompute"), *policies]:
         with apply_policy(model, policy, CONFIG):
             for _ in range(3):
                 model(**batch).loss.backward()
@@ -93,7 +94,7 @@ def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):
         (lambda block, hidden: hidden + block.down(block.up(hidden).tanh().exp()), 0),
     ]:
         model = toy_model(forward)
-        policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+        policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
         with apply_policy(model, policy, CONFIG):
             for _ in range(3):  # the third call's backward is in the order that was learnt
                 loss = model(**batch).loss
@@ -105,7 +106,7 @@ def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):
 def test_a_tensor_asked_for_outside_of_backward_is_a_copy(toy_model, toy_batch):
     """Whoever reads a node's saved tensors may write into them, and backward is right all the same."""
     model, batch = toy_model(before_a_replay_reads_it), toy_batch()
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     model(**batch).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     with apply_policy(model, policy, CONFIG):

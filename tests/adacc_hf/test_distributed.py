@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 STEPS = 3
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -69,7 +70,7 @@ def train(model, twice):
 
 def policies(profile):
     actions = ("retain", "recompute", "compress")
-    return [Policy.uniform(profile, "recompute"), Policy.random(profile, 1, actions, lossless=True)]
+    return [uniform_policy(profile, "recompute"), random_policy(profile, 1, actions, lossless=True)]
 
 
 def applied(wrap, policy, before):

@@ -6,8 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
+from adacc_hf.solve.simple_policies import policy_of_plans, random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -57,14 +58,14 @@ def test_some_masks_drawn_again_beside_others_that_are_kept(trained, run_steps, 
     that were predicted."""
     model, batch, profile, plain = trained
     seed = data.draw(st.integers(0, 2**32 - 1))
-    others = Policy.random(profile, seed, ("retain", "recompute", "compress"), lossless=True)
+    others = random_policy(profile, seed, ("retain", "recompute", "compress"), lossless=True)
     plans = []
     for block in profile.blocks:
         masks = masks_of(profile.kind_of(block))
         drawn = {mask.index: data.draw(st.sampled_from([RECOMPUTE, RETAIN])) for mask in masks}
         plan = others.plan_of(block.name)
         plans.append(Plan(kind=plan.kind, choices=tuple((dict(plan.choices) | drawn).items())))
-    policy = Policy.build(profile, plans)
+    policy = policy_of_plans(profile, plans)
     with apply_policy(model, policy, CONFIG):
         assert_same_steps(run_steps(model, batch), plain)
         assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
@@ -73,7 +74,7 @@ def test_some_masks_drawn_again_beside_others_that_are_kept(trained, run_steps, 
 def test_a_second_backward_draws_the_same_again(trained):
     model, batch, profile, _ = trained
     parameters = list(model.parameters())
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         for _ in range(3):
             loss = model(**batch).loss
             first = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)

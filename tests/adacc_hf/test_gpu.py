@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
 from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.run.call import Recording
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.data_reads import data_of
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape_cache import TapeCache
@@ -69,7 +70,7 @@ def test_peaks_before_a_meter_are_known_after_it():
 @pytest.mark.parametrize("action", ["recompute", "compress", "retain"])
 def test_stored_bytes_and_peak_are_as_predicted(on_device, device, action):
     model, batch = on_device(device, width=256, n_head=4, n_positions=64)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), action)
+    policy = uniform_policy(profile_model(model, batch, CONFIG), action)
     with apply_policy(model, policy, CONFIG):
         for _ in range(3):
             model(**batch).loss.backward()
@@ -87,7 +88,7 @@ def test_the_predicted_peak_is_that_of_the_device(on_device):
     """As torch.cuda counts it, beside a tensor of somebody else's, workspaces of products included."""
     somebody_elses = torch.empty(50 << 20, dtype=torch.uint8, device="cuda")
     model, batch = on_device("cuda", width=256, n_head=4, n_positions=64)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     assert policy.predicted_peak_bytes > somebody_elses.nbytes
     with apply_policy(model, policy, CONFIG):
         for _ in range(3):
@@ -117,7 +118,7 @@ def test_an_earlier_model_that_only_cycles_hold_is_not_counted(on_device):
 def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
     """Rule R10, under a policy of all actions. Plain training shows that what is found is ours."""
     model, batch = on_device("cuda")
-    policy = Policy.random(profile_model(model, batch, CONFIG), 0, ("retain", "recompute", "compress"))
+    policy = random_policy(profile_model(model, batch, CONFIG), 0, ("retain", "recompute", "compress"))
     # Transformers waits to see whether a batch is packed, in plain training too.
     with no_packed_sequences(), apply_policy(model, policy, CONFIG) if is_ours else nullcontext():
         for _ in range(3):  # the first two calls at a shape are recorded, the third learns the order
@@ -155,7 +156,7 @@ def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropou
         if not any(kernel in value.name for kind in profile.kinds for value in kind.values):
             pytest.skip(f"this GPU has no attention by {kernel}")
         noise = relative_error(plain, again)  # a GPU's atomic additions; nothing on the emulated one
-        with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
             for _ in range(3):
                 found, after = step()
                 assert torch.equal(found.loss, plain.loss)
@@ -175,7 +176,7 @@ def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, tok
             profile = estimate_profile(model, batch, CONFIG)
         if not any(kernel in value.name for kind in profile.kinds for value in kind.values):
             pytest.skip(f"this GPU has no attention by {kernel}")
-        policy = Policy.uniform(profile, "recompute")
+        policy = uniform_policy(profile, "recompute")
         with apply_policy(model, policy, CONFIG):
             for _ in range(3):
                 with bf16():

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import measure_step
@@ -91,7 +92,7 @@ def test_training_is_exact_and_stores_what_is_predicted(model, token_batch, asse
     assert functions == [norm, "LigerRopeFunction", norm, "LigerSiLUMulFunction"]
     assert all(value.recomputable for value in kind.activations if value.producer is not None)
     for action in ("retain", "recompute"):
-        policy = Policy.uniform(profile, action)
+        policy = uniform_policy(profile, action)
         with apply_policy(model, policy):
             model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)

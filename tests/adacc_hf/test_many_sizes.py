@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import random_policy
 from adacc_hf.tape.tape import Tape
 
 WIDTH, VOCABULARY = 4, 11
@@ -57,7 +58,7 @@ def test_ever_new_sizes_take_no_more_memory(one_thread):
     torch.manual_seed(0)
     model = Model()
     profile = profile_model(model, {"input_ids": torch.ones(8, 24, dtype=torch.long)}, CONFIG)
-    with apply_policy(model, Policy.random(profile, 0, ("compress", "recompute")), CONFIG):
+    with apply_policy(model, random_policy(profile, 0, ("compress", "recompute")), CONFIG):
         for number, size in enumerate(sizes[:MANY], start=1):
             model(torch.ones(size, dtype=torch.long)).loss.backward()
             if number == FEW:

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.solve.simple_policies import random_policy
 
 EXAMPLES = int(os.environ.get("ADACC_MUTATIONS", "40"))
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -279,7 +280,7 @@ def test_lossless_training_is_plain_training_whatever_changes_between_steps(asse
     )
     def train_both(name, has_adapter, sizes, changes, seed):
         plain = train(build(name, has_adapter), sizes, changes)
-        policy = Policy.random(profile_of(name, has_adapter), seed, ACTIONS, lossless=True)
+        policy = random_policy(profile_of(name, has_adapter), seed, ACTIONS, lossless=True)
         model = build(name, has_adapter)
         with apply_policy(model, policy, CONFIG):
             try:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 peft = pytest.importorskip("peft", reason="the test extra installs peft")
@@ -49,8 +50,8 @@ def assert_promises_kept(run_steps, assert_same_steps, peak_of):
     def check(model, batch):
         plain = run_steps(model, batch)
         profile = profile_model(model, batch, CONFIG)
-        random = Policy.random(profile, 1, ("retain", "recompute", "compress"), lossless=True)
-        for policy in (Policy.uniform(profile, "recompute"), random):
+        random = random_policy(profile, 1, ("retain", "recompute", "compress"), lossless=True)
+        for policy in (uniform_policy(profile, "recompute"), random):
             with apply_policy(model, policy, CONFIG):
                 assert_same_steps(run_steps(model, batch), plain)
                 measured = measure_step(model, batch)
@@ -106,7 +107,7 @@ def test_adapters_switched_in_mid_training(tiny_llama, batch, run_steps, assert_
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1))
     plain = list(run(model))
     model.set_adapter("default")
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy, CONFIG):
         for ours, theirs in zip(run(model), plain, strict=True):
             assert_same_steps(ours, theirs)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.run import entries as entries_module
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape import guards, symbolic_tape
 from adacc_hf.torch_glue.memory import measure_step
@@ -70,8 +71,8 @@ def assert_same_training():
         with autocast(precision):
             profile = profile_model(build(), batch, CONFIG)
         actions = ("retain", "recompute", "compress")
-        policies = [Policy.random(profile, seed, actions, lossless=True) for seed in range(num_policies)]
-        for policy in [Policy.uniform(profile, "recompute"), *policies]:
+        policies = [random_policy(profile, seed, actions, lossless=True) for seed in range(num_policies)]
+        for policy in [uniform_policy(profile, "recompute"), *policies]:
             model = build()
             with apply_policy(model, policy, CONFIG):
                 ours = note(model, loop)
@@ -204,7 +205,7 @@ def test_several_forwards_before_one_backward(tiny_gpt2, tiny_llama, padded_batc
 
 def test_two_models_of_one_class_that_train_each_other(tiny_llama, padded_batch, assert_same_training):
     """As in mutual learning: each has a policy of its own, and one backward goes through both."""
-    policy = Policy.uniform(profile_model(tiny_llama(), padded_batch(12), CONFIG), "recompute")
+    policy = uniform_policy(profile_model(tiny_llama(), padded_batch(12), CONFIG), "recompute")
     runs = []
 
     def loop(model):
@@ -291,7 +292,7 @@ def test_the_policy_is_followed_when_weights_are_frozen(tiny_gpt2, padded_batch,
     """What autograd still saves is handled as planned: a policy that retains all but one value does so on."""
     model, batch = tiny_gpt2(), padded_batch(12)
     profile = profile_model(model, batch, CONFIG)
-    policy = Policy.random(profile, 3, ("retain", "recompute", "compress"), lossless=True)
+    policy = random_policy(profile, 3, ("retain", "recompute", "compress"), lossless=True)
     planned = dict(policy.plans[policy.blocks[1][1]].choices)
     with apply_policy(model, policy, CONFIG) as handle, caplog.at_level("WARNING"):
         model(**batch).loss.backward()
@@ -428,7 +429,7 @@ def test_layerdrop(padded_batch, assert_same_training):
     profile = assert_same_training(build, padded_batch(12), training([padded_batch(12, seed) for seed in range(6)]), 1)
     assert len(profile.blocks) == 4
     assert model.model.encoder.layerdrop == model.config.decoder_layerdrop == 0.5
-    policy = Policy.uniform(profile_model(model, padded_batch(12), CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, padded_batch(12), CONFIG), "recompute")
     assert model.model.encoder.layerdrop == model.config.decoder_layerdrop == 0.5
     stored = []
     with apply_policy(model, policy, CONFIG) as handle:
@@ -559,7 +560,7 @@ class TestWhatBlocksDo:
         assert [shared.nbytes for shared in profile.shared] == [0]
         assert not any(value.activation for kind in profile.kinds for value in kind.values if "table" in value.name)
         for action in ("retain", "recompute", "compress"):
-            policy = Policy.uniform(profile, action)
+            policy = uniform_policy(profile, action)
             with apply_policy(model, policy, CONFIG):
                 assert measure_step(model, toy_batch()).stored_bytes == policy.predicted_stored_bytes
 
@@ -568,7 +569,7 @@ class TestWhatBlocksDo:
         model = calling(toy_model(lambda block, hidden: block.down(block.up(hidden).tanh()), num_blocks=3), [2, 0, 1])
         profile = assert_exact(model, toy_batch())
         assert [block.name for block in profile.blocks] == ["layers.2", "layers.0", "layers.1"]
-        policy = Policy.uniform(profile, "recompute")
+        policy = uniform_policy(profile, "recompute")
         with apply_policy(model, policy, CONFIG):
             run_steps(model, toy_batch())  # recording, and learning the order of backward
             assert measure_step(model, toy_batch()).peak_bytes == policy.predicted_peak_bytes
@@ -585,7 +586,7 @@ class TestWhatBlocksDo:
         assert [block.name for block in profile.blocks] == [
             "layers.0", "layers.1", "layers.1#2", "layers.0#2", "layers.1#3",
         ]  # fmt: skip
-        policy = Policy.uniform(profile, "recompute")
+        policy = uniform_policy(profile, "recompute")
         with apply_policy(model, policy, CONFIG):
             run_steps(model, toy_batch())
             assert measure_step(model, toy_batch()).peak_bytes == policy.predicted_peak_bytes
@@ -718,7 +719,7 @@ def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
 
     profile = profile_model(model, batch_of(8), CONFIG)
     lengths = in_random_order(LENGTHS, NUM_STEPS)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
         assert len(strategy.entries.sized) == most
@@ -747,7 +748,7 @@ def test_lengths_that_no_family_serves_stay_flat(toy_model, monkeypatch):
 
     profile = profile_model(model, batch_of(36), CONFIG)
     lengths = in_random_order(range(4, 40), 300)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, lengths, batch_of, (200, 299))
         assert len(strategy.entries.recorded) == len(strategy.tapes) == most
@@ -766,7 +767,7 @@ def test_ever_new_sizes_stay_flat(toy_model, monkeypatch):
 
     profile = profile_model(model, batch_of((12, 64)), CONFIG)
     sizes = [(samples, tokens) for samples in range(2, 12) for tokens in range(3, 60)]
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, sizes, batch_of, (200, len(sizes) - 1))
         assert len(strategy.entries.sized) <= symbolic_tape.MOST_SIZES

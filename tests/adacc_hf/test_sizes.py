@@ -15,12 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.parts import VOCABULARY, padded_text, two_texts
 from adacc_hf.run.blocks import Installation, Plainly
 from adacc_hf.run.call import Recording
+from adacc_hf.solve.simple_policies import random_policy
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.replay import view
 
@@ -61,7 +62,7 @@ class Pair:
         self.model = copy.deepcopy(self.plain)
         with self.autocast():
             profile = profile_model(self.model, self.make_batch(MOST_SAMPLES, MOST_TOKENS, 40, 0), CONFIG)
-        policy = Policy.random(profile, 1, actions, lossless=lossless)
+        policy = random_policy(profile, 1, actions, lossless=lossless)
         self.handle = apply_policy(self.model, policy)
 
     def step(self, model, batch, seed, backward=True):

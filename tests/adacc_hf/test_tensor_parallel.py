@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
 CONFIG = AdaccConfig(min_compress_bytes=0, head="plain")
@@ -75,8 +76,8 @@ def compare(build: Callable[[], torch.nn.Module]) -> Any:
     """The profile of a model, once lossless policies, others on each rank, have changed no bit of its training."""
     plain = train(build())
     profile = profile_model(build(), BATCH, CONFIG)
-    mine = Policy.random(profile, dist.get_rank(), ("retain", "recompute", "compress"), lossless=True)
-    for policy in (Policy.uniform(profile, "recompute"), mine):
+    mine = random_policy(profile, dist.get_rank(), ("retain", "recompute", "compress"), lossless=True)
+    for policy in (uniform_policy(profile, "recompute"), mine):
         model = build()
         with apply_policy(model, policy, CONFIG):
             ours = train(model)

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model, solve_policy
-from adacc_hf.artifacts.policy import IDLE_KIND, BlockAction, Choice, checkpoint_plan
+from adacc_hf.artifacts.plans import checkpoint_plan
+from adacc_hf.artifacts.policy import IDLE_KIND, BlockAction, Choice
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.solve.milp import build_block_model
+from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -63,7 +65,7 @@ def test_what_a_checkpointed_block_keeps_and_needs_is_predicted(request, token_b
     assert options
     for coded in [{}, *({value: Choice.compress(option)} for value, option in options)]:
         plan = checkpoint_plan(kind, coded)
-        policy = Policy.build(profile, [plan] * len(profile.blocks))
+        policy = policy_of_plans(profile, [plan] * len(profile.blocks))
         with apply_policy(model, policy, CONFIG):
             ours = gradients(model, batch, dtype=dtype)
             measured = measure_step(Under(dtype, model), batch)
@@ -86,7 +88,7 @@ def test_the_place_of_an_input_that_is_given_by_name_is_known(toy_model, toy_bat
     assert {value.place for value in kind.inputs} <= {(0,), ("scale",)}
     plan = checkpoint_plan(kind, {value: Choice.compress(option) for value, option in input_options(kind)})
     assert {place for _, place in plan.places} == {value.place for value in kind.inputs}
-    policy = Policy.build(profile, [plan] * len(profile.blocks))
+    policy = policy_of_plans(profile, [plan] * len(profile.blocks))
     with apply_policy(model, policy, CONFIG):
         gradients(model, batch)
         measured = measure_step(model, batch)
@@ -97,12 +99,12 @@ def test_a_policy_with_them_survives_the_disk(tiny_gpt2, token_batch, tmp_path):
     profile = profile_model(tiny_gpt2(), token_batch(4, 32), CONFIG)
     (kind,) = profile.kinds
     ((value, option), *_) = input_options(kind)
-    policy = Policy.build(profile, [checkpoint_plan(kind), checkpoint_plan(kind, {value: Choice.compress(option)})])
+    policy = policy_of_plans(profile, [checkpoint_plan(kind), checkpoint_plan(kind, {value: Choice.compress(option)})])
     policy.save(tmp_path / "policy.json")
     loaded = Policy.load(tmp_path / "policy.json")
     assert loaded == policy
     assert loaded.plans[1].places == ((value, (0,)),)
-    assert policy.digest != Policy.build(profile, [checkpoint_plan(kind)] * 2).digest
+    assert policy.digest != policy_of_plans(profile, [checkpoint_plan(kind)] * 2).digest
     assert policy.block_counts() == {"checkpoint": 2}
     assert "2 blocks (2 under torch's checkpoint)" in policy.summary()
 
@@ -110,11 +112,11 @@ def test_a_policy_with_them_survives_the_disk(tiny_gpt2, token_batch, tmp_path):
 def test_the_explanation_has_the_price_of_each(tiny_gpt2, token_batch):
     profile = profile_model(tiny_gpt2(), token_batch(4, 32), LOSSLESS)
     price = r"\d+\.\d\d ms, stores [\d.]+ \w+"
-    text = explain_policy(Policy.uniform(profile, "retain"), profile)
+    text = explain_policy(uniform_policy(profile, "retain"), profile)
     assert re.search(rf"plain: {price}; checkpoint: {price}\n", text)
-    text = explain_policy(Policy.uniform(profile, "recompute"), profile)
+    text = explain_policy(uniform_policy(profile, "recompute"), profile)
     assert re.search(rf"replay: {price}; plain: {price}; checkpoint: {price}\n", text)
-    text = explain_policy(Policy.checkpoint(profile), profile)
+    text = explain_policy(checkpoint_policy(profile), profile)
     assert re.search(rf"checkpoint: {price}; plain: {price}\n", text)
     assert "recompute: with the whole block" in text
 
@@ -131,7 +133,7 @@ def is_never_replayed(kind):
 def test_a_block_that_no_replay_serves_is_checkpointed_where_the_room_ends(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=8)
     profile = replace(profile, kinds=tuple(map(is_never_replayed, profile.kinds)))
-    plain, all_under_checkpoint = Policy.uniform(profile, "retain"), Policy.checkpoint(profile)
+    plain, all_under_checkpoint = uniform_policy(profile, "retain"), checkpoint_policy(profile)
     budget = (plain.predicted_peak_bytes + all_under_checkpoint.predicted_peak_bytes) // 2
     policy = solve_policy(profile, budget, LOSSLESS)
     counts = policy.block_counts()
@@ -157,8 +159,8 @@ def test_a_block_that_must_run_on_all_ranks_alike_is_checkpointed_under_any_budg
         assert policy.block_counts() == {"checkpoint": 3}
     # Another rank may have any other policy: all of them have these blocks run again.
     for action in ("retain", "compress", "recompute"):
-        assert Policy.uniform(profile, action).block_counts() == {"checkpoint": 3}
-        assert Policy.random(profile, 0, (action,)).block_counts() == {"checkpoint": 3}
+        assert uniform_policy(profile, action).block_counts() == {"checkpoint": 3}
+        assert random_policy(profile, 0, (action,)).block_counts() == {"checkpoint": 3}
 
 
 def test_beside_such_a_block_others_keep_to_a_small_budget(gpt2_like_profile):
@@ -169,7 +171,7 @@ def test_beside_such_a_block_others_keep_to_a_small_budget(gpt2_like_profile):
     blocks = tuple(replace(block, kind=number % 2) for number, block in enumerate(profile.blocks))
     profile = replace(profile, kinds=(kind, must_run_again), blocks=blocks)
     plain, least = (
-        policy.predicted_peak_bytes for policy in (Policy.uniform(profile, "retain"), least_policy(profile, LOSSLESS))
+        policy.predicted_peak_bytes for policy in (uniform_policy(profile, "retain"), least_policy(profile, LOSSLESS))
     )
     for part in range(6):
         budget = least + (plain - least) * part // 5
@@ -191,7 +193,7 @@ def test_a_block_that_overwrites_its_input_is_never_checkpointed(toy_model, toy_
     assert kind.block_actions == (BlockAction.PLAIN,)
     assert checkpoint_plan(kind) is None
     plain = gradients(model, batch)
-    for policy in (Policy.checkpoint(profile), least_policy(profile, LOSSLESS)):
+    for policy in (checkpoint_policy(profile), least_policy(profile, LOSSLESS)):
         with apply_policy(model, policy, LOSSLESS):
             for _ in range(3):
                 assert all(map(torch.equal, gradients(model, batch), plain))
@@ -216,13 +218,13 @@ def test_blocks_of_all_actions_train_as_plain_ones(tiny_gpt2, token_batch, seed,
     profile = profile_model(model, batch, LOSSLESS)
     profile.save(tmp_path / "profile.json")
     profile = Profile.load(tmp_path / "profile.json")
-    whole = [Policy.uniform(profile, "retain"), Policy.checkpoint(profile), Policy.uniform(profile, "recompute")]
+    whole = [uniform_policy(profile, "retain"), checkpoint_policy(profile), uniform_policy(profile, "recompute")]
     generator = torch.Generator().manual_seed(seed)
 
     def mixed():
         order = torch.randint(3, (len(profile.blocks),), generator=generator).tolist()
         plans = [whole[i].plan_of(block.name) for i, block in zip(order, profile.blocks, strict=True)]
-        return Policy.build(profile, plans)
+        return policy_of_plans(profile, plans)
 
     plain = [gradients(model, batch, step) for step in range(6)]
     with apply_policy(model, mixed(), LOSSLESS) as handle:
@@ -240,7 +242,7 @@ def test_where_inputs_dominate_codecs_halve_what_checkpointing_needs(request, to
     model, batch = request.getfixturevalue(name)(layers=48), token_batch(16, 64)
     profile = profile_model(model, batch, CONFIG)
     peaks = []
-    for policy in (Policy.checkpoint(profile), least_policy(profile, CONFIG)):
+    for policy in (checkpoint_policy(profile), least_policy(profile, CONFIG)):
         with apply_policy(model, policy, CONFIG):
             for _ in range(2):
                 gradients(model, batch)

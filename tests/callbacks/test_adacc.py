@@ -15,10 +15,10 @@ from adacc_hf import (
     InfeasibleBudgetError,
     NestedHooksError,
     NoBlocksError,
-    Policy,
     PolicyMismatchError,
 )
 from adacc_hf.adapt.phases import FixedPolicyPhase
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING, GradientCheckpointingLayer, switch_checkpointing
 
 
@@ -60,7 +60,7 @@ def test_wrong_budgets_are_named_at_once(budget):
 
 
 def test_a_policy_is_followed_from_the_first_step(train, profile):
-    given = Policy.uniform(profile, "recompute")
+    given = uniform_policy(profile, "recompute")
     callback = AdaccCallback(policy=given)
     run = train([callback])
     assert callback.policy is given
@@ -71,7 +71,7 @@ def test_a_policy_is_followed_from_the_first_step(train, profile):
 
 @pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
 def test_a_policy_file_is_followed(train, profile, tmp_path, kind):
-    given = Policy.random(profile, seed=0)
+    given = random_policy(profile, seed=0)
     given.save(tmp_path / "policy.json")
     callback = AdaccCallback(policy=kind(tmp_path / "policy.json"))
     train([callback]).assert_equals(train())
@@ -88,16 +88,16 @@ def test_a_function_of_the_profile_makes_the_policy(train):
 
     def recompute_all(profile):
         seen.append(profile)
-        return Policy.uniform(profile, "recompute")
+        return uniform_policy(profile, "recompute")
 
     callback = AdaccCallback(policy=recompute_all)
     train([callback])
     assert seen == [callback.profile]
-    assert callback.policy == Policy.uniform(callback.profile, "recompute")
+    assert callback.policy == uniform_policy(callback.profile, "recompute")
 
 
 def test_a_policy_for_another_model_is_refused(train, make_model, profile):
-    callback = AdaccCallback(policy=Policy.uniform(profile, "recompute"))
+    callback = AdaccCallback(policy=uniform_policy(profile, "recompute"))
     with pytest.raises(PolicyMismatchError, match=r"for 2 blocks, GPT2LMHeadModel has 3; it has no plan for"):
         train([callback], model=make_model(n_layer=3))
     with pytest.raises(PolicyMismatchError, match="the model, its attention, dropout or precision differ"):

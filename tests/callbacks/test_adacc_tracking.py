@@ -11,6 +11,7 @@ import adacc_hf.adapt.policy_selection as judging_module
 from adacc_hf import AdaccCallback, Policy, Profile
 from adacc_hf.artifacts.files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
 from adacc_hf.reports.explain import explain_policy
+from adacc_hf.solve.simple_policies import uniform_policy
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -50,7 +51,7 @@ def test_outliers_are_counted_at_tracking_steps_only(train, counting_steps, trac
 
 
 def test_given_policies_are_not_changed(train, counting_steps):
-    callback = AdaccCallback(policy=lambda profile: Policy.uniform(profile, "compress"), **COMPRESS, tracking=1)
+    callback = AdaccCallback(policy=lambda profile: uniform_policy(profile, "compress"), **COMPRESS, tracking=1)
     train([callback, counting_steps])
     assert counting_steps.steps == []
 
@@ -63,7 +64,7 @@ def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(tra
                     block.ln_2.bias.data[[5, 40, 41]] = 30.0
 
     for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
-        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
+        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     train([callback, PlantOutlier()], max_steps=7)
     found = {event["step"]: event["num_outliers"] for event in callback.history if event["event"] == "tracking"}
@@ -84,7 +85,7 @@ def test_a_policy_goes_with_the_prices_that_it_was_made_from(train, tmp_path, mo
                 block.ln_2.bias.data.zero_()[: state.global_step % 3] = 30.0
 
     for module in (maker_module, judging_module):
-        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
+        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 5}
     train([callback, MoveOutliers()], **settings)

@@ -26,6 +26,7 @@ from adacc_hf.adapt.policy_cache import SizePolicy
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, with_more_memory
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
+from adacc_hf.solve.simple_policies import uniform_policy
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
@@ -129,7 +130,7 @@ def test_a_run_resumed_on_another_number_of_ranks_profiles_anew(train, checkpoin
 
 
 def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
-    given = Policy.uniform(Profile.load(checkpoint / PROFILE_FILE), "retain")
+    given = uniform_policy(Profile.load(checkpoint / PROFILE_FILE), "retain")
     callback = AdaccCallback(policy=given)
     train([callback], resume=str(checkpoint), **SAVING)
     assert callback.policy == given

@@ -25,6 +25,7 @@ from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.artifacts.size_model import ProfileSizes
 from adacc_hf.run.block_executor import BlockExecutor
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape.tape import BITS
@@ -498,9 +499,8 @@ def test_a_spike_before_a_checkpoint_is_looked_into_by_the_run_that_resumes(make
 
 
 def compress_first(profile, *_):
-    from adacc_hf import Policy
 
-    return Policy.uniform(profile, "compress")
+    return uniform_policy(profile, "compress")
 
 
 class CountOperators(TorchDispatchMode):

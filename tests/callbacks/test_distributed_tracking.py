@@ -17,7 +17,8 @@ from transformers import TrainerCallback
 
 import adacc_hf.adapt.policy_builder as maker_module
 import adacc_hf.adapt.policy_selection as judging_module
-from adacc_hf import AdaccCallback, Policy
+from adacc_hf import AdaccCallback
+from adacc_hf.solve.simple_policies import uniform_policy
 
 NUM_STEPS = 8
 COMPRESS = {
@@ -70,7 +71,7 @@ def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
             compress = mock.patch.object(
-                module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress")
+                module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress")
             )
             stack.enter_context(compress)
         toys.tiny_trainer(folder, [adacc, sharpen], model=model, max_steps=NUM_STEPS).train()

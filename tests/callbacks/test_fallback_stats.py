@@ -11,12 +11,13 @@ from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerC
 
 import adacc_hf.adapt.controller as evolution_module
 import adacc_hf.adapt.policy_builder as maker_module
-from adacc_hf import AdaccCallback, AdaccConfig, Policy
+from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt.controller import Controller
 from adacc_hf.adapt.fallback_stats import OTHER_OPERATORS
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 
 BEFORE = "full recomputation, before there was a policy"
@@ -154,7 +155,7 @@ def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch)
 def test_the_first_log_has_the_steps_before_the_policy_in_its_mean(train, lossless, late_policy):
     callback = AdaccCallback(**lossless)
     trained = train([callback], logging_steps=4, max_steps=4)
-    whole = Policy.uniform(callback.profile, "recompute").predicted_overhead_ms
+    whole = uniform_policy(callback.profile, "recompute").predicted_overhead_ms
     expected = (2 * whole + 2 * callback.policy.predicted_overhead_ms) / 4
     assert trained.logs[0]["adacc/overhead_ms"] == pytest.approx(expected)
 
@@ -228,7 +229,7 @@ def test_a_path_that_was_not_profiled_keeps_to_the_budget_from_its_first_call(
 ):
     """Without padding T5 has no mask, and attention runs other operators: steps 5, 6 and 8."""
     profile = profile_of_t5(make_trainer, **LOSSLESS)
-    least, plain = (Policy.uniform(profile, how).predicted_peak_bytes for how in ("recompute", "retain"))
+    least, plain = (uniform_policy(profile, how).predicted_peak_bytes for how in ("recompute", "retain"))
     budget = int(least + share * (plain - least))
     callback = AdaccCallback(**LOSSLESS, memory_budget=budget)
     assert max(train_t5(make_trainer, callback, monkeypatch, peak_per_step)) <= budget
@@ -239,7 +240,7 @@ def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatc
     """Its blocks are run without loss, with more memory than codecs take."""
     settings = {"min_compress_bytes": 0, "tracking": "off"}
     profile = profile_of_t5(make_trainer, **settings)
-    lossless = Policy.uniform(profile, "recompute").predicted_peak_bytes
+    lossless = uniform_policy(profile, "recompute").predicted_peak_bytes
     floor = least_policy(profile, AdaccConfig(**settings)).predicted_peak_bytes
     assert floor < lossless
     budget = (floor + lossless) // 2

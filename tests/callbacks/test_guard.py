@@ -11,10 +11,11 @@ import torch
 
 import adacc_hf.adapt.policy_builder as maker_module
 import adacc_hf.adapt.policy_selection as judging_module
-from adacc_hf import AdaccCallback, Policy
+from adacc_hf import AdaccCallback
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE
 from adacc_hf.callbacks.paper_methods import method_callbacks
+from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 
 NUM_TOKENS = 97
 HUGE = 1.0
@@ -68,7 +69,7 @@ def losses_of(trainer):
 
 def test_training_that_naive_quantization_breaks_goes_on_as_plain(train_with_huge_outliers, monkeypatch):
     for module in (maker_module, judging_module):  # all that can be compressed is: nothing but the guard helps
-        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
+        monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     plain = losses_of(train_with_huge_outliers([], 160))
     callbacks, _ = method_callbacks("quantization", "1.0")
     naive = losses_of(train_with_huge_outliers([*callbacks], 160))
@@ -104,9 +105,9 @@ def compress_all_but_softmax(profile, *_):
     softmax = {value.index for value in profile.kinds[0].values if value.role == "softmax"}
     plans = [
         replace(plan, choices=tuple((v, RECOMPUTE if v in softmax else choice) for v, choice in plan.choices))
-        for plan in Policy.uniform(profile, "compress").plans * len(profile.blocks)
+        for plan in uniform_policy(profile, "compress").plans * len(profile.blocks)
     ]
-    return Policy.build(profile, plans)
+    return policy_of_plans(profile, plans)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,9 @@ def recompute_what_is_not_compressed(profile, *_):
     recomputed = {value.index for value in kind.values if value.role == "qkv" and not value.codecs}
     plans = [
         replace(plan, choices=tuple((v, RECOMPUTE if v in recomputed else choice) for v, choice in plan.choices))
-        for plan in Policy.uniform(profile, "compress").plans * len(profile.blocks)
+        for plan in uniform_policy(profile, "compress").plans * len(profile.blocks)
     ]
-    return Policy.build(profile, plans)
+    return policy_of_plans(profile, plans)
 
 
 def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_the_switch(
@@ -179,7 +180,7 @@ def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_t
 
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
     """The first policy compresses everything, as if the profile had shown no error; tracking finds those there are."""
-    monkeypatch.setattr(maker_module, "solve_policy", lambda profile, *_: Policy.uniform(profile, "compress"))
+    monkeypatch.setattr(maker_module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     bound = 0.1
     settings = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.5}
     callback = AdaccCallback(**settings, max_error=bound)

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 from transformers import BertConfig, BertModel, Trainer
 
-from adacc_hf import AdaccCallback, Policy
+from adacc_hf import AdaccCallback
+from adacc_hf.solve.simple_policies import uniform_policy
 
 QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
 PAIRS = {"remove_unused_columns": False, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
@@ -82,7 +83,7 @@ def test_pairs_train_bit_for_bit_with_evaluation_in_between(train_pairs, lossles
 def test_a_byte_budget_holds_for_both_calls_of_all_micro_batches(train_pairs, measure_step_peak):
     plain = AdaccCallback(memory_budget="1GiB", **QUIET)
     train_pairs([plain], max_steps=3)
-    peaks = [Policy.uniform(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
+    peaks = [uniform_policy(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
     budget = sum(peaks) // 2
     callback, measured = AdaccCallback(memory_budget=budget, **QUIET), measure_step_peak(5)
     train_pairs([callback, measured], max_steps=5)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf import AdaccCallback, AdaccConfig, Policy
+from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.solve.simple_policies import uniform_policy
 
 QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
 BATCH_SIZE = 16
@@ -65,7 +66,7 @@ def test_what_does_not_fit_keeps_to_the_device_less_the_margin(
     device_with(1 << 40)
     plain, adacc = (AdaccCallback(memory_budget="auto", **QUIET) for _ in range(2))
     make_trainer([plain], model=make_model(), **settings).train()
-    peaks = [Policy.uniform(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
+    peaks = [uniform_policy(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
     wanted = sum(peaks) // 2
     device_with(int(wanted / (1 - AdaccConfig().memory_margin)) + 1)
     measured = measure_step_peak(5)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.adapt.gradient_check import BlockSample
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 SEEN = []
@@ -107,7 +108,7 @@ def test_a_compared_gradient_leaves_no_trace(toy_model, toy_batch, forward, is_z
     SEEN.clear()
     model, batch = toy_model(forward, setup=setup), toy_batch()
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
         for _ in range(3):
             sample = BlockSample(handle.plans.strategies["layers.1"])
             model(**batch).loss.backward()
@@ -126,7 +127,7 @@ def test_gradients_made_by_an_inner_backward_are_compared_too(toy_model, toy_bat
     """Those of weights that the function is not given: `torch.autograd.grad` sees none of them."""
     model, batch = toy_model(tiled), toy_batch()
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
         sample = BlockSample(handle.plans.strategies["layers.1"])
         model(**batch).loss.backward()
         expected = model.layers[1].up.weight.grad
@@ -148,7 +149,7 @@ def test_keyword_arguments_with_a_gradient_lead_nowhere(toy_model, toy_batch):
     model = toy_model(cross, kwargs_of=kwargs_of)
     model.outside = outside
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
         sample = BlockSample(handle.plans.strategies["layers.1"])
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)
@@ -177,7 +178,7 @@ def test_a_graph_from_before_the_block_is_left_alone(toy_model, toy_batch, caplo
 
     model.forward = forward
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "retain"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "retain"), CONFIG) as handle:
         sample = BlockSample(handle.plans.strategies["layers.1"])
         model(**batch).loss.backward()
         before = outside.bias.grad.clone()
@@ -193,7 +194,7 @@ def test_what_cannot_be_put_back_is_not_run_again(toy_model, toy_batch, caplog):
     profile = profile_model(model, batch, CONFIG)
     counter = itertools.count()
     model.layers[1].up.register_forward_hook(lambda *_: (next(counter), None)[1])
-    with apply_policy(model, Policy.uniform(profile, "retain"), CONFIG) as handle:
+    with apply_policy(model, uniform_policy(profile, "retain"), CONFIG) as handle:
         sample = BlockSample(handle.plans.strategies["layers.1"])
         model(**batch).loss.backward()
         with caplog.at_level(logging.WARNING, "adacc_hf"):

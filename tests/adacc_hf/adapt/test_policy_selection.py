@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adacc_hf.adapt.policy_selection as judging_module
-from adacc_hf import AdaccConfig, Policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, profile_model, solve_policy
 from adacc_hf.adapt.policy_selection import MIN_FREED, current_policy, freed_bytes, judged
 from adacc_hf.adapt.profile_updates import with_errors, with_outlier_counts
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0, memory_budget=1.0)
 
@@ -32,7 +33,7 @@ def with_channels(profile, count):
 @given(before=st.integers(0, 8), after=st.integers(0, 8), seed=st.integers(0, 99))
 def test_no_policy_can_save_more_than_was_freed(profile, before, after, seed):
     earlier, later = with_channels(profile, before), with_channels(profile, after)
-    policy = Policy.random(earlier, seed, ("retain", "compress", "recompute"))
+    policy = random_policy(earlier, seed, ("retain", "compress", "recompute"))
     then, now = (current_policy(prices, policy).predicted_stored_bytes for prices in (earlier, later))
     freed = freed_bytes(earlier, later, CONFIG)
     assert then - now <= freed
@@ -46,18 +47,18 @@ def searches(monkeypatch):
 
     def solve(profile, *_):
         asked.append(profile)
-        return Policy.uniform(profile, "retain")
+        return uniform_policy(profile, "retain")
 
     monkeypatch.setattr(judging_module, "solve_policy", solve)
     return asked
 
 
 def test_the_solver_is_asked_once_enough_was_freed_however_slowly(profile, searches):
-    stored = Policy.uniform(profile, "compress").predicted_stored_bytes
+    stored = uniform_policy(profile, "compress").predicted_stored_bytes
     one_channel = freed_bytes(with_channels(profile, 1), profile, CONFIG)
     needed = math.ceil(MIN_FREED * stored / one_channel)
     searched = with_channels(profile, needed + 2)
-    policy = Policy.uniform(searched, "compress")
+    policy = uniform_policy(searched, "compress")
     for count in range(needed + 1, -1, -1):
         prices = with_channels(profile, count)
         found = judged(prices, policy, 1.0, CONFIG, searched)
@@ -71,7 +72,7 @@ def test_the_solver_is_asked_once_enough_was_freed_however_slowly(profile, searc
 
 
 def test_the_solver_is_not_asked_as_long_as_memory_is_only_lost(profile, searches):
-    policy = Policy.uniform(profile, "compress")
+    policy = uniform_policy(profile, "compress")
     found = judged(with_channels(profile, 3), policy, 1.0, CONFIG, profile)
     assert not searches
     assert not found.searched

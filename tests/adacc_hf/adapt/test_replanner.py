@@ -12,13 +12,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import adacc_hf.adapt.gradient_check as accuracy_module
 import adacc_hf.adapt.outlier_tracking as tracking_module
 import adacc_hf.adapt.policy_selection as judging_module
-from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
 from adacc_hf.adapt.gradient_check import GradientError
 from adacc_hf.adapt.policy_selection import ERROR_MARGIN, MIN_GAIN, ReplanResult, gradient_bound
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN
+from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 
 NORM = "GPT2Block.ln_2:native_layer_norm"
 """The input of c_fc, where outliers are planted by the norm's bias."""
@@ -81,7 +82,7 @@ class Session:
 
 
 def compress_all(profile):
-    return Policy.uniform(profile, "compress")
+    return uniform_policy(profile, "compress")
 
 
 def plant(model, channels):
@@ -160,7 +161,7 @@ def compress_all_but_the_wide(profile):
         replace(plan, choices=tuple((v, RETAIN if v in wide else choice) for v, choice in plan.choices))
         for plan in compress_all(profile).plans * len(profile.blocks)
     ]
-    return Policy.build(profile, plans)
+    return policy_of_plans(profile, plans)
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fits", "bursts"])
@@ -169,7 +170,7 @@ def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeyp
     config = replace(COMPRESS, memory_budget=1.0)
     plant(model, [] if over else range(4))
     session = Session(model, batch, config, policy=compress_all)
-    other = replace(Policy.uniform(session.profile, "retain"), plans=changed_in_one(session.policy.plans))
+    other = replace(uniform_policy(session.profile, "retain"), plans=changed_in_one(session.policy.plans))
     now_ms = session.policy.predicted_overhead_ms
     monkeypatch.setattr(
         judging_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
@@ -274,7 +275,7 @@ def test_nothing_is_counted_between_tracking_steps(model, batch, monkeypatch):
 def test_there_is_work_only_where_outliers_are_kept(model, batch):
     config = replace(COMPRESS, memory_budget=1.0)
     profile = profile_model(model, batch, config)
-    compressed, retained = Policy.uniform(profile, "compress"), Policy.uniform(profile, "retain")
+    compressed, retained = uniform_policy(profile, "compress"), uniform_policy(profile, "retain")
     assert Replanner(profile, compressed, config).has_work()
     assert not Replanner(profile, retained, config).has_work()
     assert Replanner(profile, compressed, replace(config, outliers=False)).has_work()  # errors are measured

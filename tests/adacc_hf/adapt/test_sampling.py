@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.adapt.gradient_check import comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.replanner import Replanner
-from adacc_hf.artifacts.policy import Policy
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
 
 NUM_LAYERS = 5
@@ -39,7 +39,7 @@ def settle(model, batch):
 @pytest.mark.parametrize("action", ["compress", "recompute"])
 def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeypatch):
     model, batch, profile = case
-    policy = Policy.uniform(profile, action)
+    policy = uniform_policy(profile, action)
     peaks = peaks_with_samples(profile, policy)
     assert list(peaks) == [block.name for block in profile.blocks]
     rectifier = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
@@ -59,7 +59,7 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeyp
 @pytest.mark.parametrize("action", ["compress", "recompute"])
 def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
     model, batch, profile = case
-    policy = Policy.uniform(profile, action)
+    policy = uniform_policy(profile, action)
     peaks = comparison_peaks(profile)
     rectifier = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     with apply_policy(model, policy) as handle:
@@ -79,10 +79,10 @@ def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
 def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
     model, batch, profile = case
     seen = {}
-    plain = Policy.uniform(profile, "compress").predicted_peak_bytes
+    plain = uniform_policy(profile, "compress").predicted_peak_bytes
     for extra in (0, INPUT_BYTES, 3 * INPUT_BYTES):
         config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra, guard_blocks=1)
-        policy = Policy.uniform(profile, "compress")
+        policy = uniform_policy(profile, "compress")
         rectifier = Replanner(profile, policy, config)
         seen[extra] = set()
         with apply_policy(model, policy) as handle:

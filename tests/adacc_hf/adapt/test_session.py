@@ -11,9 +11,10 @@ import torch
 from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from adacc_hf import AdaccConfig, AdaccSession, Policy, remove_policy
+from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import policy_builder
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
@@ -235,7 +236,7 @@ def budget():
         one_step(wide, model, optimizer, batch_of(seed, 16, 32), [])
     profile = wide.profile
     wide.close()
-    least, plain = least_policy(profile, AdaccConfig(**LOSSLESS)), Policy.uniform(profile, "retain")
+    least, plain = least_policy(profile, AdaccConfig(**LOSSLESS)), uniform_policy(profile, "retain")
     return (least.predicted_peak_bytes + plain.predicted_peak_bytes) // 2
 
 
@@ -648,7 +649,7 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
     batches = [pair_of(seed) for seed in range(16)]
     plain = train(one_step, batches, NoSession, make_t5)
     whole = train(one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF)
-    most = Policy.uniform(whole.session.profile, "retain").predicted_peak_bytes
+    most = uniform_policy(whole.session.profile, "retain").predicted_peak_bytes
     monkeypatch.setattr(policy_builder, "profile_model", None)
     run = train(one_step, batches, make=make_t5, memory_budget=int(part * most), **LOSSLESS)
     run.assert_equals(plain)
@@ -661,7 +662,7 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
 def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_off():
     """Its policy of least memory is another one than the first size's."""
     probe = train(one_step, [batch_of(0, 8, 40)] * 4, **HALF).session.profile
-    budget = int(1.2 * Policy.uniform(probe, "retain").predicted_peak_bytes)
+    budget = int(1.2 * uniform_policy(probe, "retain").predicted_peak_bytes)
     config = {"memory_budget": budget, "head": "plain", "min_compress_bytes": 0}
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -725,7 +726,7 @@ def test_a_function_s_policy_leaves_no_hook_of_all_optimizers():
     before = dict(hooks)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    session = AdaccSession(model, optimizer, policy=lambda profile: Policy.uniform(profile, "recompute"))
+    session = AdaccSession(model, optimizer, policy=lambda profile: uniform_policy(profile, "recompute"))
     train_on(session, model, optimizer, BATCHES[:2])
     assert dict(hooks) == before
     session.close()

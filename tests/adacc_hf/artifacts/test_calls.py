@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForMaskedLM, BertConfig, BertModel
 
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
+from adacc_hf.artifacts.call_names import block_of_call, call_name, num_calls, split_call
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.policy import block_of_call, call_name, num_calls, split_call
 from adacc_hf.price.heads import WithLoss
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 ACTIONS = ("retain", "recompute", "compress")
@@ -36,7 +37,7 @@ class Case:
     autocast: torch.dtype | None = None
 
     def random(self, seed: int) -> Policy:
-        return Policy.random(self.profile, seed, ACTIONS, lossless=True, whole_blocks=True)
+        return random_policy(self.profile, seed, ACTIONS, lossless=True, whole_blocks=True)
 
 
 def tokens(batch: int, length: int, vocabulary: int = 61) -> torch.Tensor:
@@ -151,7 +152,7 @@ def assert_peak_is_bounded(peak_bytes, policy):
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1])
 def test_stored_bytes_and_peak_are_as_predicted(case, run_steps, policy):
-    made = Policy.uniform(case.profile, policy) if isinstance(policy, str) else case.random(policy)
+    made = uniform_policy(case.profile, policy) if isinstance(policy, str) else case.random(policy)
     with apply_policy(case.model, made, case.config):
         run_steps(case.step, case.batch, num_steps=2)
         measured = measure_step(case.step, case.batch)
@@ -162,7 +163,7 @@ def test_stored_bytes_and_peak_are_as_predicted(case, run_steps, policy):
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
 def test_calls_that_share_casts_are_exact_and_stored_as_predicted(cast_case, run_steps, assert_same_steps, policy):
     case = cast_case
-    made = Policy.uniform(case.profile, policy) if isinstance(policy, str) else case.random(policy)
+    made = uniform_policy(case.profile, policy) if isinstance(policy, str) else case.random(policy)
     with apply_policy(case.model, made, case.config):
         assert_same_steps(run_steps(case.step, case.batch, autocast=case.autocast), case.plain)
         with torch.autocast("cpu", dtype=case.autocast):
@@ -328,7 +329,7 @@ def test_nothing_is_left_on_model_and_graph(pairs):
 
 def test_blocks_that_are_called_once_get_no_hooks(tiny_gpt2, token_batch):
     model, outputs = tiny_gpt2(), []
-    policy = Policy.uniform(profile_model(model, token_batch(), AdaccConfig(min_compress_bytes=0)), "recompute")
+    policy = uniform_policy(profile_model(model, token_batch(), AdaccConfig(min_compress_bytes=0)), "recompute")
     model.transformer.h[0].register_forward_hook(lambda *call: outputs.append(call[-1]))
     with apply_policy(model, policy) as handle:
         model(**token_batch()).loss.backward()
@@ -354,7 +355,7 @@ def test_a_policy_for_more_or_fewer_calls_may_follow(pairs, run_steps, assert_sa
         compute_loss=lambda model, batch: model(**batch).last_hidden_state.square().mean(),
     )
     with apply_policy(pairs.model, pairs.random(0), pairs.config) as handle:
-        for policy in (Policy.uniform(once, "recompute"), pairs.random(1)):
+        for policy in (uniform_policy(once, "recompute"), pairs.random(1)):
             assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
             handle.replace(policy)
             assert list(handle.installation.functions) == [name for name, _ in policy.blocks]
@@ -376,7 +377,7 @@ def test_a_head_that_runs_twice_may_be_chunked(make_case, run_steps):
     case = make_case("long and short")
     assert case.profile.heads == ("plain", "chunked")
     profile = case.profile.with_head("chunked")
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     with apply_policy(case.model, policy, case.config) as handle:
         ours = run_steps(case.step, case.batch)
         assert handle._head.num_losses == 2 * len(ours)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.exact_recompute_rules import index_values
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.solve.milp import build_block_model, price
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
@@ -65,7 +66,7 @@ TOLERANCE = 0.1
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_are_in_the_same_order_in_backward(sorting, seed):
     model, batch, profile, plain = sorting
-    with apply_policy(model, Policy.random(profile, seed, ("compress", "recompute")), CONFIG):
+    with apply_policy(model, random_policy(profile, seed, ("compress", "recompute")), CONFIG):
         assert (gradients(model, batch) - plain).norm() < TOLERANCE * plain.norm()
 
 
@@ -83,7 +84,7 @@ def test_a_solved_policy_stores_them(sorting):
 
 def test_so_does_the_executor_whatever_a_policy_says(sorting, caplog):
     model, batch, profile, plain = sorting
-    policy = Policy.uniform(profile, Action.COMPRESS)
+    policy = uniform_policy(profile, Action.COMPRESS)
     orders = {value.index: RECOMPUTE for value in profile.kinds[0].activations if value.is_index}
     plans = tuple(replace(plan, choices=tuple((dict(plan.choices) | orders).items())) for plan in policy.plans)
     with apply_policy(model, replace(policy, plans=plans), CONFIG), caplog.at_level(logging.WARNING):
@@ -93,7 +94,7 @@ def test_so_does_the_executor_whatever_a_policy_says(sorting, caplog):
 
 def test_lossless_policies_may_recompute_them(sorting):
     model, batch, profile, plain = sorting
-    policy = Policy.uniform(profile, Action.RECOMPUTE)
+    policy = uniform_policy(profile, Action.RECOMPUTE)
     assert {choice.action for value, choice in policy.plans[0].choices if value} == {Action.RECOMPUTE}
     with apply_policy(model, policy, CONFIG):
         assert torch.equal(gradients(model, batch), plain)
@@ -122,7 +123,7 @@ def test_a_row_of_which_a_codec_leaves_nothing_has_a_gradient_of_its_size(normin
     model, batch, profile, plain = norming
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
     solved = seed == "least"
-    policy = least_policy(profile, config) if solved else Policy.random(profile, seed, ("compress", "recompute"))
+    policy = least_policy(profile, config) if solved else random_policy(profile, seed, ("compress", "recompute"))
     with apply_policy(model, policy, config):
         # The small row's share of the gradient is missing.
         assert (gradients(model, batch) - plain).norm() < 2 * plain.norm()
@@ -137,7 +138,7 @@ def test_the_statistics_of_coded_rows_are_stored(norming):
     (row,) = rows
     model = build_block_model(kind, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
     (lossy,) = [store.choice for store in model.menus[row] if not store.is_lossless]
-    recomputed = dict(Policy.uniform(profile, Action.RECOMPUTE).plans[0].choices)
+    recomputed = dict(uniform_policy(profile, Action.RECOMPUTE).plans[0].choices)
     kept = dict(price(model, recomputed | {row: lossy}).plan.choices)
     assert (kept[first], kept[second]) == (RETAIN, RETAIN)
     recomputed = dict(price(model, recomputed).plan.choices)
@@ -146,7 +147,7 @@ def test_the_statistics_of_coded_rows_are_stored(norming):
 
 def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
     model, batch, profile, plain = norming
-    policy = Policy.uniform(profile, Action.COMPRESS)
+    policy = uniform_policy(profile, Action.COMPRESS)
     statistics = dict.fromkeys(profile.kinds[0].exactness_dependents, RECOMPUTE)
     plans = tuple(replace(plan, choices=tuple((dict(plan.choices) | statistics).items())) for plan in policy.plans)
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))

@@ -6,7 +6,14 @@ import pytest
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.memory_simulator import simulate
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
+from adacc_hf.artifacts.policy import (
+    RECOMPUTE,
+    RETAIN,
+    Action,
+    Choice,
+    Plan,
+)
+from adacc_hf.solve.simple_policies import uniform_policy
 
 
 def plan_of(kind, **choices):
@@ -187,6 +194,6 @@ def test_plans_that_cannot_be_carried_out_are_refused(tape_builder, make_codec):
 def test_retaining_everything_is_plain_training(gpt2_like_profile):
     for attention in ("sdpa", "eager"):
         profile = gpt2_like_profile(num_blocks=3, attention=attention)
-        policy = Policy.uniform(profile, "retain")
+        policy = uniform_policy(profile, "retain")
         assert policy.predicted_stored_bytes == profile.plain_stored_bytes
         assert policy.predicted_overhead_ms == 0.0

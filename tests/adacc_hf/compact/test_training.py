@@ -17,10 +17,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from adacc_hf import AdaccCallback, AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccCallback, AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.compact import CompactAdamW, CompactFactory
 from adacc_hf.compact.layer import CompactConv1D, CompactLinear, InputGroup
 from adacc_hf.eval.trials.workload import library_bytes
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step
 
@@ -157,7 +158,7 @@ def test_under_a_checkpoint_or_a_policy_of_adacc_training_is_the_same_bit_for_bi
         config = AdaccConfig(actions=("retain", "recompute"), min_compress_bytes=0)
         profile = profile_model(ours, batch(), config, optimizer=second)
         budget = {"recompute": None, "retain": 1.0, "mixed": 0.6}[how]
-        policy = Policy.uniform(profile, "recompute") if budget is None else solve_policy(profile, budget, config)
+        policy = uniform_policy(profile, "recompute") if budget is None else solve_policy(profile, budget, config)
         with apply_policy(ours, policy):
             train(ours, second, range(8))
             stored = measure_step(ours, batch()).stored_bytes

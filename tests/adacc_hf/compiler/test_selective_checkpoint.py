@@ -2,9 +2,10 @@
 
 import pytest
 
-from adacc_hf import AdaccConfig, Policy, PolicyMismatchError, profile_model, solve_policy
+from adacc_hf import AdaccConfig, PolicyMismatchError, profile_model, solve_policy
 from adacc_hf.compiler.selective_checkpoint import selective_contexts
 from adacc_hf.price.heads import WithLoss
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -33,7 +34,7 @@ def test_everything_or_nothing_may_be_saved(planned):
     model, batch, profile, _ = planned
     stored = {}
     for action in ("retain", "recompute"):
-        contexts = selective_contexts(profile, Policy.uniform(profile, action))
+        contexts = selective_contexts(profile, uniform_policy(profile, action))
         switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
         stored[action] = measure_step(model, batch).stored_bytes
         switch_checkpointing(model, on=False)
@@ -53,7 +54,7 @@ def test_every_call_of_a_block_has_its_own_decisions(tiny_gpt2, token_batch, run
     step = WithLoss(model, twice)
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0), compute_loss=twice)
     plain = run_steps(step, batch)
-    policy = Policy.random(profile, 0, ("retain", "recompute"))
+    policy = random_policy(profile, 0, ("retain", "recompute"))
     assert len(policy.plans) == 4
     contexts = selective_contexts(profile, policy)
     switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
@@ -65,4 +66,4 @@ def test_policies_of_other_models_are_refused(planned, tiny_gpt2, token_batch):
     _, _, profile, config = planned
     other = profile_model(tiny_gpt2("eager", layers=2, width=48), token_batch(), config)
     with pytest.raises(PolicyMismatchError, match="is not one of the profile"):
-        selective_contexts(profile, Policy.uniform(other, "retain"))
+        selective_contexts(profile, uniform_policy(other, "retain"))

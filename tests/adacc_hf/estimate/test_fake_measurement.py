@@ -15,13 +15,14 @@ from transformers import (
     T5Config,
 )
 
-from adacc_hf import AdaccConfig, Policy, Profile, profile_model, solve_policy
+from adacc_hf import AdaccConfig, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import FakeMemoryMeter, fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, _SumOfTimes, operator_ms
 from adacc_hf.estimate.planning import plain_ms
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.replay import view
 from adacc_hf.tape.tape import TensorRef
 from adacc_hf.torch_glue.tensors import copy_with_storage
@@ -106,9 +107,9 @@ def test_activations_and_peaks_equal_those_of_a_real_run(case: str) -> None:
         assert activations(mine) == activations(theirs)
     assert fake.static_bytes == real.static_bytes
     assert abs(fake.plain_stored_bytes - real.plain_stored_bytes) <= SCALAR_BYTES
-    plain = [Policy.uniform(p, "retain").predicted_peak_bytes for p in (fake, real)]
+    plain = [uniform_policy(p, "retain").predicted_peak_bytes for p in (fake, real)]
     assert abs(plain[0] - plain[1]) <= SCALAR_BYTES
-    full = [Policy.uniform(p, "recompute").predicted_peak_bytes for p in (fake, real)]
+    full = [uniform_policy(p, "recompute").predicted_peak_bytes for p in (fake, real)]
     # Under bf16 the CPU's softmax and norms convert in buffers of their own, which only a real run shows.
     assert abs(full[0] - full[1]) <= (0.03 * full[1] if dtype else SCALAR_BYTES)
 

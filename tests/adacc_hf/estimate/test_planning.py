@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from adacc_hf import AdaccConfig, Policy, profile_model
+from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.cli import USER_ERROR, main
 from adacc_hf.compact import CompactFactory
 from adacc_hf.solve.baselines import simulate_checkpointed
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
@@ -134,7 +135,7 @@ def test_compact_is_planned_as_it_trains(plan, one_thread):
     # peak lies in the backward of a function written in Python, which is traced in another order than it runs in, so
     # that replay keeps what it has made, masks too: 7.4 % were measured.
     for peak, method, bounds in (
-        (Policy.uniform(profile, "retain").predicted_peak_bytes, "plain", {"abs": 2048}),
+        (uniform_policy(profile, "retain").predicted_peak_bytes, "plain", {"abs": 2048}),
         (simulate_checkpointed(profile).peak_bytes, "full recomputation", {"rel": 0.08}),
     ):
         assert planned["methods"][method]["peak_bytes"] == pytest.approx(peak, **bounds)

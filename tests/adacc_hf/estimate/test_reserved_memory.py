@@ -5,7 +5,6 @@ import random
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from adacc_hf import Policy
 from adacc_hf.estimate import reserved_memory
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
@@ -13,6 +12,7 @@ from adacc_hf.estimate.planning import Request, allocator_bytes, plan, training_
 from adacc_hf.estimate.reserved_memory import CachingAllocator
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.solve.baselines import simulate_checkpointed
+from adacc_hf.solve.simple_policies import uniform_policy
 
 KIB, MIB = 2**10, 2**20
 SIZES = {"vocab_size": 500, "bos_token_id": None, "eos_token_id": None}
@@ -57,7 +57,7 @@ def test_live_bytes_are_those_of_the_plan(name, precision, monkeypatch):
     monkeypatch.setattr(reserved_memory, "CachingAllocator", Exact)
     request = request_for(name, precision)
     _, profile = training_profile(request)
-    planned = {False: Policy.uniform(profile, "retain").predicted_peak_bytes}
+    planned = {False: uniform_policy(profile, "retain").predicted_peak_bytes}
     planned[True] = simulate_checkpointed(profile).peak_bytes
     for is_checkpointed, peak_bytes in planned.items():
         # Plain steps agree to the byte; that a checkpointed block's last operators do not run again is 2e-5 of a peak.

@@ -3,9 +3,9 @@
 import pytest
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, T5Config
 
-from adacc_hf import Policy
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
+from adacc_hf.solve.simple_policies import uniform_policy
 
 GPT2 = GPT2Config(n_layer=6, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
 T5 = T5Config(d_model=64, d_ff=128, num_layers=6, num_heads=4, d_kv=16, vocab_size=500, decoder_start_token_id=0)
@@ -30,6 +30,6 @@ def test_a_few_blocks_tell_the_whole(config: PretrainedConfig, precision: str) -
     if precision == "fp32":
         assert estimate.outside_peak_bytes == whole.outside_peak_bytes
         for action in ("retain", "recompute"):
-            plans = [Policy.uniform(profile, action).predicted_peak_bytes for profile in (estimate, whole)]
+            plans = [uniform_policy(profile, action).predicted_peak_bytes for profile in (estimate, whole)]
             assert plans[0] == plans[1]
     assert again == whole, "the model is whole again"

@@ -15,6 +15,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.reports.explain import explain_policy
 from adacc_hf.reports.plots import draw_frontier
 from adacc_hf.reports.report import write_report
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import forward_loss, measure_step
 
 VOCABULARY = 4096
@@ -68,7 +69,7 @@ def test_both_heads_are_profiled(profile):
 @pytest.mark.parametrize("head", ["plain", "chunked"])
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_the_prediction_is_what_is_measured_with_either_head(wide, profile, autocast, peak_of, action, head):
-    policy = Policy.uniform(profile.with_head(head), action)
+    policy = uniform_policy(profile.with_head(head), action)
     assert policy.head == head
     step = measured(wide, policy, autocast)
     assert step.stored_bytes == policy.predicted_stored_bytes
@@ -90,7 +91,7 @@ def test_a_budget_that_only_the_chunked_head_meets_is_met(wide, profile, autocas
 def test_the_faster_head_is_chosen(gpt2_like_profile, add_chunked_head):
     """At a budget that the plain head meets by recomputing, the chunked one is taken if it costs less than that."""
     profile = gpt2_like_profile(num_blocks=4)
-    plain = Policy.uniform(profile, "retain")
+    plain = uniform_policy(profile, "retain")
     budget = plain.predicted_peak_bytes * 97 // 100
     alone = solve_policy(profile, budget)
     assert alone.head == "plain"
@@ -106,7 +107,7 @@ def test_more_memory_never_costs_time_whatever_the_head(gpt2_like_profile, add_c
     both = add_chunked_head(profile, profile.outside_peak_bytes // 4, ms=8.0)
     with pytest.raises(InfeasibleBudgetError) as error:
         solve_policy(both, 1)
-    floor, plain_bytes = error.value.smallest_budget_bytes, Policy.uniform(profile, "retain").predicted_peak_bytes
+    floor, plain_bytes = error.value.smallest_budget_bytes, uniform_policy(profile, "retain").predicted_peak_bytes
     previous_ms, heads = float("inf"), []
     for i in range(9):
         policy = solve_policy(both, floor + (plain_bytes - floor) * i // 8)
@@ -127,7 +128,7 @@ def test_the_fastest_policy_with_any_head_is_found(head_profile, add_chunked_hea
     """A chunked head that is faster is chosen for it where the plain one would do, and one that is slower is not. The
     simulator agrees, and more memory never costs time."""
     both = add_chunked_head(head_profile, saved, ms)
-    plain = Policy.uniform(head_profile, "retain")
+    plain = uniform_policy(head_profile, "retain")
     previous_ms = -float("inf")
     for fraction in FRACTIONS:
         budget = int(fraction * plain.predicted_peak_bytes) if of_peak else fraction
@@ -246,12 +247,12 @@ def test_a_policy_puts_its_head_on_and_takes_it_off(wide, run_steps, assert_same
     model, batch = wide
     profile = profile_model(model, batch, CONFIG)
     plain = run_steps(model, batch, num_steps=1)
-    with apply_policy(model, Policy.uniform(profile.with_head("chunked"), "recompute")) as handle:
+    with apply_policy(model, uniform_policy(profile.with_head("chunked"), "recompute")) as handle:
         (ours,) = run_steps(model, batch, num_steps=1)
         assert not torch.equal(ours["loss"], torch.zeros(()))
         torch.testing.assert_close(ours["loss"], plain[0]["loss"], rtol=1e-6, atol=0)  # another order of 256 sums
         assert type(model(**batch).logits) is not torch.Tensor
-        handle.replace(Policy.uniform(profile, "recompute"))
+        handle.replace(uniform_policy(profile, "recompute"))
         assert_same_steps(run_steps(model, batch, num_steps=1), plain)
     assert "forward" not in model.lm_head.__dict__
     assert_same_steps(run_steps(model, batch, num_steps=1), plain)
@@ -259,7 +260,7 @@ def test_a_policy_puts_its_head_on_and_takes_it_off(wide, run_steps, assert_same
 
 def test_a_chunked_policy_on_a_model_without_a_head_is_refused(toy_model, toy_batch):
     model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
-    policy = replace(Policy.uniform(profile_model(model, toy_batch(), CONFIG), "recompute"), head="chunked")
+    policy = replace(uniform_policy(profile_model(model, toy_batch(), CONFIG), "recompute"), head="chunked")
     before = [dict(module.__dict__) for module in model.modules()]
     with pytest.raises(PolicyMismatchError, match="the policy has a chunked head, and ToyModel has no output layer"):
         apply_policy(model, policy)
@@ -268,7 +269,7 @@ def test_a_chunked_policy_on_a_model_without_a_head_is_refused(toy_model, toy_ba
 
 def test_files_keep_the_head(gpt2_like_profile, add_chunked_head, tmp_path):
     profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100).with_head("chunked")
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     profile.save(tmp_path / "profile.json"), policy.save(tmp_path / "policy.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     assert Policy.load(tmp_path / "policy.json") == policy
@@ -279,7 +280,7 @@ def test_files_keep_the_head(gpt2_like_profile, add_chunked_head, tmp_path):
 
 def test_the_choice_is_explained(gpt2_like_profile, add_chunked_head, tmp_path):
     profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 3 << 30)
-    policy = Policy.uniform(profile.with_head("chunked"), "recompute")
+    policy = uniform_policy(profile.with_head("chunked"), "recompute")
     assert ", chunked head; stored" in policy.summary()
     text = explain_policy(policy, profile)
     assert "chunked head; plain: 20.00 ms, " in text
@@ -291,7 +292,7 @@ def test_the_choice_is_explained(gpt2_like_profile, add_chunked_head, tmp_path):
 def test_a_profile_in_mid_run_leaves_the_chunked_head_on(wide):
     model, batch = wide
     profile = profile_model(model, batch, CHUNKED)
-    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         with handle.taken_off():
             assert type(model(**batch).logits) is torch.Tensor
             profile_model(model, batch, CONFIG)
@@ -303,5 +304,5 @@ def test_more_memory_is_added_to_both_heads(gpt2_like_profile, add_chunked_head)
     profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100)
     more = with_more_memory(profile, 64)
     for name in profile.heads:
-        before, after = (Policy.uniform(p.with_head(name), "recompute") for p in (profile, more))
+        before, after = (uniform_policy(p.with_head(name), "recompute") for p in (profile, more))
         assert after.predicted_peak_bytes == before.predicted_peak_bytes + 64

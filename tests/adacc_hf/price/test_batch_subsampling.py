@@ -6,10 +6,11 @@ from math import prod
 import pytest
 import torch
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.price.batch_subsampling import ALIGNED, record_other_sizes, small_parts
 from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.tape_cache import TapeCache, library_of_profiles
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -79,7 +80,7 @@ def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch
     model = tiny_gpt2()
     profile = profile_model(model, token_batch(4, 40), CONFIG)
     assert len(families_of(library_of_profiles(model))) == 1
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         model(**token_batch(3, 31)).loss.backward()  # the first new size is compared
         recorded.clear()
         model(**token_batch(3, 30)).loss.backward()
@@ -108,7 +109,7 @@ def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_step
     assert not families_of(library_of_profiles(model))
     assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in expected.kinds]
     assert profile.outside_peak_bytes == expected.outside_peak_bytes
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         assert_same_steps(run_steps(model, batch), plain)
 
 
@@ -168,7 +169,7 @@ def test_a_pair_of_texts_makes_families_of_two_lengths(one_thread, run_steps, as
     sizes = ((3, 30, 27), (4, 27, 30), (2, 33, 33), (4, 39, 21))
     batches = [{"input_ids": ids[:b, :s], "labels": ids[:b, :t].clone()} for b, s, t in sizes]
     plain = [run_steps(model, batch, num_steps=1) for batch in batches]
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         for batch, expected in zip(batches, plain, strict=True):
             assert_same_steps(run_steps(model, batch, num_steps=1), expected)
 
@@ -191,7 +192,7 @@ def test_batches_of_one_sample_are_recorded_at_other_lengths(
     assert len({tokens for _, tokens in sizes(parts)}) == len(parts) >= 2
     plain = [run_steps(model, token_batch(1, tokens)) for tokens in (29, 33)]
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         (family,) = families_of(handle.library)
         for tokens, expected in zip((29, 33), plain, strict=True):
             assert_same_steps(run_steps(model, token_batch(1, tokens)), expected)

@@ -5,11 +5,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import adacc_hf.price.cost_model as pricing_module
-from adacc_hf import Action, AdaccConfig, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf import Action, AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.measurement import Measurement
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,7 +92,7 @@ def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, to
     """Although it is sharp in a block that no price was taken of."""
     model, batch = sharp_gpt2(), token_batch(4, 32)
     before = error_under(
-        model, batch, Policy.uniform(profile_model(model, batch, CONFIG, measurement=untried), Action.COMPRESS)
+        model, batch, uniform_policy(profile_model(model, batch, CONFIG, measurement=untried), Action.COMPRESS)
     )
     profile = profile_model(model, batch, CONFIG)
     assert codecs_of(profile, "attn.c_attn:addmm") == ["int8"]
@@ -101,7 +102,7 @@ def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, to
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     # INT4 leaves about 0.1 of the rest.
-    assert error_under(model, batch, Policy.uniform(profile, Action.COMPRESS)) < 0.2 < 0.4 < before
+    assert error_under(model, batch, uniform_policy(profile, Action.COMPRESS)) < 0.2 < 0.4 < before
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -117,10 +118,10 @@ def test_a_sharp_softmax_is_not_recomputed_from_what_codecs_left(sharp_gpt2, tok
         >= {index for index in queries_and_keys if index < softmax.index}
         != set()
     )
-    both = Policy.random(profile, seed, (Action.COMPRESS, Action.RECOMPUTE))
+    both = random_policy(profile, seed, (Action.COMPRESS, Action.RECOMPUTE))
     assert all(dict(plan.choices)[softmax.index] != RECOMPUTE for plan in both.plans)
     assert error_under(model, batch, both) < 0.25
-    exact = Policy.uniform(profile, Action.RECOMPUTE)
+    exact = uniform_policy(profile, Action.RECOMPUTE)
     assert dict(exact.plans[0].choices)[softmax.index] == RECOMPUTE
     assert error_under(model, batch, exact) == 0
 

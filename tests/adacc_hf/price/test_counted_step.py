@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.price.memory_profile import (
     AFTER,
     FORWARD,
@@ -19,6 +19,7 @@ from adacc_hf.price.memory_profile import (
     predicted_peaks,
     with_missing,
 )
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, MemoryPoint, count_static_bytes
 
 IDS = torch.randint(0, 61, (4, 24), generator=torch.Generator().manual_seed(0))
@@ -58,7 +59,7 @@ def test_an_optimizer_that_steps_while_backward_runs_belongs_to_the_block():
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_a_step_is_what_was_predicted_at_every_moment(profile, action):
-    model, policy = make_model(), Policy.uniform(profile, action)
+    model, policy = make_model(), uniform_policy(profile, action)
     with apply_policy(model, policy) as handle:
         for _ in range(3):  # the first two are recorded, which takes memory of its own
             static = count_static_bytes(model, BATCH)
@@ -79,7 +80,7 @@ def test_a_step_is_what_was_predicted_at_every_moment(profile, action):
 
 @given(extra=st.lists(st.integers(-5000, 5000), min_size=len(MOMENTS), max_size=len(MOMENTS)))
 def test_what_was_missing_is_predicted_from_then_on(profile, extra):
-    policy, other = Policy.uniform(profile, "recompute"), Policy.uniform(profile, "retain")
+    policy, other = uniform_policy(profile, "recompute"), uniform_policy(profile, "retain")
     measured = {m: predicted_peaks(profile, policy)[m] + more for m, more in zip(MOMENTS, extra, strict=True)}
     missing = missing_bytes(profile, policy, measured)
     assert missing == {m: more for m, more in zip(MOMENTS, extra, strict=True) if more > 0}

@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -74,7 +75,7 @@ def test_peaks_are_as_predicted_whichever_blocks_are_frozen(
         embedding.requires_grad_(not is_inlet_frozen)
     model.transformer.ln_f.requires_grad_(True)
     profile = profile_model(model, batch, CONFIG)
-    for policy in (Policy.uniform(profile, "recompute"), Policy.random(profile, seed)):
+    for policy in (uniform_policy(profile, "recompute"), random_policy(profile, seed)):
         with apply_policy(model, policy, CONFIG):
             run_steps(model, batch, num_steps=2)
             measured = measure_step(model, batch)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import UncalledBlocksError, UnrestorableError
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0, actions=("retain", "recompute"))
 SEEN = []
@@ -82,7 +83,7 @@ def test_a_schedule_by_a_counter_of_the_model_goes_on(toy_model, toy_batch, run_
     model = counting()
     profile = profile_model(model, batch, CONFIG)
     assert number_in(model.box) == 0
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch), plain)
 
 
@@ -170,7 +171,7 @@ def test_how_often_a_block_runs_may_be_drawn(toy_model, toy_batch, run_steps, as
     plain = seeded_steps(run_steps, drawing_model(toy_model, DRAWS[kind], loops), batch)
     model = drawing_model(toy_model, DRAWS[kind], loops)
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(seeded_steps(run_steps, model, batch), plain)
 
 
@@ -186,7 +187,7 @@ def test_which_blocks_run_may_be_drawn(toy_model, toy_batch, run_steps, assert_s
     profile = profile_model(model, batch, CONFIG)
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert len(profile.blocks) == 3
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(seeded_steps(run_steps, model, batch), plain)
 
 
@@ -251,7 +252,7 @@ def test_blocks_may_add_losses_to_an_argument(toy_model, toy_batch, run_steps, a
     plain = run_steps(gathering(), batch)
     model = gathering()
     profile = profile_model(model, batch, CONFIG)
-    for policy in (Policy.uniform(profile, "recompute"), Policy.random(profile, 1, ("retain", "recompute"))):
+    for policy in (uniform_policy(profile, "recompute"), random_policy(profile, 1, ("retain", "recompute"))):
         with apply_policy(model, policy, CONFIG):
             assert_same_steps(run_steps(model, batch), plain)
             assert len(gathered(sink)) == 3

@@ -9,9 +9,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.errors import OptimizerStateError
 from adacc_hf.price.optimizer_memory import coming_state_bytes, measure_clipping, measure_optimizer_step
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes, forward_loss
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -51,7 +52,7 @@ def test_the_peak_of_whole_steps_is_as_predicted_and_within_the_budget(case, tin
     model.zero_grad(set_to_none=True)
     options = {"gradient_accumulation_steps": num_micro, "optimizer_step_bytes": step_bytes}
     profile = profile_model(model, batches[0], CONFIG, optimizer, **options)
-    policies = [Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute")]
+    policies = [uniform_policy(profile, "retain"), uniform_policy(profile, "recompute")]
     budget = sum(policy.predicted_peak_bytes for policy in policies) // 2
     for policy in [*policies, solve_policy(profile, budget, CONFIG)]:
         with apply_policy(model, policy):
@@ -112,7 +113,7 @@ def test_the_optimizer_is_a_moment_of_the_step(tiny_gpt2, token_batch):
     profile = profile_model(model, batch, CONFIG, optimizer, optimizer_step_bytes=1 << 24)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     assert profile.optimizer_peak_bytes == profile.static_bytes + parameters + (1 << 24)
-    assert Policy.uniform(profile, "retain").predicted_peak_bytes == profile.optimizer_peak_bytes
+    assert uniform_policy(profile, "retain").predicted_peak_bytes == profile.optimizer_peak_bytes
     with pytest.raises(ValueError, match=r"reached in 'optimizer'"):
         solve_policy(profile, profile.optimizer_peak_bytes - 1)
 
@@ -148,7 +149,7 @@ def test_state_that_chance_has_kept_from_being_made_is_in_the_peak(toy_model, to
     before = profile_model(model, batches[0], CONFIG, optimizer, **options)
     train_step(model, batches, optimizer)
     after = profile_model(model, batches[0], CONFIG, optimizer, **options)
-    peaks = [Policy.uniform(profile, action).predicted_peak_bytes for profile in (before, after)]
+    peaks = [uniform_policy(profile, action).predicted_peak_bytes for profile in (before, after)]
     assert peaks[0] == peaks[1]
 
 
@@ -266,7 +267,7 @@ def test_a_budget_in_bytes_holds_where_the_optimizer_has_not_stepped_yet(tiny_gp
     model, batch = tiny_gpt2(vocab_size=300), token_batch(16, 32, 300)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     profile = profile_model(model, batch, CONFIG, optimizer)
-    policies = [Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute")]
+    policies = [uniform_policy(profile, "retain"), uniform_policy(profile, "recompute")]
     budget = sum(policy.predicted_peak_bytes for policy in policies) // 2
     for policy in [*policies, solve_policy(profile, budget, CONFIG)]:
         with apply_policy(model, policy):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.price.codec_selection import is_summary
+from adacc_hf.solve.simple_policies import random_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -83,7 +84,7 @@ def test_no_gradient_is_divided_by_what_a_codec_made_zero(toy_model, toy_batch, 
     model = toy_model(lambda block, hidden: hidden + function((3 * block.up(hidden)).exp()) * block.down(hidden))
     profile = profile_model(model, toy_batch(), AdaccConfig(min_compress_bytes=0, codecs=("token_int4",)))
     assert any(value.codecs for value in profile.kinds[0].activations)
-    with apply_policy(model, Policy.random(profile, 0, ("compress",)), CONFIG):
+    with apply_policy(model, random_policy(profile, 0, ("compress",)), CONFIG):
         model(**toy_batch()).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
@@ -96,6 +97,6 @@ def test_what_attention_adds_to_its_scores_is_never_compressed(tiny_llama, token
     profile = profile_model(model, batch, CONFIG)
     biases = [value for value in profile.kinds[0].activations if value.name == "self_attn:where"]
     assert [value.codecs for value in biases] == [()]
-    with apply_policy(model, Policy.random(profile, 0, ("compress",)), CONFIG):
+    with apply_policy(model, random_policy(profile, 0, ("compress",)), CONFIG):
         model(**batch).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import NoBlocksError
 from adacc_hf.price.model_recorder import recompute_outcome
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -146,11 +147,11 @@ def test_a_batch_that_there_is_no_memory_to_profile_is_told_from_few_of_its_samp
     assert "no memory to profile the whole batch (CUDA out of memory)" in caplog.text
     after = everything_of(model)
     assert not [name for name in before if not torch.equal(before[name], after[name])]
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         assert_same_steps(run_steps(model, batch), plain)
     whole = profile_model(model, batch, CONFIG, optimizer)
     assert profile.plain_stored_bytes == whole.plain_stored_bytes
-    policies = [Policy.uniform(each, "recompute") for each in (profile, whole)]
+    policies = [uniform_policy(each, "recompute") for each in (profile, whole)]
     told, measured = (policy.predicted_peak_bytes - whole.static_bytes for policy in policies)
     assert told == pytest.approx(measured, rel=0.03)  # as peaks at sizes that were not profiled
 
@@ -244,7 +245,7 @@ def test_frozen_blocks_are_profiled(tiny_gpt2, token_batch, run_steps, assert_sa
     profile = profile_model(model, batch, CONFIG)
     frozen = profile.kind_of(profile.blocks[0])
     assert not [value for value in frozen.activations if value.saved]
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         assert_same_steps(run_steps(model, batch), plain)
 
 

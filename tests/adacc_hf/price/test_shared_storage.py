@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -20,8 +21,8 @@ def assert_stores_as_predicted(run_steps, assert_same_steps):
         plain = run_steps(model, batch)
         profile = profile_model(model, batch, CONFIG)
         assert measure_step(model, batch).stored_bytes == profile.plain_stored_bytes
-        policies = [Policy.random(profile, seed, ACTIONS, lossless=True) for seed in range(4)]
-        for policy in [Policy.uniform(profile, "retain"), Policy.uniform(profile, "recompute"), *policies]:
+        policies = [random_policy(profile, seed, ACTIONS, lossless=True) for seed in range(4)]
+        for policy in [uniform_policy(profile, "retain"), uniform_policy(profile, "recompute"), *policies]:
             with apply_policy(model, policy, CONFIG):
                 assert_same_steps(run_steps(model, batch), plain)
                 assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes

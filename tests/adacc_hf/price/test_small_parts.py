@@ -19,10 +19,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from adacc_hf import AdaccConfig, Policy, profile_model
+from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.price.batch_subsampling import media_first, small_parts
 from adacc_hf.price.profiler import estimate_profile
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.guards import BlockPrograms
 from adacc_hf.torch_glue.batch_shapes import batch_shapes
 
@@ -97,7 +98,7 @@ def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, o
     told = estimate_profile(model, batch, LOSSLESS, optimizer)
     whole = profile_model(model, batch, LOSSLESS, optimizer)
     for action in ("retain", "recompute"):
-        ours, real = Policy.uniform(told, action), Policy.uniform(whole, action)
+        ours, real = uniform_policy(told, action), uniform_policy(whole, action)
         assert ours.predicted_stored_bytes == real.predicted_stored_bytes
         assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=tolerance)
     assert told.sizes.class_of(told.measured[0][0]) is not None
@@ -117,7 +118,7 @@ def test_features_and_images_are_told_of(name, one_thread):
     model, batch = TABLE[name].build().train(), four_samples(name)
     told, whole = estimate_profile(model, batch, LOSSLESS), profile_model(model, batch, LOSSLESS)
     for action in ("retain", "recompute"):
-        ours, real = Policy.uniform(told, action), Policy.uniform(whole, action)
+        ours, real = uniform_policy(told, action), uniform_policy(whole, action)
         assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=0.05)
 
 

@@ -7,8 +7,9 @@ import numpy
 import pytest
 import torch
 
-from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
+from adacc_hf import AdaccConfig, InfeasibleBudgetError, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.reports.explain import explain_policy
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -35,8 +36,8 @@ def test_stored_bytes_are_those_of_the_checkpoint(untrusted, profile, run_steps,
     model, batch = untrusted
     plain = run_steps(model, batch)
     assert measure_step(model, batch).stored_bytes == profile.plain_stored_bytes
-    policies = [Policy.uniform(profile, "recompute"), Policy.uniform(profile, "retain"), solve_policy(profile, 0.9)]
-    for policy in [*policies, *(Policy.random(profile, seed) for seed in range(4))]:
+    policies = [uniform_policy(profile, "recompute"), uniform_policy(profile, "retain"), solve_policy(profile, 0.9)]
+    for policy in [*policies, *(random_policy(profile, seed) for seed in range(4))]:
         with apply_policy(model, policy, CONFIG):
             assert_same_steps(run_steps(model, batch), plain)
             memory = measure_step(model, batch)
@@ -46,7 +47,7 @@ def test_stored_bytes_are_those_of_the_checkpoint(untrusted, profile, run_steps,
 
 def test_the_peak_of_the_checkpoint_is_exact(untrusted, profile):
     model, batch = untrusted
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     with apply_policy(model, policy, CONFIG):
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)
@@ -58,7 +59,7 @@ def test_the_block_is_one_activation(profile):
     assert "_local_scalar_dense" in kind.untrusted
     saved = [value for value in kind.activations if value.saved]
     assert [value.name for value in saved] == ["all that the block saves"]
-    assert Policy.uniform(profile, "recompute").predicted_overhead_ms == pytest.approx(
+    assert uniform_policy(profile, "recompute").predicted_overhead_ms == pytest.approx(
         len(profile.blocks) * kind.forward_ms
     )
     assert all(value.codecs == () for value in kind.values)
@@ -68,7 +69,7 @@ def test_the_block_is_one_activation(profile):
 
 
 def test_the_explanation_says_why(profile):
-    text = explain_policy(Policy.uniform(profile, "recompute"), profile)
+    text = explain_policy(uniform_policy(profile, "recompute"), profile)
     assert re.search(r"checkpoint: \d+\.\d\d ms, stores .*; plain: 0\.00 ms, stores", text)
     assert "no replay: such a block runs plainly or under torch's checkpoint, since" in text
     assert "recompute: with the whole block" in text
@@ -76,7 +77,7 @@ def test_the_explanation_says_why(profile):
 
 
 def test_an_impossible_budget_names_the_floor(profile):
-    floor = Policy.uniform(profile, "recompute").predicted_stored_bytes
+    floor = uniform_policy(profile, "recompute").predicted_stored_bytes
     with pytest.raises(InfeasibleBudgetError) as caught:
         solve_policy(profile, 0.01, CONFIG)
     assert caught.value.smallest_budget_bytes == floor
@@ -86,7 +87,7 @@ def test_a_checkpoint_that_saves_nothing_is_not_chosen(toy_model, toy_batch):
     """In a tiny block the state of the random generator takes more than what the block saves."""
     model, batch = toy_model(reads_data), toy_batch(1)
     profile = profile_model(model, batch, CONFIG)
-    assert Policy.uniform(profile, "recompute").predicted_stored_bytes > profile.plain_stored_bytes
+    assert uniform_policy(profile, "recompute").predicted_stored_bytes > profile.plain_stored_bytes
     with pytest.raises(InfeasibleBudgetError):
         solve_policy(profile, 0.99, CONFIG)
 
@@ -121,7 +122,7 @@ def test_a_block_that_skips_itself_by_chance_is_exact(toy_model, toy_batch, draw
     profile = profile_model(model, batch, CONFIG)
     assert all("Python's or numpy's random generators" in kind.untrusted for kind in profile.kinds)
     plain, after = losses_and_gradients()
-    for policy in (Policy.uniform(profile, "recompute"), solve_policy(profile, 0.9), Policy.uniform(profile, "retain")):
+    for policy in (uniform_policy(profile, "recompute"), solve_policy(profile, 0.9), uniform_policy(profile, "retain")):
         with apply_policy(model, policy, CONFIG):
             ours, our_after = losses_and_gradients()
         assert our_after == after

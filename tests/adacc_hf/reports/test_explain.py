@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice, Plan, Policy
+from adacc_hf.artifacts.policy import (
+    RECOMPUTE,
+    RETAIN,
+    Action,
+    Choice,
+    Plan,
+)
 from adacc_hf.reports.explain import activation_rows, check_belongs, explain_policy
+from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 
 MIB = 2**20
 
@@ -57,7 +64,7 @@ def test_codec_without_a_price_is_named(kind) -> None:
 def test_explanation_names_blocks_shapes_and_actions(kind, profile_of) -> None:
     profile = profile_of([kind], [0] * 5)
     replay, keep = plan_of(kind, RETAIN, RETAIN, RECOMPUTE, RETAIN), plan_of(kind, RETAIN, RETAIN, RETAIN, RETAIN)
-    text = explain_policy(Policy.build(profile, [replay, replay, keep, replay, keep]), profile)
+    text = explain_policy(policy_of_plans(profile, [replay, replay, keep, replay, keep]), profile)
     lines = text.splitlines()
     assert lines[0].startswith("Policy: 5 blocks, 17 retain, 0 compress, 3 recompute")
     assert [line for line in lines if line.startswith("Block, ")] == [
@@ -80,4 +87,4 @@ def test_policy_of_another_model_is_refused(tape_builder, kind, profile_of, dige
     tape.operator("op", [tape.value("start", 8)], [("a", 8)], 1.0, save=[0])
     foreign = profile_of([tape.kind(digest=digest)], [0] * num_blocks)
     with pytest.raises(PolicyMismatchError, match=message):
-        check_belongs(Policy.uniform(foreign, "retain"), profile_of([kind], [0, 0]))
+        check_belongs(uniform_policy(foreign, "retain"), profile_of([kind], [0, 0]))

@@ -10,8 +10,8 @@ import pytest
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.memory_simulator import simulate
-from adacc_hf.artifacts.policy import Policy
 from adacc_hf.reports.report import write_report
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 FILES = {"report.md", "report.html", "policy_map.png", "memory.png", "frontier.png"}
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -24,7 +24,7 @@ def profile(gpt2_like_profile):
 
 @pytest.fixture(scope="module")
 def policy(profile):
-    return Policy.random(profile, seed=1, actions=("retain", "compress", "recompute"))
+    return random_policy(profile, seed=1, actions=("retain", "compress", "recompute"))
 
 
 def markdown_rows(text: str, heading: str) -> list[list[str]]:
@@ -160,6 +160,6 @@ def test_two_kinds_of_block_are_both_drawn(tmp_path: Path, tape_builder, profile
         tape.operator("op", [tape.value("start", 4096)], [("out", 4096)], 1.0, save=[0, -1])
         kinds.append(tape.kind(digest=digest))
     profile = profile_of(kinds, [0, 0, 1, 1])
-    text = write_report(tmp_path, profile=profile, policy=Policy.uniform(profile, "recompute")).read_text()
+    text = write_report(tmp_path, profile=profile, policy=uniform_policy(profile, "recompute")).read_text()
     assert "### Block: h.0 to h.1 (2 blocks)" in text
     assert "### Block: h.2 to h.3 (2 blocks)" in text

@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForImageClassification
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, remove_policy
+from adacc_hf import AdaccConfig, apply_policy, profile_model, remove_policy
 from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
 from adacc_hf.run.blocks import Installation, WhileTraining, find_blocks
 from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -71,7 +72,7 @@ def plain_model(one_thread):
 def recomputing(tiny_gpt2, token_batch):
     """(model, batch, policy that recomputes everything)."""
     model, batch = tiny_gpt2(), token_batch()
-    return model, batch, Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    return model, batch, uniform_policy(profile_model(model, batch, CONFIG), "recompute")
 
 
 def state_of(model):
@@ -257,7 +258,7 @@ def test_a_copy_of_a_plain_model_trains_plainly(plain_model, run_steps, assert_s
     batch = {"x": torch.randn(2, 8)}
     plain = run_steps(plain_model, batch)
     config = AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
-    policy = Policy.uniform(profile_model(plain_model, batch, config), "recompute")
+    policy = uniform_policy(profile_model(plain_model, batch, config), "recompute")
     with apply_policy(plain_model, policy, config):
         twin = copied(plain_model, how)
         with torch.no_grad():
@@ -325,7 +326,7 @@ def test_named_classes_of_a_plain_model(plain_model, run_steps, assert_same_step
     assert [block.name for block in profile.blocks] == ["layers.0", "layers.1", "layers.2"]
     assert len(profile.kinds) == 1
     assert state_of(plain_model) == before
-    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config) as handle:
+    with apply_policy(plain_model, uniform_policy(profile, "recompute"), config) as handle:
         assert_same_steps(run_steps(plain_model, batch), plain)
         assert handle.uncalled() == []
         loss = plain_model.eval()(**batch).loss
@@ -351,7 +352,7 @@ def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batc
         profile_model(model, token_batch())
     config = AdaccConfig(block_classes=("GPT2Block",))
     profile = profile_model(model, token_batch(), config)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), config) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute"), config) as handle:
         model(**token_batch()).loss.backward()
         assert handle.uncalled() == []
 
@@ -378,7 +379,7 @@ def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_step
         model.gradient_checkpointing_enable()
     profile = profile_model(model, batch, CONFIG)
     before = state_of(model)
-    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         for _ in range(2):
             told = ASKERS[asker](model)
             assert told is was_on
@@ -449,7 +450,7 @@ def test_caches_that_are_only_read_stay(run_steps, assert_same_steps, one_thread
     plain, model = steps(build()), build()
     profile = profile_model(model, batch, CONFIG)
     assert all("key-value cache" in kind.untrusted for kind in profile.kinds)
-    for policy in (Policy.uniform(profile, "recompute"), Policy.uniform(profile, "retain")):
+    for policy in (uniform_policy(profile, "recompute"), uniform_policy(profile, "retain")):
         vars(model).update(vars(build()) | {"_modules": model._modules, "_parameters": {}})
         with apply_policy(model, policy):
             assert_same_steps(steps(model), plain)
@@ -483,14 +484,14 @@ def test_a_second_policy_takes_the_place_of_the_first(plain_model, run_steps, as
     batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
     plain = run_steps(plain_model, batch)
     profile = profile_model(plain_model, batch, config)
-    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config):
+    with apply_policy(plain_model, uniform_policy(profile, "recompute"), config):
         assert_same_steps(run_steps(plain_model, batch), plain)
-        second = apply_policy(plain_model, Policy.uniform(profile, "retain"), config)
+        second = apply_policy(plain_model, uniform_policy(profile, "retain"), config)
         assert_same_steps(run_steps(plain_model, batch), plain)
         assert profile_model(plain_model, batch, config).blocks == profile.blocks
     assert_same_steps(run_steps(plain_model, batch), plain)
     assert all("forward" in vars(layer) for layer in plain_model.layers), "the end of the first ended the second"
-    third = apply_policy(plain_model, Policy.uniform(profile, "recompute"), config)
+    third = apply_policy(plain_model, uniform_policy(profile, "recompute"), config)
     second.remove()
     assert all("forward" in vars(layer) for layer in plain_model.layers)
     assert_same_steps(run_steps(plain_model, batch), plain)
@@ -505,7 +506,7 @@ def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_st
     before = dict(vars(plain_model))
     profile = profile_model(plain_model, batch, config)
     assert not remove_policy(plain_model)
-    apply_policy(plain_model, Policy.uniform(profile, "recompute"), config)
+    apply_policy(plain_model, uniform_policy(profile, "recompute"), config)
     copied = copy.deepcopy(plain_model)
     assert not remove_policy(copied), "a copy has no policy"
     assert pickle.loads(pickle.dumps(vars(plain_model)["_adacc_applied"])).owner is None
@@ -521,8 +522,8 @@ def test_a_policy_of_other_blocks_takes_its_place_too(plain_model, run_steps, as
     plain = run_steps(plain_model, batch)
     profile = profile_model(plain_model, batch, config)
     profile_inner = profile_model(plain_model, batch, inner)
-    apply_policy(plain_model, Policy.uniform(profile, "recompute"), config)
-    with apply_policy(plain_model, Policy.uniform(profile_inner, "recompute"), inner):
+    apply_policy(plain_model, uniform_policy(profile, "recompute"), config)
+    with apply_policy(plain_model, uniform_policy(profile_inner, "recompute"), inner):
         assert_same_steps(run_steps(plain_model, batch), plain)
 
 
@@ -532,8 +533,8 @@ def test_a_policy_of_a_part_within_another_is_named(plain_model):
     profile = profile_model(plain_model, batch, config)
     profile_inner = profile_model(plain_model, batch, inner)
     with (
-        apply_policy(plain_model, Policy.uniform(profile, "recompute"), config),
-        PolicyHandle(plain_model, Policy.uniform(profile_inner, "recompute"), ("Linear",)),
+        apply_policy(plain_model, uniform_policy(profile, "recompute"), config),
+        PolicyHandle(plain_model, uniform_policy(profile_inner, "recompute"), ("Linear",)),
         pytest.raises(NestedHooksError, match=r"another policy of adacc_hf.*handle\.replace"),
     ):
         plain_model(**batch)
@@ -565,14 +566,14 @@ def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
 
     plain = run()
     profile = profile_model(plain_model, batch, config)
-    with apply_policy(plain_model, Policy.uniform(profile, "recompute"), config):
+    with apply_policy(plain_model, uniform_policy(profile, "recompute"), config):
         assert torch.equal(run(), plain)
     assert caplog.text.count("runs plainly, and saves no memory") == 3  # once for each block
 
 
 def test_on_device_meta_blocks_run_plainly(plain_model):
     batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
-    policy = Policy.uniform(profile_model(plain_model, batch, config), "recompute")
+    policy = uniform_policy(profile_model(plain_model, batch, config), "recompute")
     with apply_policy(plain_model, policy, config):
         plain_model.to("meta")(x=torch.ones(2, 8, device="meta")).loss.backward()
     with pytest.raises(ValueError, match="device='meta', where nothing runs: load it"):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Call
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -66,7 +67,7 @@ def test_what_is_given_back_looks_like_what_was_saved(tiny_gpt2, token_batch, mo
         return tensor
 
     monkeypatch.setattr(Call, "unpack", note)
-    for policy in (Policy.uniform(profile, "recompute"), Policy.random(profile, 2, ACTIONS, lossless=True)):
+    for policy in (uniform_policy(profile, "recompute"), random_policy(profile, 2, ACTIONS, lossless=True)):
         with apply_policy(model, policy):
             for _ in range(3):
                 given.clear()
@@ -91,7 +92,7 @@ def test_lossy_codecs_give_back_the_same_look(tiny_gpt2, token_batch, monkeypatc
         return tensor
 
     monkeypatch.setattr(Call, "unpack", compare)
-    with apply_policy(model, Policy.uniform(profile_model(model, batch, CONFIG), "compress")):
+    with apply_policy(model, uniform_policy(profile_model(model, batch, CONFIG), "compress")):
         for _ in range(3):
             model(**batch).loss.backward()
     assert not different
@@ -136,7 +137,7 @@ def test_one_storage_is_encoded_once(toy_model, toy_batch):
     shared = next(value.index for value in kind.activations if value.name.endswith("tanh"))
     assert kind.slots.count(shared) == 4  # tanh saves its result, and each layer its input
     counts = {}
-    with apply_policy(model, Policy.uniform(profile, "compress")) as handle:
+    with apply_policy(model, uniform_policy(profile, "compress")) as handle:
         model(**batch).loss.backward()
         strategy = handle.plans.strategies["layers.0"]
         (entry,) = strategy.entries.recorded.values()
@@ -169,7 +170,7 @@ def test_retained_tensors_share_their_storage(toy_model, toy_batch, monkeypatch)
         return tensor
 
     monkeypatch.setattr(Call, "unpack", note)
-    policy = Policy.random(profile, 1, ("retain", "recompute"))
+    policy = random_policy(profile, 1, ("retain", "recompute"))
     retained = [value for value, choice in policy.plans[0].choices if choice.action == "retain"]
     assert retained
     with apply_policy(model, policy):
@@ -189,8 +190,8 @@ def gpt2_profile(tiny_gpt2, token_batch):
 @pytest.fixture(params=["retain", "recompute", "compress", "random"])
 def any_policy(request, gpt2_profile):
     if request.param == "random":
-        return Policy.random(gpt2_profile, 4, ACTIONS)
-    return Policy.uniform(gpt2_profile, request.param)
+        return random_policy(gpt2_profile, 4, ACTIONS)
+    return uniform_policy(gpt2_profile, request.param)
 
 
 def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_policy):
@@ -223,7 +224,7 @@ def test_nothing_outlives_a_recorded_graph_that_is_dropped(tiny_gpt2, token_batc
     """The same for the first step, which holds every intermediate tensor until a block has returned. Lossless codecs
     only: others keep a map of their outlier channels from their first step on."""
     model, batch = tiny_gpt2("eager"), token_batch()
-    policy = Policy.random(gpt2_profile, 4, actions, lossless=True)
+    policy = random_policy(gpt2_profile, 4, actions, lossless=True)
     gc.collect()
     with apply_policy(model, policy), MemoryMeter.for_device(torch.device("cpu")) as meter:
         loss = model(**batch).loss
@@ -265,7 +266,7 @@ def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, 
     model, batch = toy_model(forward), toy_batch()
     profile = profile_model(model, batch, CONFIG)
     plain = run_steps(model, batch, num_steps=1)[0]
-    policy = Policy.uniform(profile, action)
+    policy = uniform_policy(profile, action)
     with apply_policy(model, policy):
         for _ in range(num_steps_before):
             model(**batch).loss.backward()
@@ -296,7 +297,7 @@ def test_an_activation_changed_within_a_recorded_call_is_refused(toy_model, toy_
         return result
 
     model = toy_model(forward)
-    policy = Policy.uniform(profile_model(model, toy_batch(batch=4), CONFIG), action)
+    policy = uniform_policy(profile_model(model, toy_batch(batch=4), CONFIG), action)
     with apply_policy(model, policy):
         model(**toy_batch(batch=4)).loss.backward()
         changing.append(model.layers[1])
@@ -318,7 +319,7 @@ def test_a_call_stores_the_bytes_of_its_payloads(toy_model, toy_batch):
     (option,) = value.codecs
     measured = {}
     for action in ("retain", "compress"):
-        with apply_policy(model, Policy.uniform(profile, action)):
+        with apply_policy(model, uniform_policy(profile, action)):
             model(**batch).loss.backward()
             measured[action] = measure_step(model, batch).stored_bytes
     assert measured["retain"] - measured["compress"] == value.nbytes - option.nbytes

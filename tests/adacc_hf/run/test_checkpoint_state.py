@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import UnrestorableError
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0, actions=("retain", "recompute"))
 SEEN = []
@@ -100,7 +101,7 @@ def test_state_changes_as_in_plain_training(toy_model, toy_batch, run_steps, ass
     model = toy_model(forward, setup=setup)
     profile = profile_model(model, batch, CONFIG)
     assert profile.kinds[0].untrusted
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch, num_steps=6), plain)
 
 
@@ -120,7 +121,7 @@ def test_a_change_that_begins_later_is_noticed(toy_model, toy_batch, run_steps, 
             results.append([*run_steps(model, batch, num_steps=5), SEEN.append(1), *run_steps(model, batch)])
             continue
         profile = profile_model(model, batch, CONFIG)
-        with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+        with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
             results.append([*run_steps(model, batch, num_steps=5), SEEN.append(1), *run_steps(model, batch)])
     plain, ours = ([step for step in steps if step is not None] for steps in results)
     assert_same_steps(ours, plain)
@@ -137,7 +138,7 @@ def test_a_large_tensor_that_changes_late_is_refused(toy_model, toy_batch):
     SEEN.clear()
     model = toy_model(late, setup=lambda block: block.register_buffer("large", torch.zeros(1 << 16)))
     profile = profile_model(model, toy_batch(), CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         for _ in range(3):
             model(**toy_batch()).loss.backward()
         SEEN.append(1)
@@ -175,5 +176,5 @@ def test_blocks_of_classes_that_are_named_too(run_steps, assert_same_steps, wrap
     config = AdaccConfig(block_classes=("Layer",), min_compress_bytes=0, actions=("retain", "recompute"))
     plain, model = run_steps(build(), batch), build()
     profile = profile_model(model, batch, config)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), config):
+    with apply_policy(model, uniform_policy(profile, "recompute"), config):
         assert_same_steps(run_steps(model, batch), plain)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -29,7 +30,7 @@ def train(model, batch):
 
 def test_a_larger_batch_is_warned_of_once_with_its_peak(profile_and_model, token_batch, warnings):
     profile, model = profile_and_model
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     with apply_policy(model, policy):
         train(model, token_batch(batch=2, tokens=16))
         train(model, token_batch(batch=1, tokens=24))
@@ -41,12 +42,12 @@ def test_a_larger_batch_is_warned_of_once_with_its_peak(profile_and_model, token
     assert "input_ids 2x16" in text
     larger = profile_model(model, token_batch(batch=4, tokens=32), CONFIG)
     told = policy.predicted_peak_bytes + 3 * policy.predicted_stored_bytes
-    assert policy.predicted_peak_bytes < told <= Policy.uniform(larger, "recompute").predicted_peak_bytes
+    assert policy.predicted_peak_bytes < told <= uniform_policy(larger, "recompute").predicted_peak_bytes
 
 
 def test_evaluation_and_other_models_are_not_warned_of(profile_and_model, token_batch, warnings):
     profile, model = profile_and_model
-    with apply_policy(model, Policy.uniform(profile, "retain")):
+    with apply_policy(model, uniform_policy(profile, "retain")):
         other = copy.deepcopy(model)
         with torch.no_grad():
             model(**token_batch(batch=4, tokens=16))
@@ -60,19 +61,19 @@ def test_evaluation_and_other_models_are_not_warned_of(profile_and_model, token_
 
 def test_a_policy_that_replaces_another_brings_its_own_sizes(profile_and_model, token_batch, warnings):
     profile, model = profile_and_model
-    large = Policy.uniform(profile_model(model, token_batch(batch=4, tokens=16), CONFIG), "recompute")
-    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+    large = uniform_policy(profile_model(model, token_batch(batch=4, tokens=16), CONFIG), "recompute")
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         handle.replace(large)
         train(model, token_batch(batch=4, tokens=16))
         assert warnings() == []
-        handle.replace(Policy.uniform(profile, "recompute"))
+        handle.replace(uniform_policy(profile, "recompute"))
         train(model, token_batch(batch=4, tokens=16))
     assert len(warnings()) == 1
 
 
 def test_a_policy_file_keeps_the_sizes(profile_and_model, token_batch, warnings, tmp_path):
     profile, model = profile_and_model
-    Policy.uniform(profile, "retain").save(tmp_path / "policy.json")
+    uniform_policy(profile, "retain").save(tmp_path / "policy.json")
     policy = Policy.load(tmp_path / "policy.json")
     assert policy.batch == profile.measured[0][0]
     assert dict(policy.batch)["input_ids"] == (2, 16)

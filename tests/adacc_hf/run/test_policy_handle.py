@@ -12,13 +12,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
 from adacc_hf.run import entries as entries_module
 from adacc_hf.run.block_executor import LEAVES_ALLOWED
 from adacc_hf.run.entries import VARYING
 from adacc_hf.run.validation import Validator
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape import call_key as known_shapes
 from adacc_hf.tape import symbolic_tape
 from adacc_hf.tape.execution_plan import ExecutionPlan
@@ -46,13 +47,13 @@ def gpt2_profile(tiny_gpt2, token_batch):
 @pytest.fixture(params=["retain", "recompute", "random"])
 def policy(request, gpt2_profile):
     if request.param == "random":
-        return Policy.random(gpt2_profile, 7, ACTIONS, lossless=True)
-    return Policy.uniform(gpt2_profile, request.param)
+        return random_policy(gpt2_profile, 7, ACTIONS, lossless=True)
+    return uniform_policy(gpt2_profile, request.param)
 
 
 @pytest.fixture
 def recomputing(gpt2_profile):
-    return Policy.uniform(gpt2_profile, "recompute")
+    return uniform_policy(gpt2_profile, "recompute")
 
 
 def gradients(model):
@@ -156,7 +157,7 @@ def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps,
     """Where no family serves them."""
     remember_few(monkeypatch, most=3)
     model = toy_model(rounds_up)
-    policy = Policy.uniform(profile_model(model, text_of(10), CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, text_of(10), CONFIG), "recompute")
     batches = [text_of(tokens) for tokens in (5, 6, 7, 8, 9)]
     plain = [run_steps(model, each, num_steps=1) for each in batches]
     with apply_policy(model, policy) as handle:
@@ -196,8 +197,8 @@ def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypat
     remember_few(monkeypatch, most=3)
     model = toy_model(rounds_up)
     profile = profile_model(model, text_of(10), CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
-        others = handle.prepare(Policy.uniform(profile, "compress"), handle.plans)
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
+        others = handle.prepare(uniform_policy(profile, "compress"), handle.plans)
         both = (handle.plans, others)
         for tokens in range(5, 13):
             for plans in both:  # the second finds the shape known
@@ -216,7 +217,7 @@ def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypat
 def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
     remember_few(monkeypatch, most=3)
     with apply_policy(gpt2, recomputing) as handle:
-        others = handle.prepare(Policy.random(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
+        others = handle.prepare(random_policy(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
         both = (handle.plans, others)
         for tokens in range(5, 25):
             for plans in both:
@@ -258,7 +259,7 @@ def test_numbers_in_containers_tell_calls_apart(toy_model, toy_batch, run_steps,
     for grid in ((2, 3), (3, 2)):
         split[:] = grid
         plain[grid] = run_steps(model, batch)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy):
         for grid in ((2, 3), (3, 2), (2, 3), (3, 2)):
             split[:] = grid
@@ -280,7 +281,7 @@ def test_operators_that_vary_at_one_shape_are_refused(toy_model, toy_batch):
         return hidden
 
     model, batch = toy_model(forward), toy_batch()
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy):
         for _ in range(2):  # the first call is recorded, the second checked against the record
             model(**batch).loss.backward()
@@ -302,7 +303,7 @@ def test_a_saved_tensor_of_another_shape_is_refused(toy_model, toy_batch):
         return hidden + block.down(nn.functional.pad(block.up(hidden)[..., : number()].tanh(), (0, 8 - number())))
 
     model, batch = toy_model(forward), toy_batch()
-    with apply_policy(model, Policy.uniform(profile_model(model, batch, CONFIG), "recompute")):
+    with apply_policy(model, uniform_policy(profile_model(model, batch, CONFIG), "recompute")):
         for _ in range(2):
             model(**batch)
         width[0] = 4
@@ -329,7 +330,7 @@ def test_a_saved_tensor_of_the_same_shape_that_lies_otherwise_is_refused(toy_mod
         return hidden + block.down((part * part).to(hidden.dtype))
 
     model, batch = toy_model(forward), toy_batch()
-    with apply_policy(model, Policy.uniform(profile_model(model, batch, CONFIG), "recompute")):
+    with apply_policy(model, uniform_policy(profile_model(model, batch, CONFIG), "recompute")):
         for _ in range(2):
             model(**batch)
         is_other[0] = True
@@ -370,7 +371,7 @@ def test_generate_in_train_mode_is_that_of_eval_mode(tiny_gpt2, batch, recomputi
     settings = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     expected = model.eval().generate(**prompt, **settings)
     model.train()
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy):
         run_steps(model, batch, num_steps=1)
         assert torch.equal(model.generate(**prompt, **settings), expected)
@@ -482,7 +483,7 @@ def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
         return results
 
     plain = three_times()
-    for policy in (Policy.uniform(profile, "recompute"), Policy.random(profile, 3, ACTIONS, lossless=True)):
+    for policy in (uniform_policy(profile, "recompute"), random_policy(profile, 3, ACTIONS, lossless=True)):
         with apply_policy(model, policy):
             for ours, expected in zip(three_times(), plain, strict=True):
                 assert_equal(ours, expected)
@@ -493,7 +494,7 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
     """After an unusual first step, later steps find the order they expect: nothing is kept longer than it must be."""
     model = tiny_gpt2()
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         use(model, batch)
         for _ in range(3):
             accumulation(model, batch)
@@ -513,7 +514,7 @@ def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, mo
     model = tiny_gpt2()
     profile = profile_model(model, token_batch(tokens=12), CONFIG)
     monkeypatch.setattr(ExecutionPlan, "program_out_of_order", fail)
-    recompute = Policy.uniform(profile, "recompute")
+    recompute = uniform_policy(profile, "recompute")
     with apply_policy(model, recompute) as handle:
         for tokens in (8, 8, 10):
             model(**token_batch(tokens=tokens)).loss.backward()
@@ -554,7 +555,7 @@ def reads_of_a_step(model, batch):
 
 def test_a_steady_step_reads_no_data(gpt2, batch, gpt2_profile, run_steps):
     """Every action and a lossy codec are in it. Transformers itself reads once, to see whether the batch is packed."""
-    policy = Policy.random(gpt2_profile, 11, ACTIONS)
+    policy = random_policy(gpt2_profile, 11, ACTIONS)
     assert set(policy.action_counts()) == set(ACTIONS)
     plain = reads_of_a_step(gpt2, batch)
     with apply_policy(gpt2, policy):
@@ -567,7 +568,7 @@ def test_a_steady_step_enters_no_dispatch_mode(gpt2, batch, gpt2_profile, run_st
     entered = []
     enter = TorchDispatchMode.__enter__
     monkeypatch.setattr(TorchDispatchMode, "__enter__", lambda mode: entered.append(type(mode)) or enter(mode))
-    with apply_policy(gpt2, Policy.random(gpt2_profile, 11, ACTIONS)):
+    with apply_policy(gpt2, random_policy(gpt2_profile, 11, ACTIONS)):
         beside_a_tape = [Validator] * (2 * len(gpt2_profile.blocks) - 1)
         for expected in ([Recorder, *beside_a_tape], [], []):
             run_steps(gpt2, batch, num_steps=2)
@@ -627,7 +628,7 @@ def test_what_comes_from_elsewhere_is_not_recomputable(toy_model, toy_batch, run
         return results
 
     plain = two_tables()
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         assert_same_steps(two_tables(), plain)
 
 
@@ -674,11 +675,11 @@ def test_a_policy_of_another_precision_is_refused(gpt2, batch, recomputing):
 def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_steps, assert_same_steps, recorded):
     """Tapes are kept from one policy to the next, so that nothing is recorded again."""
     plain = run_steps(gpt2, batch)
-    with apply_policy(gpt2, Policy.uniform(gpt2_profile, "recompute")) as handle:
+    with apply_policy(gpt2, uniform_policy(gpt2_profile, "recompute")) as handle:
         assert_same_steps(run_steps(gpt2, batch), plain)
         recorded.clear()
         for seed in random.Random(0).sample(range(100), 4):
-            handle.replace(Policy.random(gpt2_profile, seed, ACTIONS, lossless=True))
+            handle.replace(random_policy(gpt2_profile, seed, ACTIONS, lossless=True))
             assert_same_steps(run_steps(gpt2, batch), plain)
     assert not recorded
 
@@ -721,7 +722,7 @@ def test_one_autocast_around_several_steps_serves_new_shapes(tiny_gpt2, batch, t
     """A user's own loop may hold one autocast open: casts of parameters are cached when a new shape is recorded."""
     model, other = tiny_gpt2(), token_batch(3, 7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+        policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
 
     def two_shapes():
         torch.manual_seed(0)
@@ -751,7 +752,7 @@ def test_one_autocast_around_micro_batches_keeps_the_plan(tiny_llama, batch, cap
         return gradients(model)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+        policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     plain = micro_batches()
     with apply_policy(model, policy), caplog.at_level("WARNING"):
         for _ in range(2):
@@ -780,7 +781,7 @@ def test_numbers_that_vary_from_step_to_step_have_tapes_of_their_own(toy_model, 
     scales = [1.0, 1.5, 2.0] * 4
     plain = steps_with(model, batch, scale, scales)
     scale[0] = 1.0
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
         assert len(handle.plans.strategies["layers.1"].tapes) == 3
@@ -804,7 +805,7 @@ def test_numbers_that_are_others_at_every_step_are_never_replayed(
     scales = [1.0 + step / 8 for step in range(22)]
     plain = steps_with(model, batch, scale, scales)
     scale[0] = 1.0
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
         assert handle.library.fallbacks[VARYING] > LEAVES_ALLOWED

@@ -8,13 +8,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.run import block_executor
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.call import Recording
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.run.validated_call import ValidatedCall
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.tape_cache import library_of_profiles
 from adacc_hf.torch_glue.memory import MemoryMeter, collecting_no_garbage
@@ -117,7 +118,7 @@ def test_a_call_that_leaves_its_tape_is_exact(
         assume("modified by an inplace operation" not in str(error))
         raise
     programs.where = None
-    policy = Policy.random(profile_model(model, batch, CONFIG), seed, ACTIONS, lossless=True)
+    policy = random_policy(profile_model(model, batch, CONFIG), seed, ACTIONS, lossless=True)
     if not knows_profile:
         assume((block, step) != (0, 0))  # with nothing to compare it with, the first call is that of another model
         library_of_profiles(model).__init__()
@@ -147,7 +148,7 @@ RECORDERS_OWN = 3 * 5056
 def test_first_steps_take_no_more_than_others(tiny_gpt2, token_batch, attention, of):
     model, batch = tiny_gpt2(attention), token_batch(8, 16)
     profile = profile_model(model, batch, CONFIG)
-    policy = least_policy(profile, CONFIG) if of == "least" else Policy.random(profile, of, ACTIONS, lossless=True)
+    policy = least_policy(profile, CONFIG) if of == "least" else random_policy(profile, of, ACTIONS, lossless=True)
     with apply_policy(model, policy):
         *first, steady = peaks(model, batch)
     assert max(first) <= steady + RECORDERS_OWN
@@ -163,7 +164,7 @@ def test_a_run_that_resumes_knows_the_order_of_its_profile(tiny_gpt2, token_batc
     model, batch = tiny_gpt2("eager", layers=8), token_batch(8, 16)
     profile = profile_model(model, batch, CONFIG)
     library_of_profiles(model).__init__()
-    policy = Policy.random(profile, 0, ACTIONS, lossless=True)
+    policy = random_policy(profile, 0, ACTIONS, lossless=True)
     with PolicyHandle(model, policy):
         unknown, _, steady, _ = peaks(model, batch)
     with PolicyHandle(model, policy, profile=profile):
@@ -179,14 +180,14 @@ def test_blocks_whose_weights_share_a_storage_are_told_apart(tiny_gpt2, token_ba
     for parameter, view in zip(model.transformer.h.parameters(), views, strict=True):
         parameter.data = view.view_as(parameter)
     profile = profile_model(model, batch, CONFIG)
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     with apply_policy(model, policy):
         *first, steady = peaks(model, batch)
     assert max(first) <= steady + RECORDERS_OWN
     library_of_profiles(model).__init__()
     with apply_policy(model, policy):
         alone, second, *_ = peaks(model, batch)
-    plain = Policy.uniform(profile, "retain").predicted_peak_bytes - profile.static_bytes
+    plain = uniform_policy(profile, "retain").predicted_peak_bytes - profile.static_bytes
     assert second <= steady + RECORDERS_OWN < alone < plain
 
 
@@ -199,7 +200,7 @@ def test_layers_with_numbers_of_their_own_run_as_when_profiled(toy_model, toy_ba
         setup=lambda block: setattr(block, "scale", next(scales)),
     )
     batch = toy_batch(64)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy) as handle:
         *first, steady = peaks(model, batch)
     assert not any(strategy.entries.was_surprised for strategy in handle.plans.strategies.values())
@@ -215,7 +216,7 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_ste
     model.inlet.register_forward_hook(lambda module, args, output: output * 1.0)
     for block in model.layers:
         block.number = 0  # one program for all of them, which are given no views
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     programs.usual = ["tanh", "swish", "double"]  # for all of them: the model takes another path since
     plain = run_steps(model, batch, num_steps=1)
     calls = []
@@ -236,7 +237,7 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_ste
 def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2, token_batch, monkeypatch):
     """A comparison waits for the device, which ends a capture."""
     model, batch = tiny_gpt2(layers=2, resid_pdrop=0.0, attn_pdrop=0.0), token_batch()
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     step, compared, is_captured = [0], [], [False]
     learn = BlockExecutor._learn
 
@@ -257,7 +258,7 @@ def test_a_cuda_graph_that_would_draw_masks_again_is_refused(tiny_gpt2, token_ba
     """It would have to set the generator back while it is captured."""
     model, batch = tiny_gpt2(layers=1), token_batch()
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         model(**batch).loss.backward()
         monkeypatch.setattr(block_executor, "is_being_captured", lambda: True)
         with pytest.raises(PolicyMismatchError, match="draws its dropout masks again"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import SavedOtherwiseError
 from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.size_model import Polynomial
@@ -18,6 +18,7 @@ from adacc_hf.run.call import Recording
 from adacc_hf.run.entries import VARYING
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.run.validation import Validator
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.execution_plan import ExecutionPlan, least_memory_choices
 from adacc_hf.tape.symbolic_tape import AGREED, SeenSizes
 from adacc_hf.tape.tape_cache import TapeCache, library_of_profiles
@@ -65,9 +66,9 @@ class Begun:
     def _start(self, model, batch, policy):
         profile = profile_model(model, batch, CONFIG)
         self.policy = (
-            Policy.uniform(profile, policy)
+            uniform_policy(profile, policy)
             if isinstance(policy, str)
-            else Policy.random(profile, policy, ACTIONS, lossless=True)
+            else random_policy(profile, policy, ACTIONS, lossless=True)
         )
         library = library_of_profiles(model)
         if not families_of(library):  # no text, of which it records parts
@@ -393,7 +394,7 @@ def case(request):
 
 def profiled(model, batch, autocast):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
-        return Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+        return uniform_policy(profile_model(model, batch, CONFIG), "recompute")
 
 
 def test_other_operators_at_the_second_call_are_noticed(toy_model, run_steps, assert_same_steps, case):

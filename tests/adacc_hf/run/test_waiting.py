@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.compat import no_packed_sequences
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ def test_a_new_size_waits_where_it_is_compared_and_nowhere_else(tiny_gpt2, token
     model = tiny_gpt2("sdpa", layers=3, n_positions=64)
     profile = profile_model(model, token_batch(8, 64), CONFIG)
     actions = ("retain", "recompute", "compress")
-    policy = Policy.random(profile, 0, actions) if action == "random" else Policy.uniform(profile, action)
+    policy = random_policy(profile, 0, actions) if action == "random" else uniform_policy(profile, action)
     with no_packed_sequences():  # Transformers waits to see whether a batch is packed, in plain training too
         plain = {size: waits(model, token_batch(*size)) for size in NEW_SIZES}
         with apply_policy(model, policy, CONFIG):

@@ -16,6 +16,7 @@ from adacc_hf.solve.frontier import MixtureProgram, frontiers, stored_bytes
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle
+from adacc_hf.solve.simple_policies import policy_of_plans
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +31,7 @@ def solve_greedy() -> Callable[[Profile, float | int], Policy]:
         for policy in greedy_policies(profile, [build_block_model(kind, config) for kind in profile.kinds]):
             needed = oracle.peak_bytes(policy) if budget.of_peak else stored_bytes(profile, policy)
             if needed <= budget.nbytes:
-                return Policy.build(profile, [column.plan for column in policy])
+                return policy_of_plans(profile, [column.plan for column in policy])
         raise InfeasibleBudgetError(
             f"{memory_budget!r} is below the {needed} bytes that the greedy rule ends at", needed
         )
@@ -56,6 +57,6 @@ def one_plan_policies() -> Callable[[Profile], list[Policy]]:
             (frontier,) = frontiers(SolverLog(), [build_block_model(profile.kinds[0], config)])
             found += [[column] * len(profile.blocks) for column in frontier]
         plans = dict.fromkeys(tuple(column.plan for column in columns) for columns in found if columns is not None)
-        return [Policy.build(profile, policy) for policy in plans]
+        return [policy_of_plans(profile, policy) for policy in plans]
 
     return solve

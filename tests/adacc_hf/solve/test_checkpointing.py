@@ -8,10 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from adacc_hf import AdaccConfig, Policy, profile_model
+from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.artifacts.block_outcome import rerun_ms, run_block
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.solve.baselines import simulate_checkpointed
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.private import TorchDispatchMode
 
@@ -54,7 +55,7 @@ def test_a_checkpointed_step_is_predicted(name, one_thread):
     assert 0 <= measured.stored_bytes - outcome.stored_bytes <= besides
     assert 0 <= measured.peak_bytes - outcome.peak_bytes <= besides
     # What replay keeps and needs is another matter, where masks cannot be made again.
-    replayed = Policy.uniform(profile, "recompute")
+    replayed = uniform_policy(profile, "recompute")
     if "gpt2" in name:
         assert replayed.predicted_stored_bytes > outcome.stored_bytes
 
@@ -62,7 +63,7 @@ def test_a_checkpointed_step_is_predicted(name, one_thread):
 def test_forward_and_head_hold_the_inputs_of_blocks_alone(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=3)
     (kind,) = profile.kinds
-    policy = Policy.uniform(profile, "retain")
+    policy = uniform_policy(profile, "retain")
     plain = run_block(kind, policy.plan_of(profile.blocks[0].name))
     input_bytes = sum(value.nbytes for value in kind.activations if value.producer is None)
     assert 0 < input_bytes < plain.live_bytes

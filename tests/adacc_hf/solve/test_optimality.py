@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import step_peak_bytes
-from adacc_hf.artifacts.policy import Policy
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import solve_policy
 
 SOLVING = settings(
@@ -26,7 +26,7 @@ def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, every_p
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 2)), max_blocks=2))
     outcomes = [every_outcome(every_plan, profile.kind_of(block)) for block in profile.blocks]
     part = data.draw(st.integers(1, 19)) / 20
-    plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
+    plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
     for budget in (part, int(part * plain_bytes)):
         try:
             policy = solve_policy(profile, budget)
@@ -81,7 +81,7 @@ def test_large_models_come_close_to_the_bound(gpt2_like_profile):
 @given(data=st.data())
 def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, solve_greedy, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 2)), max_blocks=3))
-    plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
+    plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
     part = data.draw(st.integers(1, 19)) / 20
     for budget in (part, int(part * plain_bytes)):
         try:
@@ -97,7 +97,7 @@ def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, solve_greedy,
 def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, one_plan_policies, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 3)), max_blocks=2))
     one_plan = one_plan_policies(profile)
-    plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
+    plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
     for part in (6, 10, 14, 18):
         budget = part * plain_bytes // 20
         try:

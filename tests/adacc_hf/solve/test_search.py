@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.policy import Policy
 from adacc_hf.solve.minimum_peak import least_bound
 from adacc_hf.solve.search import Kinds, PolicySearch
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig()
 
@@ -31,7 +31,7 @@ def test_a_rival_hides_nothing_that_is_faster(profiles, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 2)), max_blocks=3))
     part = data.draw(st.integers(4, 19))
     nbytes = {
-        True: Policy.uniform(profile, "retain").predicted_peak_bytes * part // 20,
+        True: uniform_policy(profile, "retain").predicted_peak_bytes * part // 20,
         False: profile.plain_stored_bytes * part // 20,
     }
     budget = Budget(part / 20, nbytes[of_peak := data.draw(st.booleans())], of_peak)
@@ -46,7 +46,7 @@ def test_a_rival_hides_nothing_that_is_faster(profiles, data):
 
 def test_what_is_slower_than_a_rival_takes_no_program(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=12)
-    nbytes = 4 * Policy.uniform(profile, "retain").predicted_peak_bytes // 5
+    nbytes = 4 * uniform_policy(profile, "retain").predicted_peak_bytes // 5
     budget = Budget(nbytes, nbytes, of_peak=True)
     kinds = Kinds(profile, CONFIG)
     search = PolicySearch(profile, CONFIG, kinds)

@@ -13,6 +13,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy, solve_policy
 
 # Each example solves several programs.
@@ -63,7 +64,7 @@ def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, every_pla
 @given(data=st.data())
 def test_peak_budgets_hold_and_their_floor_is_exact(profiles, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 2)), max_blocks=3))
-    plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
+    plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
     try:
         policy = solve_policy(profile, 1)
     except InfeasibleBudgetError as error:
@@ -124,7 +125,7 @@ def test_gpt2_at_every_budget(gpt2_like_profile, attention, num_blocks):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2_within_a_peak(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=12, attention=attention)
-    plain_bytes = Policy.uniform(profile, "retain").predicted_peak_bytes
+    plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
     meant = r'memory_budget=1, which may have been meant as 1\.0, .* or "1GiB", is below the least possible peak'
     with pytest.raises(InfeasibleBudgetError, match=meant) as error:
         solve_policy(profile, 1)
@@ -195,7 +196,7 @@ def test_a_budget_that_everything_fits_changes_nothing(gpt2_like_profile):
 
 def test_auto_leaves_the_margin_free(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=12)
-    peak = Policy.uniform(profile, "retain").predicted_peak_bytes
+    peak = uniform_policy(profile, "retain").predicted_peak_bytes
     tight = replace(profile, available_bytes=peak)
     assert solve_policy(tight, "auto", AdaccConfig(memory_margin=0.0)).is_plain
     policy = solve_policy(tight, config=AdaccConfig(memory_margin=0.25))

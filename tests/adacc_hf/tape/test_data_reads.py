@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.data_reads import MAX_READ_BYTES, MOST_NUMBERS, data_of, deciding_tensors, watched_reads
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -195,7 +196,7 @@ def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_sa
     model, set_lengths = splitting
     profile = profile_model(model, batch, CONFIG)
     assert all(kind.untrusted is None for kind in profile.kinds)
-    policy = Policy.random(profile, 3, lossless=True) if action == "random" else Policy.uniform(profile, action)
+    policy = random_policy(profile, 3, lossless=True) if action == "random" else uniform_policy(profile, action)
     plain = {}
     for lengths in LENGTHS:
         set_lengths(lengths)
@@ -217,7 +218,7 @@ def test_numbers_that_are_read_are_sizes(splitting, run_steps, assert_same_steps
     """Lengths between recorded ones run as a family says; most are none at which replay is compared (rule R7)."""
     model, set_lengths = splitting
     set_lengths([10, 8, 6])
-    policy = Policy.uniform(profile_model(model, TEXT, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, TEXT, CONFIG), "recompute")
     known = [[4, 12, 8], [12, 4, 8], [8, 4, 12], [20, 2, 2], [2, 20, 2], [2, 2, 20], [9, 9, 6], [7, 3, 14]]
     new = [[n, 23 - 2 * n, n + 1] for n in range(3, 11)]
     plain = []
@@ -252,7 +253,7 @@ def test_a_number_that_is_read_and_decides_otherwise_is_noticed(
     model = toy_model(forward, kwargs_of=lambda hidden: {"count": torch.tensor(number)})
     for place, block in enumerate(model.layers):
         block.is_special = place == special
-    policy = Policy.uniform(profile_model(model, TEXT, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, TEXT, CONFIG), "recompute")
     number[0] = 5
     plain = run_steps(model, TEXT, num_steps=1)
     with apply_policy(model, policy, CONFIG):
@@ -267,7 +268,7 @@ def test_a_number_that_is_read_and_decides_otherwise_is_noticed(
 def test_the_first_call_may_have_other_data_than_the_profile(splitting, batch, run_steps, assert_same_steps):
     """Its operators differ from the profiled ones at the same shape: that is no other model."""
     model, set_lengths = splitting
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     set_lengths([5, 1, 0])
     plain = run_steps(model, batch)
     with apply_policy(model, policy, CONFIG):
@@ -285,7 +286,7 @@ def test_any_order_of_data_is_exact(toy_model, toy_batch, run_steps, assert_same
 
     model = toy_model(forward, kwargs_of=lambda hidden: {"counts": torch.tensor(lengths[0])})
     batch = toy_batch()
-    policy = Policy.random(profile_model(model, batch, CONFIG), seed, lossless=True)
+    policy = random_policy(profile_model(model, batch, CONFIG), seed, lossless=True)
     plain = {}
     for index, each in enumerate(LENGTHS):
         lengths[0] = each

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.autograd.function import BackwardCFunction
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.run.call import Recording
 from adacc_hf.run.validation import Validator
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.function_operators import FunctionTarget, call_of
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.memory import measure_step
@@ -380,7 +381,7 @@ def test_what_a_function_makes_is_recomputed(toy_model, toy_batch, assert_exact,
 @pytest.mark.parametrize(("function", "cls"), REPLAYED.values(), ids=REPLAYED)
 def test_the_peak_of_a_replay_is_predicted(toy_model, toy_batch, peak_of, function, cls):
     model, batch = toy_model(through(function)), toy_batch(64)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy, CONFIG):
         for _ in range(3):
             model(**batch).loss.backward()
@@ -523,7 +524,7 @@ def test_data_of_an_argument_tells_calls_apart(toy_model, toy_batch, assert_exac
     model = toy_model(read_of_an_argument, kwargs_of=lambda x: {"lengths": torch.tensor([2, 3])})
     profile = assert_exact(model, toy_batch())
     assert tanh_of(profile).recomputable
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     for most in (3, 5, 3):
         model.kwargs_of = lambda x, most=most: {"lengths": torch.tensor([2, most])}
         assert_same_gradients(model, toy_batch(), policy)
@@ -595,7 +596,7 @@ RECORDED = (24, 8, 31)
 
 def begun(model, toy_batch):
     """The model under a policy that recomputes everything, with a family of sizes."""
-    policy = Policy.uniform(profile_model(model, toy_batch(24), CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, toy_batch(24), CONFIG), "recompute")
     handle = apply_policy(model, policy, CONFIG)
     for size in RECORDED:
         for _ in range(2):

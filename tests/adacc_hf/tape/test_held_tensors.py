@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import TapeMismatchError
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.inputs import find_held, held_tensors
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -67,7 +68,7 @@ def test_others_in_their_place_are_those_of_the_call(model, toy_batch, run_steps
     """Another tensor of the same form is replayed from; what is there in another form is not."""
     batch = toy_batch()
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         run_steps(model, batch)
         for block in model.layers:
             change(block)
@@ -113,7 +114,7 @@ def test_another_one_in_its_place_within_a_call_is_refused(toy_model, toy_batch)
     model, batch = toy_model(lambda block, hidden: scaled(block, hidden * put()), setup=setup), toy_batch()
     model(**batch)
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         for _ in range(3):
             model(**batch).loss.backward()
         table[0] = scale_of(2)
@@ -134,7 +135,7 @@ def test_another_one_that_is_put_there_by_the_block_itself_is_refused(toy_model,
     model, batch = toy_model(forward, setup=give_scales), toy_batch()
     model(**batch)
     profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         for _ in range(3):
             model(**batch).loss.backward()
         table[0] = scale_of(2)
@@ -170,7 +171,7 @@ def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch,
     named = {value.name: value for value in profile.kinds[-1].activations}
     assert not named["block:tanh"].recomputable
     assert named["block:sigmoid"].recomputable
-    made = Policy.uniform(profile, policy) if isinstance(policy, str) else Policy.random(profile, policy)
+    made = uniform_policy(profile, policy) if isinstance(policy, str) else random_policy(profile, policy)
     with apply_policy(model, made, CONFIG):
         run_steps(model, batch, num_steps=2)
         measured = measure_step(model, batch)
@@ -186,7 +187,7 @@ def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_
     model.inlet.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
     profile = profile_model(model, batch, CONFIG)
     assert [shared.saved for shared in profile.shared if shared.nbytes] == [True]
-    made = Policy.uniform(profile, policy)
+    made = uniform_policy(profile, policy)
     with apply_policy(model, made, CONFIG):
         run_steps(model, batch, num_steps=2)
         measured = measure_step(model, batch)
@@ -232,5 +233,5 @@ def test_sparse_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, run_
     plain = run_steps(model, batch)
     profile = profile_model(model, batch, CONFIG)
     assert all("sparse" in kind.untrusted for kind in profile.kinds)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch), plain)

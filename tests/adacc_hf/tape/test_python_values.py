@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PretrainedConfig
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.run.entries import VARYING
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.guards import MOST_SHORT_LIVES
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -201,7 +202,7 @@ def test_a_changed_number_is_never_replayed_with_the_old_one(toy, toy_batch, pro
     changes = [None, None, None, (place, 3.0), (place, 1.0), None, (place, 3.0), None, (place, 0.5), (place, 3.0)]
     plain = train(toy, batch, changes)
     start(toy)
-    with apply_policy(toy, Policy.uniform(profile, "recompute")) as handle:
+    with apply_policy(toy, uniform_policy(profile, "recompute")) as handle:
         assert_same_steps(train(toy, batch, changes), plain)
         assert handle.library.fallbacks[VARYING] == 0
 
@@ -218,7 +219,7 @@ def test_an_array_that_changes_in_place_is_never_replayed_as_it_was(toy_model, t
     plain = {}
     for array[3] in (1.0, 2.0, 3.0):
         plain[float(array[3])] = run_steps(model, batch, num_steps=1)
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy):
         for array[3] in (3.0, 3.0, 3.0, 2.0, 3.0, 1.0, 1.0, 2.0, 1.0, 3.0):
             assert_same_steps(run_steps(model, batch, num_steps=1), plain[float(array[3])])
@@ -236,7 +237,7 @@ def test_changed_numbers_are_never_replayed_with_the_old_ones(
     changes = [None, None, None, *changes]  # the second call of a shape is validated in any case
     plain = train(toy, batch, changes)
     start(toy)
-    policy = Policy.random(profile, seed=seed, actions=actions)
+    policy = random_policy(profile, seed=seed, actions=actions)
     with apply_policy(toy, policy) as handle:
         assert_same_steps(train(toy, batch, changes), plain)
         handle.replace(policy)  # what is known of the values goes on to another policy
@@ -245,7 +246,7 @@ def test_changed_numbers_are_never_replayed_with_the_old_ones(
 
 def test_a_value_is_recorded_once_for_all_policies(toy, toy_batch, profile, recorded):
     batch = toy_batch()
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     start(toy)
     there_and_back = [None, None, ("attribute", 2.0), None, ("attribute", 1.0), None, ("attribute", 2.0)]
     recorded.clear()
@@ -270,7 +271,7 @@ def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
     """To add to it is to read it: the block is traced no more, and each call is compared with the one tape it has."""
     toy, batch = toy_model(counting, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
     plain = run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12)
-    policy = Policy.uniform(profile_model(toy, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(toy, batch, CONFIG), "recompute")
     with apply_policy(toy, policy) as handle:
         assert_same_steps(run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12), plain)
         strategy = handle.plans.strategies["layers.0"]
@@ -288,7 +289,7 @@ def test_a_count_that_the_operators_follow_from_leaves_the_block_to_torchs_check
     toy_model, toy_batch, assert_same_steps, run_steps, caplog
 ):
     model, batch = toy_model(count_as_factor, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
-    policy = Policy.uniform(profile_model(model, batch, CONFIG), "recompute")
+    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
 
     def steps():
         for block in model.layers:

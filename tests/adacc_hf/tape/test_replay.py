@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.replay import ReplayStep, StorageMap, schedule, share_elements, single_program, view
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import TensorRef
@@ -133,7 +134,7 @@ def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
     profile = assert_exact(model, batch)
     (kind,) = profile.kinds
     assert all(value.recomputable for value in kind.activations if value.producer is not None)
-    policy = Policy.uniform(profile, "recompute")
+    policy = uniform_policy(profile, "recompute")
     with apply_policy(model, policy):
         run_steps(model, batch)
         for block in model.layers:
@@ -177,7 +178,7 @@ def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
     """Rule R5: dropout is in every block, and all of it is drawn again, from states of its own."""
     model, batch = tiny_gpt2("eager"), token_batch()
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         for _ in range(3):
             loss = model(**batch).loss
             before = torch.get_rng_state()

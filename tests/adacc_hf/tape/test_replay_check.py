@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.torch_glue.memory import MemoryMeter
@@ -177,6 +178,6 @@ def test_a_block_that_does_not_make_the_same_bits_again_is_not_checkpointed(toy_
 
     plain = gradients()
     assert all(map(torch.equal, gradients(), plain))
-    for policy in (Policy.checkpoint(profile), least_policy(profile, config), Policy.uniform(profile, "recompute")):
+    for policy in (checkpoint_policy(profile), least_policy(profile, config), uniform_policy(profile, "recompute")):
         with apply_policy(model, policy, config):
             assert all(map(torch.equal, gradients(), plain))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -334,7 +335,7 @@ def test_what_no_guard_of_dynamos_sees_is_followed(toy_model, toy_batch, run_ste
     def trained(policy):
         model = toy_model(forward, setup=setup)
         profile = policy and profile_model(model, batch, CONFIG)
-        handle = policy and apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG)
+        handle = policy and apply_policy(model, uniform_policy(profile, "recompute"), CONFIG)
         steps = run_steps(model, batch, num_steps=4)
         for block in model.layers:
             change(block)

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from adacc_hf import Policy, apply_policy, profile_model
+from adacc_hf import apply_policy, profile_model
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import FLAG, GradientCheckpointingLayer, switch_checkpointing
 
 LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
@@ -23,7 +24,7 @@ def said(caplog):
 
 def recomputing(model, batch):
     """`model` under a policy, of a profile that was taken without a word."""
-    return apply_policy(model, Policy.uniform(profile_model(model, batch), "recompute"))
+    return apply_policy(model, uniform_policy(profile_model(model, batch), "recompute"))
 
 
 def checkpoint_layers(model):

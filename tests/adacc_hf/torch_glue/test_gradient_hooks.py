@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.adapt.gradient_check import BlockSample
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 from adacc_hf.torch_glue.tensors import without_gradient_hooks
 
@@ -34,7 +35,7 @@ def test_nobody_hears_of_a_profile(told, token_batch, measure):
 def test_nobody_hears_of_a_compared_gradient(told, token_batch):
     model, told = told
     profile = profile_model(model, token_batch(), AdaccConfig())
-    with apply_policy(model, Policy.uniform(profile, "recompute")) as handle:
+    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         sample = BlockSample(handle.plans.strategies["transformer.h.1"])
         model(**token_batch()).loss.backward()
         told.clear()

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.estimate.fake_device import FakeMemoryMeter
 from adacc_hf.price.measurement import Measurement
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import (
     CpuMemoryMeter,
@@ -65,7 +66,7 @@ def measured(request, tiny_gpt2, token_batch):
 def test_prediction_is_what_is_measured(measured, peak_of, actions, seed):
     """Lossy codecs are among the choices."""
     profile, measure = measured
-    policy = Policy.random(profile, seed, actions)
+    policy = random_policy(profile, seed, actions)
     step = measure(policy)
     assert step.stored_bytes == policy.predicted_stored_bytes
     assert step.peak_bytes == peak_of(policy)
@@ -73,7 +74,7 @@ def test_prediction_is_what_is_measured(measured, peak_of, actions, seed):
 
 def test_retaining_everything_is_plain_training(measured):
     profile, measure = measured
-    policy = Policy.uniform(profile, "retain")
+    policy = uniform_policy(profile, "retain")
     plain = measure()
     step = measure(policy)
     assert plain.stored_bytes == step.stored_bytes == profile.plain_stored_bytes == policy.predicted_stored_bytes
@@ -82,7 +83,7 @@ def test_retaining_everything_is_plain_training(measured):
 
 def test_full_recomputation_stores_and_peaks_less(measured):
     profile, measure = measured
-    plain, step = measure(), measure(Policy.uniform(profile, "recompute"))
+    plain, step = measure(), measure(uniform_policy(profile, "recompute"))
     assert step.stored_bytes < 0.6 * plain.stored_bytes
     assert step.peak_bytes < plain.peak_bytes
 
@@ -90,7 +91,7 @@ def test_full_recomputation_stores_and_peaks_less(measured):
 def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_batch, peak_of):
     """The size that the comparison was promised at. Embeddings are small, so that blocks decide the peak."""
     model, batch = tiny_gpt2(layers=6, width=256, n_head=4, n_positions=256), token_batch(8, 256)
-    policy = Policy.uniform(profile_model(model, batch), "recompute")
+    policy = uniform_policy(profile_model(model, batch), "recompute")
     with apply_policy(model, policy):
         for _ in range(2):
             model(**batch).loss.backward()

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import UnrestorableError
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.model_state import ModelState
 from adacc_hf.torch_glue.no_trace import STILL, NoTrace, state_before
 from adacc_hf.torch_glue.rng_state import RandomStates
@@ -449,7 +450,7 @@ def test_state_changes_once_per_call(toy_model, toy_batch, run_steps, assert_sam
     profile = profile_model(model, batch, CONFIG)
     assert all(block.load is None and not block.losses for block in model.layers)
     assert all((kind.untrusted is not None) is (forward is changes_all_and_reads) for kind in profile.kinds)
-    with apply_policy(model, Policy.uniform(profile, "recompute"), CONFIG):
+    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch), plain)
     for ours, theirs in zip(model.layers, plain_model.layers, strict=True):
         assert ours.num_calls == theirs.num_calls == 3

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import profiler
 
-from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import ProfilerAtWorkError, SeveralThreadsError
 from adacc_hf.price.optimizer_memory import measure_clipping
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter
 from adacc_hf.torch_glue.private import is_profiling
 
@@ -158,7 +159,7 @@ def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):
     profile = profile_model(model, token_batch(), CONFIG)
     inside, done = threading.Event(), threading.Event()
     model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: (inside.set(), done.wait(60))[0])
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         other = threading.Thread(target=lambda: model(**token_batch()).loss.backward())
         other.start()
         assert inside.wait(60)
@@ -172,7 +173,7 @@ def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):
 def test_a_model_may_move_from_thread_to_thread(tiny_gpt2, token_batch):
     model = tiny_gpt2()
     profile = profile_model(model, token_batch(), CONFIG)
-    with apply_policy(model, Policy.uniform(profile, "recompute")):
+    with apply_policy(model, uniform_policy(profile, "recompute")):
         for _ in range(2):
             (error,) = in_threads(lambda _: model(**token_batch()).loss.backward(), 1)
             assert error is None

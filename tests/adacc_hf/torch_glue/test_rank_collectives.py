@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adacc_hf import Policy, Profile
+from adacc_hf import Profile
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError, PolicyMismatchError
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.distributed import check_same_policy, common_profile, from_first_rank, num_ranks
 
 
@@ -38,7 +39,7 @@ def test_one_process_does_nothing(profile_of, tape_builder):
     assert num_ranks() == 1
     assert common_profile(profile) is profile
     assert from_first_rank(lambda: profile) is profile
-    check_same_policy(Policy.uniform(profile, "retain"))
+    check_same_policy(uniform_policy(profile, "retain"))
     error = InfeasibleBudgetError("too small", 7)
     with pytest.raises(InfeasibleBudgetError) as caught:
         from_first_rank(raising(error))
@@ -69,9 +70,9 @@ def check_result(rank: int, profile) -> None:
 
     def solve():
         solved.append(rank)
-        return Policy.uniform(profile, "recompute")
+        return uniform_policy(profile, "recompute")
 
-    assert from_first_rank(solve) == Policy.uniform(profile, "recompute")
+    assert from_first_rank(solve) == uniform_policy(profile, "recompute")
     assert solved == ([0] if rank == 0 else [])
     assert from_first_rank(lambda: None if rank == 0 else 1 / 0) is None
 
@@ -86,14 +87,14 @@ def check_errors(rank: int) -> None:
 
 
 def check_policies(rank: int, profile) -> None:
-    check_same_policy(Policy.uniform(profile, "recompute"))
+    check_same_policy(uniform_policy(profile, "recompute"))
     with pytest.raises(PolicyMismatchError, match=r"rank 1 has another policy than rank 0 .*, 1 of 2 ranks in all"):
-        check_same_policy(Policy.uniform(profile, ("recompute", "retain")[rank]))
+        check_same_policy(uniform_policy(profile, ("recompute", "retain")[rank]))
 
 
 def test_a_digest_tells_actions_apart_and_nothing_else(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=2)
-    policies = [Policy.uniform(profile, action) for action in ("retain", "compress", "recompute")]
+    policies = [uniform_policy(profile, action) for action in ("retain", "compress", "recompute")]
     assert len({policy.digest for policy in policies}) == 3
     other = replace(policies[0], predicted_overhead_ms=9.0, facts=(("seconds", 1.0),))
     assert other.digest == policies[0].digest

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adacc_hf import Action, Policy, profile_model
+from adacc_hf import Action, profile_model
 from adacc_hf.eval.trials.codec_schemes import (
     LAYER_SPECIFIC,
     NO_OUTLIERS,
@@ -21,6 +21,7 @@ from adacc_hf.eval.trials.codec_schemes import (
 from adacc_hf.eval.trials.gradients import compute_gradients, first_difference, relative_error
 from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.kernels.codecs import get_codec, list_codecs
+from adacc_hf.solve.simple_policies import uniform_policy
 
 
 def test_every_lossy_codec_is_there_with_all_its_options() -> None:
@@ -101,7 +102,7 @@ def test_block_that_raises_does_not_leave_the_hooks_on(tiny: Workload) -> None:
 def test_with_options_changes_each_codec_as_far_as_it_can(tiny: Workload) -> None:
     eager = replace(tiny, attention="eager")
     model, batch = eager.model(), next(eager.batches())
-    policy = Policy.uniform(profile_model(model, batch), Action.COMPRESS)
+    policy = uniform_policy(profile_model(model, batch), Action.COMPRESS)
     scheme = Scheme(name=LAYER_SPECIFIC, scale="max7", group_size=32, rounding="stochastic")
     changed = with_options(policy, scheme)
     found = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adacc_hf import Action, AdaccConfig, Policy, profile_model
+from adacc_hf import Action, AdaccConfig, profile_model
 from adacc_hf.eval.records.records import RedGateError
 from adacc_hf.eval.trials import contenders
 from adacc_hf.eval.trials.contenders import (
@@ -22,6 +22,7 @@ from adacc_hf.eval.trials.contenders import (
 from adacc_hf.eval.trials.gradients import MAX_GRADIENT_ERROR, NOISE_RUNS, Gradients
 from adacc_hf.eval.trials.workload import Workload
 from adacc_hf.reports.run_record import Spread
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def build(tiny: Workload):
     profile = profile_model(model, batch)
 
     def build(*actions: Action) -> list[Contender]:
-        policies = [(str(action.value), Policy.uniform(profile, action)) for action in actions]
+        policies = [(str(action.value), uniform_policy(profile, action)) for action in actions]
         adacc = [Contender(name, model, batch, policy) for name, policy in policies]
         return [Contender(PLAIN, model, batch), Contender(CHECKPOINTING, model, batch), *adacc]
 
@@ -85,7 +86,7 @@ def test_gate_stops_a_lossy_method_that_is_broken(build, factor: float) -> None:
 
 def test_a_chunked_head_may_round_the_loss_otherwise(tiny: Workload) -> None:
     model, batch = tiny.model(), next(tiny.batches())
-    policy = replace(Policy.uniform(profile_model(model, batch), Action.RECOMPUTE), head="chunked")
+    policy = replace(uniform_policy(profile_model(model, batch), Action.RECOMPUTE), head="chunked")
     everyone = [Contender(PLAIN, model, batch), Contender("chunked", model, batch, policy)]
     assert everyone[1].other_sums
     assert everyone[1].is_lossless
@@ -186,8 +187,8 @@ def test_policies_pass_the_gate_on_every_device(attention: str, device: str) -> 
     model, batch = workload.model(device), next(workload.batches(device))
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
     actions = tuple(Action)
-    policies = {str(seed): Policy.random(profile, seed, actions, lossless=True) for seed in range(3)}
-    policies |= {action.value: Policy.uniform(profile, action) for action in actions}
+    policies = {str(seed): random_policy(profile, seed, actions, lossless=True) for seed in range(3)}
+    policies |= {action.value: uniform_policy(profile, action) for action in actions}
     adacc = [Contender(name, model, batch, policy) for name, policy in policies.items()]
     everyone = [Contender(PLAIN, model, batch), *adacc]
     errors = check_gradients(everyone)

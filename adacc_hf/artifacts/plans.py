@@ -1,0 +1,85 @@
+"""Plans of one block that need no solver: plain, checkpointed, one action for all activations, random actions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice, Plan
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.profile import KindProfile, Value
+
+
+def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
+    """Return the plan that checkpoints a block of `kind` and compresses its inputs as `codecs` says.
+
+    None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
+    """
+    if BlockAction.CHECKPOINT not in kind.block_actions:
+        return None
+    codecs = codecs or {}
+    inputs = {value.index for value in kind.inputs}
+    return Plan(
+        kind=kind.digest,
+        choices=tuple(
+            (v.index, codecs.get(v.index, RETAIN) if v.index in inputs else RECOMPUTE) for v in kind.activations
+        ),
+        is_checkpointed=True,
+        places=tuple((value, kind.values[value].place) for value in codecs),
+    )
+
+
+def plain_plan(kind: KindProfile) -> Plan:
+    """Return the plan that leaves a block of `kind` untouched."""
+    return Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
+
+
+def recompute_plan(kind: KindProfile) -> Plan:
+    """Return the plan that recomputes all it can, or checkpoints a block that cannot be replayed."""
+    return uniform_plan(kind, Action.RECOMPUTE, None)
+
+
+def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
+    must_run_again = BlockAction.PLAIN not in kind.block_actions
+    checkpointed = checkpoint_plan(kind)
+    if checkpointed is not None and (must_run_again or (kind.untrusted and action is Action.RECOMPUTE)):
+        return checkpointed
+
+    def choose(value: Value) -> Choice:
+        if action is Action.RECOMPUTE:
+            lossless = [Choice.compress(option) for option in value.codecs if option.lossless]
+            return RECOMPUTE if value.recomputable else next(iter(lossless), RETAIN)
+        if action is Action.COMPRESS:
+            options = [option for option in value.codecs if codec in (None, option.codec)]
+            if options:
+                return Choice.compress(options[0])
+        return RETAIN
+
+    return Plan(kind=kind.digest, choices=tuple((value.index, choose(value)) for value in kind.activations))
+
+
+def random_plan(
+    kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, share: float
+) -> Plan:
+    """A random plan; torch's checkpoint runs a `share` of the blocks that can be replayed."""
+    checkpointed = checkpoint_plan(kind)
+    if BlockAction.PLAIN not in kind.block_actions and checkpointed is not None:
+        return checkpointed
+    share = 0.5 if kind.untrusted else share
+    if share and checkpointed is not None and Action.RECOMPUTE in allowed and generator.random() < share:
+        return checkpointed
+    choices, coded = {}, set()
+    for value in kind.activations:
+        options = [option for option in value.codecs if option.lossless or not lossless]
+        menu = [RETAIN] if Action.RETAIN in allowed else []
+        if Action.RECOMPUTE in allowed and value.recomputable:
+            menu.append(RECOMPUTE)
+        if Action.COMPRESS in allowed:
+            menu += [Choice.compress(option) for option in options]
+        choices[value.index] = generator.choice(menu) if menu else RETAIN
+        if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
+            coded.add(value.index)
+    kept = [v for v in kind.index_values(coded) | kind.exactness_dependents_of(coded) if choices.get(v) == RECOMPUTE]
+    return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(kept, RETAIN)).items()))
