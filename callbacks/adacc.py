@@ -35,7 +35,7 @@ from adacc_hf.callbacks.trainer import (
     is_training_log,
     loss_by,
 )
-from adacc_hf.torch_glue.distributed import from_first_rank
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
@@ -148,7 +148,7 @@ class AdaccCallback(TrainerCallback):
         if checkpoint is None:
             return None
         # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
-        return from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
+        return broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
 
     @property
     def _present(self) -> AdaccSession:

@@ -1,1 +1,1 @@
-"""The parts of the rectifier: what is measured while training, and when another policy is worth following."""
+"""The parts of the replanner: what is measured while training, and when another policy is worth following."""

@@ -131,7 +131,7 @@ class Saved:
             "version": STATE_VERSION,
             **plain,
             "switched_off": [list(codec) for codec in self.switched_off],
-            "shape_policies": [shape_policy.to_json() for shape_policy in self.shape_policies],
+            "shape_policies": [size_policy.to_json() for size_policy in self.shape_policies],
         }
 
     @classmethod
@@ -190,8 +190,8 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
         log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
         return
     write_json(folder / STATE_FILE, saved.to_json())
-    for number, shape_policy in reversed(list(enumerate(saved.shape_policies, start=1))):
-        shape_policy.save(folder, number)
+    for number, size_policy in reversed(list(enumerate(saved.shape_policies, start=1))):
+        size_policy.save(folder, number)
 
 
 def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
@@ -236,7 +236,7 @@ def _switched_off(record: dict[str, Any], shape_policies: list[SavedSizePolicy])
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
     # Older checkpoints name blocks whose kinds were not compressed with loss at all.
-    profiles = [shape_policy.profile for shape_policy in shape_policies if shape_policy.profile is not None]
+    profiles = [size_policy.profile for size_policy in shape_policies if size_policy.profile is not None]
     blocks = record["exact_blocks"]
     return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))
 

@@ -47,8 +47,8 @@ from adacc_hf.price.batch_subsampling import at_size
 from adacc_hf.price.memory_profile import missing_bytes, with_missing
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.solver import quick_least_policy
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_plain
-from adacc_hf.torch_glue.distributed import check_same_policy, from_first_rank, num_ranks, of_all_ranks
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes
+from adacc_hf.torch_glue.distributed import check_same_policy, broadcast_from_first_rank, num_ranks, gather_from_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Controller:
         """Elements of the largest micro-batch of the step that showed them."""
         self._handle = handle
         self._in_force = InForce(handle)
-        handle.library.may_record = self._may_record
+        handle.tape_cache.may_record = self._may_record
         self._has_said_room = False
         self._note = note
         self._num_micro = num_micro
@@ -132,7 +132,7 @@ class Controller:
     @property
     def shown(self) -> SizePolicy:
         """The shape policy of the last micro-batch; the first one if that ran under torch's checkpoint."""
-        return self._in_force.shape_policy or self.shape_policies.all[0]
+        return self._in_force.size_policy or self.shape_policies.all[0]
 
     @property
     def last_shapes(self) -> BatchShapes:
@@ -142,7 +142,7 @@ class Controller:
     @property
     def idle_blocks(self) -> set[str]:
         """Blocks that a policy decides nothing about, the same on all ranks."""
-        return set().union(*(shape_policy.rectifier.policy.idle_blocks for shape_policy in self.shape_policies.all))
+        return set().union(*(size_policy.replanner.policy.idle_blocks for size_policy in self.shape_policies.all))
 
     def saved(self, history: list[dict[str, Any]]) -> Saved:
         """What a run needs to go on from here."""
@@ -188,15 +188,15 @@ class Controller:
         `was_measured` says whether other sizes were to be measured with `profile`, as far as the model lets them be.
         """
         plans = self._handle.prepare(policy, self._handle.plans)
-        rectifier = Replanner(profile, policy, self.config, self.memory_budget)
-        shape_policy = SizePolicy(shapes, rectifier, plans, is_provisional=is_provisional, is_told=is_told)
-        shape_policy.rectifier.switch_off(self.guard.switched_off)
-        self.shape_policies.add(shape_policy)
+        replanner = Replanner(profile, policy, self.config, self.memory_budget)
+        size_policy = SizePolicy(shapes, replanner, plans, is_provisional=is_provisional, is_told=is_told)
+        size_policy.replanner.switch_off(self.guard.switched_off)
+        self.shape_policies.add(size_policy)
         self.shape_policies.may_measure = not was_measured or profile.sizes is not None
-        self._in_force.put(shape_policy, plans)
+        self._in_force.put(size_policy, plans)
         self._turns.wait(RECORDED_STEPS)
         self._turns.is_wanted |= is_provisional
-        return shape_policy
+        return size_policy
 
     def start_over(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
         """Follow `policy` alone: those for other sizes leave blocks out that it has plans for."""
@@ -209,8 +209,8 @@ class Controller:
         """Whether the last batch, on every rank, called all blocks that any batch has trained so far, by the operators
         that most batches run."""
         installation = self._handle.installation
-        is_whole = not set(installation.left_out()).difference(installation.uncalled())
-        return all(of_all_ranks(self.fresh_start.takes(is_whole, self._left_plans.has_left)))
+        is_whole = not set(installation.skipped_blocks()).difference(installation.uncalled())
+        return all(gather_from_all_ranks(self.fresh_start.takes(is_whole, self._left_plans.has_left)))
 
     def step_begins(self, step: int, model: nn.Module | None, optimizer: Any) -> None:
         """`step` is the number of the step that begins, counted from 1."""
@@ -223,7 +223,7 @@ class Controller:
             self._start_tracking()
         if self._turns.step_begins() and not self._is_tracking and model is not None:
             self._is_metering = True
-            is_provisional = any(shape_policy.is_provisional for shape_policy in self.shape_policies.all)
+            is_provisional = any(size_policy.is_provisional for size_policy in self.shape_policies.all)
             functions = self._handle.installation.functions if is_provisional else None
             self._meter.count_memory(model, optimizer, functions)
 
@@ -239,26 +239,26 @@ class Controller:
         in_force = self._in_force
         in_force.shapes = shapes
         sizes = self.shape_policies.class_of(shapes)
-        shape_policy = self.shape_policies.around(shapes) if sizes is None else self._shape_policy_at(sizes, shapes)
-        plans = None if shape_policy is None else shape_policy.plans
-        if shape_policy is None and sizes is not None:
+        size_policy = self.shape_policies.around(shapes) if sizes is None else self._shape_policy_at(sizes, shapes)
+        plans = None if size_policy is None else size_policy.plans
+        if size_policy is None and sizes is not None:
             plans = self.shape_policies.other(sizes, shapes)
-        if shape_policy is not in_force.shape_policy or plans is not in_force.plans:
-            in_force.put(shape_policy, plans)
+        if size_policy is not in_force.size_policy or plans is not in_force.plans:
+            in_force.put(size_policy, plans)
         # Batches that want a policy of their own are counted each time.
-        in_force.lasts = shape_policy is not None and not self.shape_policies.counted
+        in_force.lasts = size_policy is not None and not self.shape_policies.counted
 
     def has_run(self, calls: Mapping[str, int]) -> tuple[float, dict[str, int]]:
         """(predicted overhead in milliseconds of the last micro-batch, how many of its calls ran otherwise than a
         policy says by why); of its blocks' `calls` these are known to have left their plans."""
         in_force, left = self._in_force, self._left_plans
-        plans, current = in_force.plans, in_force.shape_policy
+        plans, current = in_force.plans, in_force.size_policy
         if plans is None:
             left.ran(0.0)
             return self._fell_back(), {NO_POLICY: 1}
         policy = plans.policy
         if current is not None:
-            policy = current.rectifier.policy  # today's prices
+            policy = current.replanner.policy  # today's prices
         planned_ms = policy.predicted_overhead_ms * ratio(in_force.shapes, None if current is None else current.shapes)
         share = min(1.0, sum(calls.values()) / len(policy.blocks))
         left.ran(share)
@@ -277,7 +277,7 @@ class Controller:
     @property
     def _reference(self) -> SizePolicy:
         """The shape policy whose profile tells most of the last micro-batch."""
-        return self._in_force.shape_policy or self.shape_policies.measured or self.shown
+        return self._in_force.size_policy or self.shape_policies.measured or self.shown
 
     def _shape_policy_at(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
         """The shape policy of the class `sizes` of a batch of `shapes`, made if it is new.
@@ -301,8 +301,8 @@ class Controller:
         """The shape policy of a class before a step was counted: `measured`, or that of its own least memory, where a
         batch of this class would take more than the budget under the former. Several ranks have plans alone then."""
         profile = self._told().profile_at(sizes)
-        policy = current_policy(profile, measured.rectifier.policy)
-        if not measured.rectifier.is_over_budget(policy.predicted_peak_bytes):
+        policy = current_policy(profile, measured.replanner.policy)
+        if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
             return measured
         policy = quick_least_policy(self._told().allowed(profile), with_margin(self.config))
         if not self._is_alone:
@@ -332,16 +332,16 @@ class Controller:
         """Be ready for batches of a class whose `profile` was told from another one's."""
         _, told = self.shape_policies.told_from()
         plans = self._handle.prepare(policy, self._handle.plans)
-        rectifier = Replanner(profile, policy, self.config, self.memory_budget)
-        rectifier.switch_off(self.guard.switched_off)
-        shape_policy = SizePolicy(sizes, rectifier, plans, is_told=True, num_steps=RECORDED_STEPS)
+        replanner = Replanner(profile, policy, self.config, self.memory_budget)
+        replanner.switch_off(self.guard.switched_off)
+        size_policy = SizePolicy(sizes, replanner, plans, is_told=True, num_steps=RECORDED_STEPS)
         is_larger = num_elements(sizes) > told.largest
-        shape_policy.must_count = is_larger
+        size_policy.must_count = is_larger
         self._turns.is_wanted |= is_larger
-        self.shape_policies.add(shape_policy)
+        self.shape_policies.add(size_policy)
         self._in_force.lasts = False
         self._note(self._step, "policy", **predictions(policy), reason=f"for batches of {describe(sizes)}")
-        return shape_policy
+        return size_policy
 
     def backward_is_over(self) -> None:
         self._meter.backward_is_over()
@@ -349,13 +349,13 @@ class Controller:
     def step_ends(self, step: int) -> bool:
         """Returns whether a policy changed."""
         self._meter.end()
-        for shape_policy in self._in_force.used_shape_policies():
-            if shape_policy is not None:
-                shape_policy.num_steps += 1
+        for size_policy in self._in_force.used_shape_policies():
+            if size_policy is not None:
+                size_policy.num_steps += 1
         self._count_time()
         was_tracking = self._is_tracking
         is_due = any(
-            shape_policy.due is not None and step >= shape_policy.due for shape_policy in self.shape_policies.all
+            size_policy.due is not None and step >= size_policy.due for size_policy in self.shape_policies.all
         )
         self.is_busy = was_tracking or self._is_metering or is_due
         changed = False
@@ -375,54 +375,54 @@ class Controller:
 
     def logged(self, logs: Mapping[str, float]) -> None:
         """Look at what all ranks log; a check of all kinds follows in the next step if it is suspicious."""
-        self.guard.logged(logs, any(shape_policy.rectifier.has_work() for shape_policy in self.shape_policies.all))
+        self.guard.logged(logs, any(size_policy.replanner.has_work() for size_policy in self.shape_policies.all))
 
     def tighten(self, step: int) -> str | None:
         """Plan with less memory after `step` ran out of it; returns why that cannot be, or None."""
         self.cancel()
-        shape_policy = self._in_force.shape_policy
+        size_policy = self._in_force.size_policy
         if num_ranks() > 1:
             return "the other ranks are in the middle of it"
-        if shape_policy is None:
+        if size_policy is None:
             return "it ran under full recomputation already"
-        rectifier = shape_policy.rectifier
-        budget = tighter_budget(rectifier)
+        replanner = size_policy.replanner
+        budget = tighter_budget(replanner)
         try:
-            policy = rectifier.solve_within(budget)
+            policy = replanner.solve_within(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
         self._tightened = budget
-        shape_policy.due, shape_policy.must_solve = None, False
-        self._follow(step, shape_policy, policy)
+        size_policy.due, size_policy.must_solve = None, False
+        self._follow(step, size_policy, policy)
         self._note(step, "memory", reason=f"out of memory: from now on memory_budget={budget}", **predictions(policy))
         return None
 
     def advice(self) -> str:
-        return advice(self.shown.rectifier)
+        return advice(self.shown.replanner)
 
     def cancel(self) -> None:
         """Stop measuring. Harmless when nothing is measured."""
-        for shape_policy in self.shape_policies.all:
-            shape_policy.rectifier.cancel_tracking()
+        for size_policy in self.shape_policies.all:
+            size_policy.replanner.cancel_tracking()
         self._meter.close()
         self._is_tracking = self._is_metering = False
 
-    def _follow(self, step: int, shape_policy: SizePolicy, policy: Policy) -> None:
+    def _follow(self, step: int, size_policy: SizePolicy, policy: Policy) -> None:
         self._in_force.lasts = False
-        shape_policy.plans = self._handle.prepare(policy, shape_policy.plans)
-        shape_policy.times.start_over()
-        shape_policy.is_fresh = True
+        size_policy.plans = self._handle.prepare(policy, size_policy.plans)
+        size_policy.times.start_over()
+        size_policy.is_fresh = True
         if self.guard.policy_changed():
             self.policy_step = step  # tracked as closely as the first one
-        if shape_policy is self._in_force.shape_policy:
-            self._in_force.put(shape_policy, shape_policy.plans)
+        if size_policy is self._in_force.size_policy:
+            self._in_force.put(size_policy, size_policy.plans)
 
     def _start_tracking(self) -> None:
-        for shape_policy in self.shape_policies.all:
-            if shape_policy.rectifier.has_work():
-                shape_policy.rectifier.start_tracking(shape_policy.plans, every_kind=self.guard.suspicion is not None)
+        for size_policy in self.shape_policies.all:
+            if size_policy.replanner.has_work():
+                size_policy.replanner.start_tracking(size_policy.plans, every_kind=self.guard.suspicion is not None)
                 self._is_tracking = True
-        lack_room = [s for s in self.shape_policies.all if s.rectifier.lacks_room]
+        lack_room = [s for s in self.shape_policies.all if s.replanner.lacks_room]
         if lack_room and not self._has_said_room:
             self._has_said_room = True
             sizes = "batches" if lack_room[0].shapes is None else f"batches of {describe(lack_room[0].shapes)}"
@@ -434,34 +434,34 @@ class Controller:
             )
         # On a CPU counting takes a profiler, as long as a step: not again for the same actions while they are tracked.
         self._turns.is_wanted = not self._is_tracking or any(
-            shape_policy.must_count for shape_policy in self.shape_policies.all
+            size_policy.must_count for size_policy in self.shape_policies.all
         )
 
     def _finish_tracking(self, step: int) -> None:
         self._is_tracking = False
         suspicion = self.guard.taken_suspicion()
         must_solve, is_degraded = {}, False
-        tracked = [shape_policy for shape_policy in self.shape_policies.all if shape_policy.rectifier.is_tracking]
-        observed = NamedObservation.merged([shape_policy.rectifier.observed() for shape_policy in tracked])
-        for shape_policy in self.shape_policies.all:
-            found = shape_policy.rectifier.reprice(observed)
-            if shape_policy not in tracked:
-                must_solve[id(shape_policy)] = found.needs_solving
+        tracked = [size_policy for size_policy in self.shape_policies.all if size_policy.replanner.is_tracking]
+        observed = NamedObservation.merged([size_policy.replanner.observed() for size_policy in tracked])
+        for size_policy in self.shape_policies.all:
+            found = size_policy.replanner.reprice(observed)
+            if size_policy not in tracked:
+                must_solve[id(size_policy)] = found.needs_solving
                 continue
-            shape_policy.error = max(found.errors.values(), default=None)
-            shape_policy.gradient_error = max((g.error for g in found.gradients.values()), default=None)
-            self._note(step, "tracking", **tracking_figures(shape_policy, found))
-            must_solve[id(shape_policy)] = found.needs_solving
-            self.guard.switched_off |= shape_policy.rectifier.switched_off
+            size_policy.error = max(found.errors.values(), default=None)
+            size_policy.gradient_error = max((g.error for g in found.gradients.values()), default=None)
+            self._note(step, "tracking", **tracking_figures(size_policy, found))
+            must_solve[id(size_policy)] = found.needs_solving
+            self.guard.switched_off |= size_policy.replanner.switched_off
             doubt = suspicion or self.guard.doubt(found)
-            is_degraded |= doubt is not None and self._judge(step, shape_policy, doubt, found)
-        for shape_policy in self.shape_policies.all:
-            shape_policy.rectifier.switch_off(self.guard.switched_off)
-            if is_degraded or must_solve.get(id(shape_policy)):
-                self._solve_from(step, shape_policy)
+            is_degraded |= doubt is not None and self._judge(step, size_policy, doubt, found)
+        for size_policy in self.shape_policies.all:
+            size_policy.replanner.switch_off(self.guard.switched_off)
+            if is_degraded or must_solve.get(id(size_policy)):
+                self._solve_from(step, size_policy)
 
-    def _judge(self, step: int, shape_policy: SizePolicy, suspicion: str, found: Tracking) -> bool:
-        is_degraded, verdict = self.guard.judge(suspicion, shape_policy.rectifier.profile, found)
+    def _judge(self, step: int, size_policy: SizePolicy, suspicion: str, found: Tracking) -> bool:
+        is_degraded, verdict = self.guard.judge(suspicion, size_policy.replanner.profile, found)
         self._note(step, "guard", reason=suspicion, verdict=verdict)
         return is_degraded
 
@@ -474,7 +474,7 @@ class Controller:
         known = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
         if len(known) == len(used):
             # The peak of a step is that of its largest micro-batch.
-            largest = max(known, key=lambda shape_policy: shape_policy.rectifier.predicted_peak_bytes())
+            largest = max(known, key=lambda size_policy: size_policy.replanner.predicted_peak_bytes())
             besides, measured = self._num_uncounted * self._batch_bytes, self._meter.peak_bytes
             by_moment = {moment: nbytes + besides for moment, nbytes in self._meter.moments.items()}
             peak = None if measured is None else measured + besides
@@ -482,55 +482,55 @@ class Controller:
         peaks: dict[int, int] = {}
         moments: dict[str, int] = {}
         sizes: BatchShapes = ()
-        for found in of_all_ranks(mine):
+        for found in gather_from_all_ranks(mine):
             if found is not None and found[1] is not None:
                 sizes = max(sizes, found[3], key=num_elements)
                 peaks[found[0]] = max(found[1], peaks.get(found[0], 0))
                 moments = {m: max(found[2].get(m, 0), moments.get(m, 0)) for m in {**moments, **found[2]}}
         self._turns.ended(in_vain=not peaks)
         for index, peak in sorted(peaks.items()):
-            shape_policy = self.shape_policies.all[index]
-            if shape_policy.is_provisional:
-                changed = self._settle(step, shape_policy, peak, moments, sizes)
+            size_policy = self.shape_policies.all[index]
+            if size_policy.is_provisional:
+                changed = self._settle(step, size_policy, peak, moments, sizes)
             else:
-                self._compare_peak(step, shape_policy, peak)
+                self._compare_peak(step, size_policy, peak)
         return changed
 
     def _settle(
-        self, step: int, shape_policy: SizePolicy, peak: int, moments: Mapping[str, int], largest: BatchShapes
+        self, step: int, size_policy: SizePolicy, peak: int, moments: Mapping[str, int], largest: BatchShapes
     ) -> bool:
         """Follow the policy for what a whole step was found to take; return whether it is another one.
 
         `largest` are the sizes of the largest micro-batch of all ranks in that step.
         """
-        rectifier, before = shape_policy.rectifier, shape_policy.rectifier.policy
-        shape_policy.measured_peak_bytes, shape_policy.must_count, shape_policy.is_provisional = peak, False, False
-        counted = self._at_counted(rectifier.profile, largest)
+        replanner, before = size_policy.replanner, size_policy.replanner.policy
+        size_policy.measured_peak_bytes, size_policy.must_count, size_policy.is_provisional = peak, False, False
+        counted = self._at_counted(replanner.profile, largest)
         current = current_policy(counted, before)  # tracking may have priced other outlier channels
         self.missing_bytes = missing_bytes(counted, current, moments)
         self.counted_elements = num_elements(largest)
-        predicted, above = rectifier.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
+        predicted, above = replanner.predicted_peak_bytes(), max(self.missing_bytes.values(), default=0)
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0)
         reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
-        changed = self._solve_settled(step, shape_policy, reason)
+        changed = self._solve_settled(step, size_policy, reason)
         for other in self.shape_policies.all:
             if other.is_provisional:
                 other.is_provisional = False
                 changed |= self._solve_settled(step, other, reason)
         return changed
 
-    def _solve_settled(self, step: int, shape_policy: SizePolicy, reason: str) -> bool:
+    def _solve_settled(self, step: int, size_policy: SizePolicy, reason: str) -> bool:
         """Follow the policy for what a counted step has shown; returns whether there is one."""
-        rectifier, before = shape_policy.rectifier, shape_policy.rectifier.policy
+        replanner, before = size_policy.replanner, size_policy.replanner.policy
         started = time.perf_counter()
         try:
-            policy = rectifier.solve_for(with_missing(rectifier.profile, self.missing_bytes))
+            policy = replanner.solve_for(with_missing(replanner.profile, self.missing_bytes))
         except InfeasibleBudgetError as error:
             log.warning("Adacc: step %d: %s: %s; the policy of least memory stays", step, NOTHING_FITS, error)
             self._note(step, "memory", reason=f"{NOTHING_FITS}: {error}")
             return False
         waited_ms = (time.perf_counter() - started) * 1e3
-        self._change(step, shape_policy, before, policy, reason, waited_ms)
+        self._change(step, size_policy, before, policy, reason, waited_ms)
         return True
 
     def _at_counted(self, profile: Profile, largest: BatchShapes) -> Profile:
@@ -538,40 +538,40 @@ class Controller:
         tells of these sizes."""
         if self.shape_policies.class_of(largest) is None:
             return profile
-        measured = self.shape_policies.told_from()[0].rectifier.profile
+        measured = self.shape_policies.told_from()[0].replanner.profile
         known = {name for name, _ in measured.measured[0][0]}
-        return at_size(measured, tuple(size for size in to_plain(largest) if size[0] in known))
+        return at_size(measured, tuple(size for size in to_profile_shapes(largest) if size[0] in known))
 
-    def _compare_peak(self, step: int, shape_policy: SizePolicy, peak: int) -> None:
-        predicted = shape_policy.rectifier.predicted_peak_bytes()
-        shape_policy.measured_peak_bytes, shape_policy.must_count = peak, False
+    def _compare_peak(self, step: int, size_policy: SizePolicy, peak: int) -> None:
+        predicted = size_policy.replanner.predicted_peak_bytes()
+        size_policy.measured_peak_bytes, size_policy.must_count = peak, False
         above = peak > predicted * (1 + PEAK_TOLERANCE) or (
-            peak > predicted and shape_policy.rectifier.is_over_budget(peak)
+            peak > predicted and size_policy.replanner.is_over_budget(peak)
         )
         self._note(step, "memory", measured_peak_bytes=peak, peak_bytes=predicted, corrected=above)
         if above:
-            shape_policy.rectifier.add_memory(peak - predicted)
-            self._solve_from(step, shape_policy)
+            size_policy.replanner.add_memory(peak - predicted)
+            self._solve_from(step, size_policy)
 
-    def _solve_from(self, step: int, shape_policy: SizePolicy) -> None:
-        if shape_policy.is_provisional:  # solved as soon as a step was counted
+    def _solve_from(self, step: int, size_policy: SizePolicy) -> None:
+        if size_policy.is_provisional:  # solved as soon as a step was counted
             return
-        shape_policy.must_solve = shape_policy.rectifier.is_solving
-        if not shape_policy.must_solve:
-            shape_policy.rectifier.start_solving()
-            shape_policy.due = step + self.config.takeover_steps
+        size_policy.must_solve = size_policy.replanner.is_solving
+        if not size_policy.must_solve:
+            size_policy.replanner.start_solving()
+            size_policy.due = step + self.config.takeover_steps
 
     def _take_over(self, step: int) -> bool:
         changed = False
-        for shape_policy in self.shape_policies.all:
-            if shape_policy.due is None or step < shape_policy.due:
+        for size_policy in self.shape_policies.all:
+            if size_policy.due is None or step < size_policy.due:
                 continue
             started = time.perf_counter()
-            before, found = shape_policy.rectifier.policy, shape_policy.rectifier.take_over()
+            before, found = size_policy.replanner.policy, size_policy.replanner.take_over()
             waited_ms = (time.perf_counter() - started) * 1e3
-            shape_policy.due = None
+            size_policy.due = None
             # Waiting is part of this step's work; what the solver computed before was taken from training's core.
-            self.tracking_ms += max(0.0, shape_policy.rectifier.solver_ms - waited_ms)
+            self.tracking_ms += max(0.0, size_policy.replanner.solver_ms - waited_ms)
             if NOTHING_FITS in found.reason:
                 log.warning("Adacc: step %d: %s", step, found.reason)
             if found.policy is None:
@@ -579,26 +579,26 @@ class Controller:
                     self._note(step, "memory", reason=found.reason)
             else:
                 changed = True
-                self._change(step, shape_policy, before, found.policy, found.reason, waited_ms)
-            if shape_policy.must_solve:
-                self._solve_from(step, shape_policy)
+                self._change(step, size_policy, before, found.policy, found.reason, waited_ms)
+            if size_policy.must_solve:
+                self._solve_from(step, size_policy)
         return changed
 
     def _change(
-        self, step: int, shape_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
+        self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
-        step_ms = shape_policy.times.median_ms
-        shape_policy.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
+        step_ms = size_policy.times.median_ms
+        size_policy.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         actions, channels = moved(before, policy)
         if actions:
-            shape_policy.must_count = self._turns.is_wanted = True
+            size_policy.must_count = self._turns.is_wanted = True
             self._turns.wait(0)
         text = f"{actions} actions, {channels} sets of channels"
         figures = predictions(policy) | {"moved": text, "waited_ms": waited_ms}
-        self._note(step, "change", reason=reason, **figures, **step_times(shape_policy))
-        self._follow(step, shape_policy, policy)
+        self._note(step, "change", reason=reason, **figures, **step_times(size_policy))
+        self._follow(step, size_policy, policy)
         log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
 
     def _look_for_sizes(self) -> None:
@@ -608,14 +608,14 @@ class Controller:
         if self._is_alone:
             self.wanted = most_wanted([self.shape_policies.unplanned()]) if self.shape_policies.counted else None
         else:
-            self.wanted = most_wanted(of_all_ranks(self.shape_policies.unplanned()))
+            self.wanted = most_wanted(gather_from_all_ranks(self.shape_policies.unplanned()))
             came = list(self.shape_policies.others)
-            for sizes in sorted(set().union(*of_all_ranks(came)), key=repr)[
+            for sizes in sorted(set().union(*gather_from_all_ranks(came)), key=repr)[
                 : MAX_SHAPE_POLICIES - len(self.shape_policies.all)
             ]:
                 told = self._told()
                 profile = told.profile_at(sizes)
-                policy = from_first_rank(partial(told.or_least, sizes, profile))
+                policy = broadcast_from_first_rank(partial(told.or_least, sizes, profile))
                 self._add_told(sizes, profile, policy)
 
     def _look_for_reasons(self) -> None:
@@ -624,12 +624,12 @@ class Controller:
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
         reasons[OTHER_OPERATORS] = self._left_plans.most_did()
         for why, is_mine in reasons.items():
-            if why not in tried and any(of_all_ranks(is_mine)):
+            if why not in tried and any(gather_from_all_ranks(is_mine)):
                 self.fresh_start.want(why)
 
     def _count_time(self) -> None:
         """Put the step that ends among the normal ones, or what it took beyond one into `tracking_ms`."""
-        current, step_ms = self._in_force.shape_policy, self._meter.step_ms
+        current, step_ms = self._in_force.size_policy, self._meter.step_ms
         if step_ms is None or current is None or not self._in_force.ran_alone() or current.num_steps <= RECORDED_STEPS:
             self.tracking_ms += self._meter.counting_ms
         elif self._is_tracking or self._is_metering or current.is_fresh:

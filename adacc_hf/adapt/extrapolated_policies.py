@@ -19,7 +19,7 @@ from adacc_hf.artifacts.size_model import STEP
 from adacc_hf.price.batch_subsampling import at_size
 from adacc_hf.price.memory_profile import with_missing
 from adacc_hf.solve.solver import solve_policy
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_plain
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ExtrapolatedPolicies:
 
         What a counted step took beside its profile grows with the batch, as far as is known: metrics of the outputs.
         """
-        profile = at_size(self.shape_policies.told_from()[0].rectifier.profile, to_plain(sizes))
+        profile = at_size(self.shape_policies.told_from()[0].replanner.profile, to_profile_shapes(sizes))
         ratio = num_elements(sizes) / self.counted_elements if self.counted_elements else 1.0
         if ratio <= 1 or not any(self.missing_bytes.values()):
             return profile
@@ -114,7 +114,7 @@ class ExtrapolatedPolicies:
         budget = Budget.resolve(memory_budget, profile, self.config)
         allowed = self.allowed(profile)
         self._refuse_far_above(allowed, budget)
-        in_force = [s.rectifier.policy for s in self.shape_policies.all if _is_for(s.rectifier.policy, profile)]
+        in_force = [s.replanner.policy for s in self.shape_policies.all if _is_for(s.replanner.policy, profile)]
         told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
         told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
         if told:

@@ -172,7 +172,7 @@ class DivergedBatches:
     def overhead_ms(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> float:
         """Overhead of a micro-batch all of whose calls ran under full recomputation; says, once, that such batches may
         be over budget, and once more by how much where that is told."""
-        profile, size = reference.rectifier.profile, ratio(shapes, reference.shapes)
+        profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)
         least, budget = self._full_recomputation(profile), Budget.resolve(memory_budget, profile, self._config)
         peak = int(profile.static_bytes + size * (least.predicted_peak_bytes - profile.static_bytes))
         if budget.of_peak:
@@ -184,7 +184,7 @@ class DivergedBatches:
 
         At the size of a policy a path of its own is run with the least memory; a smaller size may follow the policy.
         """
-        profile, policy = reference.rectifier.profile, reference.rectifier.policy
+        profile, policy = reference.replanner.profile, reference.replanner.policy
         budget = Budget.resolve(memory_budget, profile, self._config)
         if not budget.of_peak:
             return True

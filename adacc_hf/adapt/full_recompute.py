@@ -9,9 +9,9 @@ from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.heads import RanBlocks
 from adacc_hf.price.profiler import describe_uncalled
-from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.torch_glue.batch_shapes import BatchShapes
-from adacc_hf.torch_glue.distributed import of_all_ranks
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 
 MOST_STEPS = 64
 """Most steps to wait for a batch that calls every block, else an error is raised.
@@ -25,8 +25,8 @@ def is_ready(waiting: FullRecompute, num_waited: int) -> bool:
 
     Raises UncalledBlocksError if not, and if training has waited for MOST_STEPS steps (`num_waited`) or more.
     """
-    left_out = waiting.left_out()
-    if all(of_all_ranks(not left_out)):
+    left_out = waiting.skipped_blocks()
+    if all(gather_from_all_ranks(not left_out)):
         return True
     if num_waited >= MOST_STEPS:
         raise UncalledBlocksError(describe_uncalled(waiting, left_out, f"by the last of {num_waited} steps"))
@@ -44,7 +44,7 @@ class FullRecompute(Installation):
             self._remove_head()
             raise
         for function in self.blocks.values():
-            function.strategy = Checkpointed()
+            function.strategy = CheckpointStrategy()
         self.sizes: set[BatchShapes] = set()
         """Shapes of the batches so far."""
         self._ran = RanBlocks(self.modules)
@@ -53,12 +53,12 @@ class FullRecompute(Installation):
         super().begin_step()
         self._ran.names.clear()
 
-    def left_out(self) -> list[str]:
+    def skipped_blocks(self) -> list[str]:
         """Return the blocks that the last batch did not call.
 
         Blocks called without gradients, while others trained, do not count: they have nothing to store.
         """
-        untrained = super().left_out()
+        untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):
             return untrained
         return [name for name in untrained if name not in self._ran.names]

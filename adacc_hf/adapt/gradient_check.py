@@ -220,7 +220,7 @@ def _gradient(seen: _SeenCall, call: Callable[..., Any]) -> list[Tensor | None]:
         with autocast:
             leaves = tree_leaves(call(fn, args, kwargs))
         outputs = [leaves[place] for place in seen.gradients]
-        run.keep_gradients_of(outputs)
+        run.protect_gradients_of(outputs)
         try:
             torch.autograd.backward(outputs, list(seen.gradients.values()))
         except RuntimeError as error:

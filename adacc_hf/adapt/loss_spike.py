@@ -20,7 +20,7 @@ from adacc_hf.adapt.replanner import Tracking
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.torch_glue.distributed import of_all_ranks
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class LossGuard:
         if not self._is_on or self.suspicion is not None:
             return
         mine = self._watch.see(logs.get("loss"), logs.get("grad_norm"))
-        found = next((reason for reason in of_all_ranks(mine) if reason is not None), None)
+        found = next((reason for reason in gather_from_all_ranks(mine) if reason is not None), None)
         if is_lossy:
             self.suspicion = found
 

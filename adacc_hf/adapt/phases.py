@@ -30,8 +30,8 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_plain
-from adacc_hf.torch_glue.distributed import from_first_rank, of_all_ranks
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class WarmUpPhase(Phase):
     def _advice(self) -> str:
         phase = self._run.phase
         return (
-            phase.evolution.advice() if isinstance(phase, AdaptivePhase) else "Use a smaller batch or shorter sequences"
+            phase.controller.advice() if isinstance(phase, AdaptivePhase) else "Use a smaller batch or shorter sequences"
         )
 
     def micro_batch_ends(self) -> None:
@@ -143,7 +143,7 @@ class WarmUpPhase(Phase):
     def _set_policy(self, step: int) -> None:
         """Profile the last batch, solve, and follow the policy from the next step on."""
         run, maker, batches = self._run, self._maker, self._batches
-        maker.all_sizes = any(of_all_ranks(len(self._waiting.sizes) > 1))
+        maker.all_sizes = any(gather_from_all_ranks(len(self._waiting.sizes) > 1))
         self._waiting.remove()  # the profiler's own functions around the blocks must not stand around these
         profile, policy, is_provisional = maker.first(run.model, run.optimizer, *batches.take())
         run.phase = following = follow(run, policy, profile, step, maker, batches)
@@ -163,7 +163,7 @@ class WarmUpPhase(Phase):
 class FixedPolicyPhase(Phase):
     """A policy that stays as it is."""
 
-    evolution: Controller | None = None
+    controller: Controller | None = None
 
     def __init__(self, run: RunState, handle: PolicyHandle) -> None:
         self._run = run
@@ -183,10 +183,10 @@ class FixedPolicyPhase(Phase):
 
     def micro_batch_begins(self, inputs: Any) -> None:
         self.handle.installation.begin_step()
-        self.handle.library.fallbacks.clear()
+        self.handle.tape_cache.fallbacks.clear()
 
     def micro_batch_ends(self) -> None:
-        self._run.ran.ran(self._run.in_force.predicted_overhead_ms, self.handle.library.fallbacks)
+        self._run.ran.ran(self._run.in_force.predicted_overhead_ms, self.handle.tape_cache.fallbacks)
 
     def step_ends(self, step: int) -> None:
         self._run.count_step(step)
@@ -195,7 +195,7 @@ class FixedPolicyPhase(Phase):
 
     def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
         run = self._run
-        found = metrics(run.in_force, run.profile, self.evolution, run.ran.overhead_ms) | run.fallback_figures()
+        found = metrics(run.in_force, run.profile, self.controller, run.ran.overhead_ms) | run.fallback_figures()
         if is_own:
             run.ran.logged()
         return found
@@ -219,14 +219,14 @@ class FixedPolicyPhase(Phase):
 class AdaptivePhase(FixedPolicyPhase):
     """A policy that follows the data (adapt/controller.py), and others for other sizes of batch."""
 
-    evolution: Controller
+    controller: Controller
 
     def __init__(
         self, run: RunState, handle: PolicyHandle, policy_step: int, maker: PolicyBuilder, batches: MicroBatches
     ) -> None:
         super().__init__(run, handle)
         uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
-        self.evolution = Controller(handle, run.config, policy_step, run.note, run.loop.num_micro, uncounted)
+        self.controller = Controller(handle, run.config, policy_step, run.note, run.loop.num_micro, uncounted)
         self._maker = maker
         self._batches = batches
         self._step = 0
@@ -234,27 +234,27 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def begin_with(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         shapes = self._shapes_of(profile)
-        self.evolution.add(shapes, profile, policy, is_provisional, self._maker.all_sizes)
+        self.controller.add(shapes, profile, policy, is_provisional, self._maker.all_sizes)
         self._run.ran.policy_is_set(profile, shapes)
 
     def begin_within(self, profile: Profile, policy: Policy, step: int) -> None:
         """Go on within the first micro-batch of a step; under a budget of the peak until a step was counted."""
         bounds_peak = Budget.resolve(self._run.config.memory_budget, profile, self._run.config).of_peak
         shapes = self._shapes_of(profile)
-        self.evolution.add(shapes, profile, policy, is_provisional=bounds_peak, was_measured=True)
+        self.controller.add(shapes, profile, policy, is_provisional=bounds_peak, was_measured=True)
         self._run.ran.policy_is_set(profile, shapes)
         self.step_begins(step)
         super().micro_batch_begins(None)
-        self.evolution.choose(self._batches.shapes, self._batches.nbytes)
+        self.controller.choose(self._batches.shapes, self._batches.nbytes)
 
     def restore(self, saved: Saved) -> None:
-        self.evolution.restore(saved)
+        self.controller.restore(saved)
 
     def step_begins(self, step: int) -> None:
         self._step = step
-        if self.evolution.wanted is not None or self.evolution.fresh_start.num_tries > 0:
+        if self.controller.wanted is not None or self.controller.fresh_start.num_tries > 0:
             self._batches.catch(self._run.model)
-        self.evolution.step_begins(step + 1, self._run.model, self._run.optimizer)
+        self.controller.step_begins(step + 1, self._run.model, self._run.optimizer)
 
     def micro_batch_begins(self, inputs: Any) -> None:
         self._batches.begin()
@@ -265,22 +265,22 @@ class AdaptivePhase(FixedPolicyPhase):
         """Return what `run` returns, tried twice if memory runs out."""
         if not self._run.config.retry_out_of_memory:
             return run()
-        return run_with_retry(run, self.handle.installation.model, self.tighten, self.evolution.advice)
+        return run_with_retry(run, self.handle.installation.model, self.tighten, self.controller.advice)
 
     def micro_batch_ends(self) -> None:
         self._maker.inner_steps.close()  # of a run that came by its policy within this micro-batch
-        self._run.ran.ran(*self.evolution.has_run(self.handle.library.fallbacks))
+        self._run.ran.ran(*self.controller.has_run(self.handle.tape_cache.fallbacks))
 
     def _meet(self, inputs: Any) -> None:
         """Put the policy for a micro-batch in force, as soon as it is tensors."""
         if self._batches.meet(inputs):
-            self.evolution.choose(self._batches.shapes, self._batches.nbytes)
+            self.controller.choose(self._batches.shapes, self._batches.nbytes)
 
     def tighten(self) -> str | None:
         """Plan with less memory after a step ran out of it; return why that cannot be, or None."""
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
-        obstacle = self.evolution.tighten(self._step + 1)
+        obstacle = self.controller.tighten(self._step + 1)
         if obstacle is None:
             self._show()
             self._batches.begin_again()
@@ -294,14 +294,14 @@ class AdaptivePhase(FixedPolicyPhase):
         self._batches.loss_is_made(result)
 
     def broken_off(self) -> None:
-        self.evolution.cancel()
+        self.controller.cancel()
         self._maker.remove()
 
     def backward_is_over(self) -> None:
-        self.evolution.backward_is_over()
+        self.controller.backward_is_over()
 
     def optimizer_begins(self) -> None:
-        self.evolution.backward_is_over()
+        self.controller.backward_is_over()
         self._run.watch_optimizer(self._maker.optimizer)  # a run that resumes has not seen it yet
 
     def optimizer_ends(self) -> None:
@@ -310,35 +310,35 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def step_ends(self, step: int) -> None:
         super().step_ends(step)
-        evolution, history = self.evolution, self._run.history
+        controller, history = self.controller, self._run.history
         started, num_events = time.perf_counter(), len(history)
-        changed = evolution.step_ends(step)
+        changed = controller.step_ends(step)
         if self._batches.is_catching:
             changed |= self._profile_again(step)
         if changed:
             self._show()
         if len(history) > num_events:
             self._run.save(changed)
-        if evolution.is_busy or len(history) > num_events:
-            evolution.tracking_ms += (time.perf_counter() - started) * 1e3
+        if controller.is_busy or len(history) > num_events:
+            controller.tracking_ms += (time.perf_counter() - started) * 1e3
 
     def _profile_again(self, step: int) -> bool:
         """Make a policy with the step's batch where one is wanted; returns whether there is one."""
         if self._maker.must_wait(self._run.model):
             return False
-        wanted, self.evolution.wanted = self.evolution.wanted, None
+        wanted, self.controller.wanted = self.controller.wanted, None
         if wanted is not None:
             return self._add_size(wanted, step)
-        return self.evolution.fresh_start.num_tries > 0 and self._start_over(step)
+        return self.controller.fresh_start.num_tries > 0 and self._start_over(step)
 
     def _add_size(self, wanted: BatchShapes, step: int) -> bool:
         """Profile and solve for a size of batch that was seen often, with the step's batch made to that size."""
         self._maker.all_sizes = True
-        shape_policies = self.evolution.shape_policies
+        shape_policies = self.controller.shape_policies
         try:
-            with self.handle.taken_off():
+            with self.handle.suspended():
                 made = self._maker.for_size(
-                    wanted, self._run.model, self._run.optimizer, self.evolution, *self._batches.take()
+                    wanted, self._run.model, self._run.optimizer, self.controller, *self._batches.take()
                 )
         except RefusedSizeError as reason:
             log.warning("Adacc: batches of %s get no policy of their own: %s", describe(wanted), reason)
@@ -348,7 +348,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if made is None:
             return False
         shapes, profile, policy = made
-        self.evolution.add(shapes, profile, policy, was_measured=True)
+        self.controller.add(shapes, profile, policy, was_measured=True)
         if shapes != wanted:  # and so on: each batch of the bucket would want a policy that fits it better
             shape_policies.refuse(wanted)
         self._run.note(step, "policy", **predictions(policy), reason=f"for batches of {describe(shapes)}")
@@ -357,22 +357,22 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _start_over(self, step: int) -> bool:
         """Profile the step's batch and start over with its policy, if it is one to do so with."""
-        why = self.evolution.fresh_start.why
-        if not self.evolution.can_start_over():
-            if self.evolution.fresh_start.num_tries == 0:
+        why = self.controller.fresh_start.why
+        if not self.controller.can_start_over():
+            if self.controller.fresh_start.num_tries == 0:
                 self._stay(step, why, "no batch came that calls all of them")
             return False
-        self.evolution.fresh_start.num_tries = 0
+        self.controller.fresh_start.num_tries = 0
         try:
-            with self.handle.taken_off():
+            with self.handle.suspended():
                 made = self._maker.for_all_blocks(
-                    self._run.model, self._run.optimizer, self.evolution, *self._batches.take()
+                    self._run.model, self._run.optimizer, self.controller, *self._batches.take()
                 )
         except RefusedSizeError as reason:
             self._stay(step, why, str(reason))
             return False
         profile, policy = made
-        self.evolution.start_over(self._shapes_of(profile), profile, policy)
+        self.controller.start_over(self._shapes_of(profile), profile, policy)
         self._run.note(step, "policy", **predictions(policy), reason=why)
         log.info("Adacc: %s: %s", why, policy.summary())
         return True
@@ -380,8 +380,8 @@ class AdaptivePhase(FixedPolicyPhase):
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
         """The sizes of the batch that was just profiled: the first rank's, whose profile all ranks share."""
         if profile.sizes is not None:
-            return from_plain(profile.measured[0][0])
-        return from_first_rank(lambda: self._batches.met)
+            return from_profile_shapes(profile.measured[0][0])
+        return broadcast_from_first_rank(lambda: self._batches.met)
 
     def _stay(self, step: int, why: str, obstacle: str) -> None:
         """Say that a run goes on as it is, although `why`."""
@@ -392,19 +392,19 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _show(self) -> None:
         """Let the run's policy and profile be those in force."""
-        rectifier = self.evolution.shown.rectifier
-        self._run.show(rectifier.policy, rectifier.priced)
+        replanner = self.controller.shown.replanner
+        self._run.show(replanner.policy, replanner.priced)
 
     def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
         if is_own:
-            self.evolution.logged(logs)
+            self.controller.logged(logs)
         return super().figures(logs, is_own)
 
     def _saved(self) -> Saved:
-        return replace(self.evolution.saved(self._run.history), step=self._run.step)
+        return replace(self.controller.saved(self._run.history), step=self._run.step)
 
     def remove(self) -> None:
-        self.evolution.cancel()
+        self.controller.cancel()
         super().remove()
         self._maker.remove()
         self._batches.drop()

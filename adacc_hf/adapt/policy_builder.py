@@ -36,23 +36,23 @@ from adacc_hf.solve.solver import least_policy, quick_least_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
     batch_shapes,
-    bucket_of,
+    size_class_of,
     describe,
-    from_plain,
+    from_profile_shapes,
     is_alike,
     resized,
 )
 from adacc_hf.torch_glue.distributed import (
-    all_or_none,
+    fail_together,
     check_same_policy,
     common_profile,
-    from_first_rank,
+    broadcast_from_first_rank,
     is_sharded,
     num_ranks,
-    of_all_ranks,
-    or_ends_its_process,
+    gather_from_all_ranks,
+    end_process_if_out_of_memory,
 )
-from adacc_hf.torch_glue.memory import FRAGMENTS_HINT, is_out_of_memory, segments_expand
+from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, is_out_of_memory, has_expandable_segments
 from adacc_hf.torch_glue.private import is_profiling
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class PolicyBuilder:
 
     def must_wait(self, model: nn.Module) -> bool:
         """Return True if a profile has to wait until a profiler of torch's has ended on all ranks, and say so once."""
-        if next(model.parameters()).device.type != "cpu" or not any(of_all_ranks(is_profiling())):
+        if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
             return False
         if not self._has_said_busy:
             self._has_said_busy = True
@@ -113,17 +113,17 @@ class PolicyBuilder:
         profile = self._profile_or_explain(model, self._seen(batch), optimizer, compute_loss)
         self._tell_of_fragments(profile)
         is_provisional = self._is_provisional(profile)
-        policy = from_first_rank(lambda: self._first_policy(profile, is_provisional))
+        policy = broadcast_from_first_rank(lambda: self._first_policy(profile, is_provisional))
         check_same_policy(policy)
         return profile, policy, is_provisional
 
     def _tell_of_fragments(self, profile: Profile) -> None:
         """Say, before the first step, what the budget has to do with memory that falls apart."""
-        if not profile.device.startswith("cuda") or segments_expand():
+        if not profile.device.startswith("cuda") or has_expandable_segments():
             return
         budget = Budget.resolve(self._config.memory_budget, profile, self._config)
         if budget.given == "auto":
-            log.info("Adacc: %s", FRAGMENTS_HINT)
+            log.info("Adacc: %s", FRAGMENTATION_HINT)
         elif budget.of_peak and budget.nbytes > profile.available_bytes:
             log.warning(
                 "Adacc: memory_budget=%r is more than the %s of the GPU that are left beside fragments of its memory: "
@@ -159,12 +159,12 @@ class PolicyBuilder:
                     log.debug("Adacc: no profile of the first batch", exc_info=error)
         except torch.OutOfMemoryError as error:
             raise self._with_advice(error, batch) from error
-        if not all(of_all_ranks(profile is not None)) or profile is None:
+        if not all(gather_from_all_ranks(profile is not None)) or profile is None:
             log.log(level, "Adacc: the first steps run under torch's checkpoint: %s", reason)
             return None
         profile = common_profile(profile)
         self._tell_of_fragments(profile)
-        policy = from_first_rank(lambda: self._begin_with(profile))
+        policy = broadcast_from_first_rank(lambda: self._begin_with(profile))
         check_same_policy(policy)
         return profile, policy
 
@@ -232,7 +232,7 @@ class PolicyBuilder:
         wanted: BatchShapes,
         model: nn.Module,
         optimizer: Any,
-        evolution: Controller,
+        controller: Controller,
         batch: dict[str, Any] | None,
         compute_loss: ComputeLoss | None,
     ) -> tuple[BatchShapes, Profile, Policy] | None:
@@ -241,13 +241,13 @@ class PolicyBuilder:
         The sizes are that batch's own where the model takes no other. None if this batch does not do for it; raises
         RefusedSizeError if no batch would.
         """
-        seen = evolution.last_shapes
-        if not all(of_all_ranks(batch is not None and is_alike(seen, wanted))) or batch is None:
+        seen = controller.last_shapes
+        if not all(gather_from_all_ranks(batch is not None and is_alike(seen, wanted))) or batch is None:
             return None
 
         def profile(given: dict[str, Any]) -> Profile:
             self._say_whole(given, "no profile tells of batches of this size")
-            return self._as_measured(self._profile(model, given, optimizer, compute_loss), evolution)
+            return self._as_measured(self._profile(model, given, optimizer, compute_loss), controller)
 
         try:
             found = profile_at(wanted, batch, seen, model, profile)
@@ -262,9 +262,9 @@ class PolicyBuilder:
             return None
         shapes, priced = found
         if priced.sizes is not None:
-            shapes = from_plain(priced.measured[0][0])
-        policy = self._solve_again(priced, evolution)
-        if policy.idle_blocks - evolution.idle_blocks:
+            shapes = from_profile_shapes(priced.measured[0][0])
+        policy = self._solve_again(priced, controller)
+        if policy.idle_blocks - controller.idle_blocks:
             raise RefusedSizeError("they train fewer blocks, and a policy is for all of them")
         return shapes, priced, policy
 
@@ -272,7 +272,7 @@ class PolicyBuilder:
         self,
         model: nn.Module,
         optimizer: Any,
-        evolution: Controller,
+        controller: Controller,
         batch: dict[str, Any] | None,
         compute_loss: ComputeLoss | None,
     ) -> tuple[Profile, Policy]:
@@ -286,18 +286,18 @@ class PolicyBuilder:
             if is_sharded(model):  # as above
                 raise
             raise RefusedSizeError("there is no memory to profile them in") from error
-        priced = self._as_measured(profile, evolution)
-        return priced, self._solve_again(priced, evolution)
+        priced = self._as_measured(profile, controller)
+        return priced, self._solve_again(priced, controller)
 
-    def _as_measured(self, profile: Profile, evolution: Controller) -> Profile:
+    def _as_measured(self, profile: Profile, controller: Controller) -> Profile:
         """`profile` with what the run has shown so far: the bytes that no profile counts, and codecs that are off."""
-        priced = with_missing(profile, evolution.missing_bytes)
-        return with_finer(priced, evolution.guard.switched_off, self._config)
+        priced = with_missing(profile, controller.missing_bytes)
+        return with_finer(priced, controller.guard.switched_off, self._config)
 
-    def _solve_again(self, priced: Profile, evolution: Controller) -> Policy:
+    def _solve_again(self, priced: Profile, controller: Controller) -> Policy:
         """The policy for a profile in the middle of a run, on all ranks."""
         try:
-            policy = from_first_rank(lambda: self._solve(priced, evolution.memory_budget, evolution.guard.switched_off))
+            policy = broadcast_from_first_rank(lambda: self._solve(priced, controller.memory_budget, controller.guard.switched_off))
         except InfeasibleBudgetError as error:
             raise RefusedSizeError(str(error)) from error
         check_same_policy(policy)
@@ -339,7 +339,7 @@ class PolicyBuilder:
         was_training = model.training
         model.train()
         try:
-            guarded = or_ends_its_process() if is_sharded(model) else all_or_none()
+            guarded = end_process_if_out_of_memory() if is_sharded(model) else fail_together()
             with guarded, self._loop.profiling():
                 yield
         finally:
@@ -374,7 +374,7 @@ class PolicyBuilder:
         return self._loop.no_sync(model) if is_sharded(model) else None
 
     def _is_provisional(self, profile: Profile) -> bool:
-        if self._given is not None or not any(of_all_ranks(self.inner_steps.were_seen)):
+        if self._given is not None or not any(gather_from_all_ranks(self.inner_steps.were_seen)):
             return False
         return Budget.resolve(self._config.memory_budget, profile, self._config).of_peak
 
@@ -390,9 +390,9 @@ class PolicyBuilder:
         try:
             return solve_policy(allowed, budget, self._config)
         except InfeasibleBudgetError as error:
-            if budget != "auto" or not profile.device.startswith("cuda") or segments_expand():
+            if budget != "auto" or not profile.device.startswith("cuda") or has_expandable_segments():
                 raise
-            message = f"{as_sentence(error)} {FRAGMENTS_HINT}"
+            message = f"{as_sentence(error)} {FRAGMENTATION_HINT}"
             raise InfeasibleBudgetError(message, error.smallest_budget_bytes, error.bound_bytes) from None
 
 
@@ -454,6 +454,6 @@ def profile_at(
             *map(describe, (seen, wanted)),
             error,
         )
-    if not all(of_all_ranks(bucket_of(seen) == bucket_of(wanted))):
+    if not all(gather_from_all_ranks(size_class_of(seen) == size_class_of(wanted))):
         return None
-    return from_first_rank(lambda: seen), profile(batch)
+    return broadcast_from_first_rank(lambda: seen), profile(batch)

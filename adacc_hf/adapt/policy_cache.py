@@ -23,12 +23,12 @@ from adacc_hf.artifacts.size_model import ProfileSizes
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
-    bucket_of,
+    size_class_of,
     fits_in,
-    from_plain,
+    from_profile_shapes,
     num_elements,
-    smallest_around,
-    to_plain,
+    smallest_enclosing,
+    to_profile_shapes,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class SizePolicy:
 
     shapes: BatchShapes | None
     """The sizes that it was profiled at; None where they are not known."""
-    rectifier: Replanner
+    replanner: Replanner
     plans: BlockPlans
     due: int | None = None
     """The step at whose end the solver's result is taken over."""
@@ -75,32 +75,32 @@ class SizePolicy:
 
     def saved(self) -> SavedSizePolicy:
         """What a run needs to go on at this size."""
-        rectifier = self.rectifier
+        replanner = self.replanner
         return SavedSizePolicy(
-            policy=rectifier.policy,
-            profile=rectifier.priced,
-            prices=None if rectifier.profile == rectifier.priced else rectifier.profile,
-            searched=None if rectifier.searched == rectifier.priced else rectifier.searched,
+            policy=replanner.policy,
+            profile=replanner.priced,
+            prices=None if replanner.profile == replanner.priced else replanner.profile,
+            searched=None if replanner.searched == replanner.priced else replanner.searched,
             shapes=self.shapes,
             due=self.due,
-            num_tracked=rectifier.num_tracked,
-            memory_budget=rectifier.memory_budget,
+            num_tracked=replanner.num_tracked,
+            memory_budget=replanner.memory_budget,
             is_provisional=self.is_provisional,
             is_told=self.is_told,
         )
 
     def go_on(self, record: SavedSizePolicy) -> None:
         """Go on where `saved` was written; what the solver had begun is begun anew."""
-        self.rectifier.num_tracked, self.due = record.num_tracked, record.due
+        self.replanner.num_tracked, self.due = record.num_tracked, record.due
         self.is_provisional = record.is_provisional
         if record.memory_budget is not None:
-            self.rectifier.memory_budget = record.memory_budget
+            self.replanner.memory_budget = record.memory_budget
         if record.prices is not None:
-            self.rectifier.profile = record.prices
+            self.replanner.profile = record.prices
         if record.searched is not None:
-            self.rectifier.searched = record.searched
+            self.replanner.searched = record.searched
         if self.due is not None:
-            self.rectifier.start_solving()
+            self.replanner.start_solving()
 
 
 @dataclass(slots=True)
@@ -128,16 +128,16 @@ class PolicyCache:
         self.may_measure = True
         """Whether a profile may tell of all sizes: none has shown yet that the model takes no parts of a batch."""
 
-    def add(self, shape_policy: SizePolicy) -> None:
+    def add(self, size_policy: SizePolicy) -> None:
         """Take the place of a shape policy of the same sizes, or of any smaller ones of its bucket that were
         profiled."""
-        shapes = shape_policy.shapes
+        shapes = size_policy.shapes
         if shapes is None:
-            self.all = [shape_policy]
+            self.all = [size_policy]
             return
-        self.all = [s for s in self.all if not self._is_replaced(s, shape_policy)] + [shape_policy]
+        self.all = [s for s in self.all if not self._is_replaced(s, size_policy)] + [size_policy]
         self.others.pop(shapes, None)
-        self.counted.pop(bucket_of(shapes), None)
+        self.counted.pop(size_class_of(shapes), None)
 
     @staticmethod
     def _is_replaced(old: SizePolicy, new: SizePolicy) -> bool:
@@ -146,20 +146,20 @@ class PolicyCache:
         if old.shapes == new.shapes:
             return True
         return (
-            new.rectifier.profile.sizes is None and not new.is_told and bucket_of(old.shapes) == bucket_of(new.shapes)
+            new.replanner.profile.sizes is None and not new.is_told and size_class_of(old.shapes) == size_class_of(new.shapes)
         )
 
     @property
     def measured(self) -> SizePolicy | None:
         """The latest one whose profile tells of other sizes."""
-        known = [s for s in self.all if s.shapes is not None and s.rectifier.profile.sizes is not None]
+        known = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]
         return known[-1] if known else None
 
     def told_from(self) -> tuple[SizePolicy, ProfileSizes]:
         """`measured`, and what its profile tells of other sizes; there is one where there is a class of sizes."""
         measured = self.measured
         assert measured is not None
-        sizes = measured.rectifier.profile.sizes
+        sizes = measured.replanner.profile.sizes
         assert sizes is not None
         return measured, sizes
 
@@ -167,12 +167,12 @@ class PolicyCache:
         """The class of sizes that a batch belongs to; None where that cannot be told."""
         if self.measured is None:
             return None
-        found = self.told_from()[1].class_of(to_plain(shapes))
-        return None if found is None else from_plain(found)
+        found = self.told_from()[1].class_of(to_profile_shapes(shapes))
+        return None if found is None else from_profile_shapes(found)
 
     def at(self, sizes: BatchShapes) -> SizePolicy | None:
         """The shape policy of a class."""
-        return next((shape_policy for shape_policy in self.all if shape_policy.shapes == sizes), None)
+        return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def other(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
         """The plans of a class without a shape policy, or of the sizes of one of its batches."""
@@ -185,22 +185,22 @@ class PolicyCache:
         """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
-        bucket = bucket_of(shapes)
-        if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
+        bucket = size_class_of(shapes)
+        if best is None or (best.shapes is not None and size_class_of(best.shapes) != bucket):
             self._see(bucket, shapes, ENOUGH_SEEN if best is None and self.may_measure else 1)
         return best
 
     def refuse(self, shapes: BatchShapes) -> None:
         """No policy fits the bucket of `shapes`: it stays under torch's checkpoint, or a larger one's policy."""
-        self._refused.add(bucket_of(shapes))
-        self.counted.pop(bucket_of(shapes), None)
+        self._refused.add(size_class_of(shapes))
+        self.counted.pop(size_class_of(shapes), None)
 
     def _see(self, bucket: BatchShapes, shapes: BatchShapes, weight: int) -> None:
         if bucket in self._refused:
             return
         known = self.counted.get(bucket) or _Unplanned(shapes)
         note_latest(self.counted, bucket, known, MAX_UNPLANNED)
-        known.shapes = smallest_around(known.shapes, shapes)
+        known.shapes = smallest_enclosing(known.shapes, shapes)
         known.num_seen += weight
 
     def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
@@ -212,7 +212,7 @@ class InForce:
     """What the run's micro-batches run under."""
 
     def __init__(self, handle: PolicyHandle) -> None:
-        self.shape_policy: SizePolicy | None = None
+        self.size_policy: SizePolicy | None = None
         """None under torch's checkpoint, and under plans that are in no shape policy's force."""
         self.plans: BlockPlans | None = None
         self.shapes: BatchShapes = ()
@@ -225,10 +225,10 @@ class InForce:
         """The plans of the step's micro-batches, by identity; None for those that are in no shape policy's force."""
         self._handle = handle
 
-    def put(self, shape_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
+    def put(self, size_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
         """Run the next micro-batch under `plans`."""
         self._handle.follow(plans)
-        self.shape_policy, self.plans, self.lasts = shape_policy, plans, False
+        self.size_policy, self.plans, self.lasts = size_policy, plans, False
 
     def begin_step(self) -> None:
         """Forget the micro-batches of the last step."""
@@ -237,17 +237,17 @@ class InForce:
 
     def runs(self, shapes: BatchShapes) -> None:
         """Note a micro-batch of these sizes."""
-        self.used[id(self.plans)] = self.shape_policy
+        self.used[id(self.plans)] = self.size_policy
         if shapes != self.largest and num_elements(shapes) > num_elements(self.largest):
             self.largest = shapes
 
     def ran_alone(self) -> bool:
         """Whether all of the last step ran under the present policy."""
-        return self.shape_policy is not None and all(plans == id(self.shape_policy.plans) for plans in self.used)
+        return self.size_policy is not None and all(plans == id(self.size_policy.plans) for plans in self.used)
 
     def used_shape_policies(self) -> list[SizePolicy | None]:
         """Those of the step's micro-batches; None for micro-batches under torch's checkpoint, or that were recorded."""
-        return list(self.used.values()) or [self.shape_policy]
+        return list(self.used.values()) or [self.size_policy]
 
 
 def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
@@ -256,7 +256,7 @@ def most_wanted(seen: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> Batch
     for rank in seen:
         for bucket, (shapes, count) in rank.items():
             before, counted = total.get(bucket, (shapes, 0))
-            total[bucket] = smallest_around(before, shapes), counted + count
+            total[bucket] = smallest_enclosing(before, shapes), counted + count
     wanted = [(count, num_elements(shapes), shapes) for shapes, count in total.values() if count >= ENOUGH_SEEN]
     return max(wanted, key=lambda item: item[:2])[2] if wanted else None
 
@@ -272,24 +272,24 @@ def predictions(policy: Policy) -> dict[str, float]:
     }
 
 
-def tracking_figures(shape_policy: SizePolicy, found: Tracking) -> dict[str, Any]:
+def tracking_figures(size_policy: SizePolicy, found: Tracking) -> dict[str, Any]:
     """What a tracking step found, beside how training went until then."""
-    rectifier = shape_policy.rectifier
+    replanner = size_policy.replanner
     figures: dict[str, Any] = {
         "reason": found.reason,
         "num_outliers": found.num_outliers,
         "errors": found.errors,
-        "compression_rate": rectifier.policy.predicted_stored_bytes / rectifier.profile.plain_stored_bytes,
+        "compression_rate": replanner.policy.predicted_stored_bytes / replanner.profile.plain_stored_bytes,
     }
     if found.gradients:
         figures["gradient_error"] = max(gradient.error for gradient in found.gradients.values())
         figures["gradient_cosine"] = min(gradient.cosine for gradient in found.gradients.values())
-    return figures | step_times(shape_policy)
+    return figures | step_times(size_policy)
 
 
-def step_times(shape_policy: SizePolicy) -> dict[str, float]:
+def step_times(size_policy: SizePolicy) -> dict[str, float]:
     """Measured and predicted time of a step under the present policy, as far as they are known."""
-    times = {"step_ms": shape_policy.times.median_ms, "predicted_step_ms": shape_policy.predicted_step_ms}
+    times = {"step_ms": size_policy.times.median_ms, "predicted_step_ms": size_policy.predicted_step_ms}
     return {name: value for name, value in times.items() if value is not None}
 
 
@@ -306,7 +306,7 @@ def moved(before: Policy, after: Policy) -> tuple[int, int]:
 
 
 def metrics(
-    policy: Policy, profile: Profile | None, evolution: Controller | None, overhead_ms: float | None
+    policy: Policy, profile: Profile | None, controller: Controller | None, overhead_ms: float | None
 ) -> dict[str, float]:
     """What the Trainer's log gets; `overhead_ms` is that of what has run."""
     found: dict[str, float | None] = {
@@ -316,12 +316,12 @@ def metrics(
     }
     if profile is not None:
         found["adacc/compression_rate"] = policy.predicted_stored_bytes / profile.plain_stored_bytes
-    if evolution is not None:
-        shown = evolution.shown
+    if controller is not None:
+        shown = controller.shown
         peak = shown.measured_peak_bytes
         found["adacc/measured_peak_gib"] = None if peak is None else peak / 2**30
-        is_exact = not shown.rectifier.has_work()
+        is_exact = not shown.replanner.has_work()
         found["adacc/error"] = 0.0 if is_exact else shown.error
         found["adacc/gradient_error"] = 0.0 if is_exact else shown.gradient_error
-        found["adacc/tracking_ms"] = evolution.tracking_ms
+        found["adacc/tracking_ms"] = controller.tracking_ms
     return {name: value for name, value in found.items() if value is not None}

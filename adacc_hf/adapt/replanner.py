@@ -48,7 +48,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.solve.solver import Budget, solve_policy
-from adacc_hf.torch_glue.distributed import from_first_rank, is_first_rank, of_all_ranks
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, is_first_rank, gather_from_all_ranks
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -144,7 +144,7 @@ class Replanner:
         """Stop measuring; returns what was found on any rank."""
         self._stop_measuring()
         gradients, degrading = self._compare()
-        observation = Observation.merged(of_all_ranks(self._findings.read(gradients, degrading)))
+        observation = Observation.merged(gather_from_all_ranks(self._findings.read(gradients, degrading)))
         kinds = {kind for kind, _, _ in observation.degrading}
         degraded = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
         self._degraded = degraded or self._degraded
@@ -184,7 +184,7 @@ class Replanner:
         """
         self.profile = profile
         budget, config = self.memory_budget, with_margin(self.config)
-        self.policy = from_first_rank(lambda: solve_policy(self._to_solve(), budget, config))
+        self.policy = broadcast_from_first_rank(lambda: solve_policy(self._to_solve(), budget, config))
         self.priced = self.searched = profile
         return self.policy
 
@@ -269,7 +269,7 @@ class Replanner:
             error = sample.compare()
             if error is not None:
                 found.setdefault(kinds[name], []).append(error)
-            if any(of_all_ranks(error is not None and error.error > bound)):
+            if any(gather_from_all_ranks(error is not None and error.error > bound)):
                 degrading |= self._degrading(name, kinds[name], sample, was_compared=error is not None)
             sample.close()  # one exact gradient at a time
         return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(degrading)
@@ -287,7 +287,7 @@ class Replanner:
         def error_without(values: frozenset[int]) -> float | None:
             found = sample.compare(known | values)
             without_gradient = None if was_compared else 0.0  # a rank that never had one agrees with the others
-            errors = of_all_ranks(without_gradient if found is None else found.error)
+            errors = gather_from_all_ranks(without_gradient if found is None else found.error)
             told = [error for error in errors if error is not None]
             return max(told) if len(told) == len(errors) else None
 
@@ -359,7 +359,7 @@ class Background(Generic[T]):
 
     def result(self) -> T:
         """What `make` returned, on every rank; waits for it. Its error is raised everywhere."""
-        return from_first_rank(self._joined)
+        return broadcast_from_first_rank(self._joined)
 
     def _run(self) -> None:
         started = time.thread_time()

@@ -26,7 +26,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
-from adacc_hf.torch_glue.distributed import from_first_rank
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 from adacc_hf.torch_glue.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class AdaccSession:
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
-        saved = from_first_rank(lambda: _loaded(folder, self.config.memory_budget))
+        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config.memory_budget))
         if saved is not None:
             self.begin(saved, saved.step or 0)
         return saved is not None

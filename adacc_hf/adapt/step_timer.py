@@ -188,20 +188,20 @@ TIGHTER = 0.9
 """Share of its memory that a policy may have after it ran out of memory."""
 
 
-def tighter_budget(rectifier: Replanner) -> int | float:
+def tighter_budget(replanner: Replanner) -> int | float:
     """A budget of the same form, a tenth below what the policy in force keeps to."""
-    budget = Budget.resolve(rectifier.memory_budget, rectifier.profile, rectifier.config)
+    budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
     if budget.of_peak:
-        return int(TIGHTER * min(budget.nbytes, rectifier.policy.predicted_peak_bytes))
-    stored = min(budget.nbytes, rectifier.policy.predicted_stored_bytes)
-    return math.floor(1e6 * TIGHTER * stored / rectifier.profile.plain_stored_bytes) / 1e6
+        return int(TIGHTER * min(budget.nbytes, replanner.policy.predicted_peak_bytes))
+    stored = min(budget.nbytes, replanner.policy.predicted_stored_bytes)
+    return math.floor(1e6 * TIGHTER * stored / replanner.profile.plain_stored_bytes) / 1e6
 
 
-def advice(rectifier: Replanner) -> str:
-    """What to set so that a step under the policy of `rectifier` fits."""
-    needed = rectifier.policy.predicted_peak_bytes
+def advice(replanner: Replanner) -> str:
+    """What to set so that a step under the policy of `replanner` fits."""
+    needed = replanner.policy.predicted_peak_bytes
     return (
-        f"Adacc planned a peak of {needed} bytes for memory_budget={rectifier.memory_budget!r}: set "
+        f"Adacc planned a peak of {needed} bytes for memory_budget={replanner.memory_budget!r}: set "
         f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
     )
 

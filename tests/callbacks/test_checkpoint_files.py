@@ -170,16 +170,16 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
     policy, profile = Policy.load(checkpoint / POLICY_FILE), Profile.load(checkpoint / PROFILE_FILE)
     searched, prices = with_more_memory(profile, 1), with_more_memory(profile, 2)
     config = AdaccConfig(memory_budget=0.6)
-    shape_policy = SizePolicy(None, Replanner(profile, policy, config), None)
-    shape_policy.rectifier.profile, shape_policy.rectifier.searched = prices, searched
+    size_policy = SizePolicy(None, Replanner(profile, policy, config), None)
+    size_policy.replanner.profile, size_policy.replanner.searched = prices, searched
     folder = tmp_path / "checkpoint-7"
     folder.mkdir()
-    save_in_checkpoint(folder, Saved(shape_policies=[shape_policy.saved()], memory_budget=0.6))
+    save_in_checkpoint(folder, Saved(shape_policies=[size_policy.saved()], memory_budget=0.6))
     (record,) = load_from_checkpoint(folder, 0.6).shape_policies
     resumed = SizePolicy(None, Replanner(record.profile, record.policy, config), None)
-    assert resumed.rectifier.searched == profile
+    assert resumed.replanner.searched == profile
     resumed.go_on(record)
-    assert (resumed.rectifier.profile, resumed.rectifier.searched) == (prices, searched)
+    assert (resumed.replanner.profile, resumed.replanner.searched) == (prices, searched)
 
 
 DAMAGE = {

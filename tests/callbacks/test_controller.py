@@ -101,9 +101,9 @@ def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(
     unplanned = []
     original = Controller.choose
 
-    def choose(evolution, shapes, nbytes):
-        original(evolution, shapes, nbytes)
-        unplanned.append(evolution._in_force.shape_policy is None)
+    def choose(controller, shapes, nbytes):
+        original(controller, shapes, nbytes)
+        unplanned.append(controller._in_force.size_policy is None)
 
     monkeypatch.setattr(Controller, "choose", choose)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
@@ -370,8 +370,8 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
     class SolveFromStep3(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                evolution = callback.session.phase.evolution
-                evolution._solve_from(3, evolution.shown)
+                controller = callback.session.phase.controller
+                controller._solve_from(3, controller.shown)
 
     trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
     trainer.train()
@@ -387,9 +387,9 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     class NoteBudgets(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
-                evolution = callback.session.phase.evolution
-                budgets = {s.shapes: s.rectifier.memory_budget for s in evolution.shape_policies.all}
-                noted.append((evolution.memory_budget, budgets))
+                controller = callback.session.phase.controller
+                budgets = {s.shapes: s.replanner.memory_budget for s in controller.shape_policies.all}
+                noted.append((controller.memory_budget, budgets))
 
     class Failing(failing((23, "forward")), InOrder):
         """Runs out of memory at 16 tokens."""
@@ -470,8 +470,8 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
     class Note(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if isinstance(callback.session.phase, AdaptivePhase):
-                shape_policies = callback.session.phase.evolution.shape_policies.all
-                policies[state.global_step] = [s.rectifier.policy for s in shape_policies]
+                shape_policies = callback.session.phase.controller.shape_policies.all
+                policies[state.global_step] = [s.replanner.policy for s in shape_policies]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step + 2}
     callback = AdaccCallback(**{**COMPRESS, **settings})

@@ -18,7 +18,7 @@ import adacc_hf.adapt.policy_builder as maker_module
 from adacc_hf import AdaccCallback, profile_model
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.profile_cache import StoringMeasurement
-from adacc_hf.torch_glue.distributed import or_ends_its_process
+from adacc_hf.torch_glue.distributed import end_process_if_out_of_memory
 
 MESSAGE = "rank out of memory. Tried to allocate 7 GiB"
 
@@ -84,7 +84,7 @@ def sharded(toys: Any, name: str) -> str:
     ids = torch.zeros(2, 8, dtype=torch.long)
     failing = mock.patch.object(StoringMeasurement, name, fail_on_rank_1(getattr(Measurement, name), 1))
     try:
-        with failing, or_ends_its_process():
+        with failing, end_process_if_out_of_memory():
             profile_model(model, {"input_ids": ids, "labels": ids})
     except torch.OutOfMemoryError as error:
         return str(error)

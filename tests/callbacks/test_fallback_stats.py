@@ -136,10 +136,10 @@ def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch)
     """Each log of 4 steps of 2 micro-batches has the mean of their own policies, not the last one's."""
     ran, original = [], Controller.choose
 
-    def choose(evolution, shapes, nbytes):
-        original(evolution, shapes, nbytes)
-        size = next(shape.size[1] for shape in evolution._in_force.shape_policy.shapes if shape.name == "input_ids")
-        ran.append(evolution._in_force.shape_policy.rectifier.policy.predicted_overhead_ms * shapes[0].size[1] / size)
+    def choose(controller, shapes, nbytes):
+        original(controller, shapes, nbytes)
+        size = next(shape.size[1] for shape in controller._in_force.size_policy.shapes if shape.name == "input_ids")
+        ran.append(controller._in_force.size_policy.replanner.policy.predicted_overhead_ms * shapes[0].size[1] / size)
 
     monkeypatch.setattr(Controller, "choose", choose)
     callback = AdaccCallback(**LOSSLESS, memory_budget=0.6, tracking="off")

@@ -19,7 +19,7 @@ def parts(count):
     return (TensorShape(f"part_{count}", (2,)),)
 
 
-def shape_policy(shapes):
+def size_policy(shapes):
     """One whose profile tells of no other sizes."""
     return SizePolicy(shapes, SimpleNamespace(profile=SimpleNamespace(sizes=None)), "plans")
 
@@ -28,12 +28,12 @@ def shape_policy(shapes):
 def profiled():
     """The shape policies of a run whose first batch had 32 tokens."""
     shape_policies = PolicyCache()
-    shape_policies.add(shape_policy(ids(32)))
+    shape_policies.add(size_policy(ids(32)))
     return shape_policies
 
 
 def test_sizes_of_which_no_profile_tells_run_under_the_smallest_around(profiled):
-    profiled.add(shape_policy(ids(64)))
+    profiled.add(size_policy(ids(64)))
     assert profiled.class_of(ids(20)) is None
     assert [profiled.around(ids(length)).shapes for length in (20, 32, 33, 64)] == [ids(32), ids(32), ids(64), ids(64)]
     assert profiled.around(ids(65)) is None

@@ -1,4 +1,4 @@
-"""The rectifier: when it looks, what it counts, and when it changes the policy."""
+"""The replanner: when it looks, what it counts, and when it changes the policy."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def batch():
 
 
 class Session:
-    """A model under a policy with its rectifier, driven step by step."""
+    """A model under a policy with its replanner, driven step by step."""
 
     def __init__(self, model, batch, config, policy=None):
         self.model, self.batch = model, batch
         self.profile = profile_model(model, batch, config)
         self.policy = policy(self.profile) if policy else solve_policy(self.profile, config=config)
         self.handle = apply_policy(model, self.policy)
-        self.rectifier = Replanner(self.profile, self.policy, config)
+        self.replanner = Replanner(self.profile, self.policy, config)
         self.step()  # records the tapes: a block's first call is stored before there are codecs to count with
 
     def step(self):
@@ -65,17 +65,17 @@ class Session:
         return gradient
 
     def observe(self):
-        self.rectifier.start_tracking(self.handle.plans)
+        self.replanner.start_tracking(self.handle.plans)
         self.step()
-        return self.rectifier.finish_tracking()
+        return self.replanner.finish_tracking()
 
     def track(self):
         """What a tracking step found, and the ReplanResult that followed."""
         found = self.observe()
         if not found.needs_solving:
             return found, ReplanResult(policy=None, reason=found.reason, searched=False)
-        self.rectifier.start_solving()
-        rectified = self.rectifier.take_over()
+        self.replanner.start_solving()
+        rectified = self.replanner.take_over()
         if rectified.policy is not None:
             self.handle.replace(rectified.policy)
         return found, rectified
@@ -107,7 +107,7 @@ def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, 
         plant(model, channels)
         found, rectified = session.track()
         assert found.num_outliers[NORM] == len(channels)
-        repriced, followed = norm_options(session.rectifier.profile, rectified.policy)
+        repriced, followed = norm_options(session.replanner.profile, rectified.policy)
         assert followed["num_outliers"] == len(channels)
         # A raw channel takes 4 bytes for each of 4 x 32 tokens, and 4 for its index.
         assert repriced.nbytes == option.nbytes + len(channels) * (4 * 32 * 4 + 4)
@@ -125,7 +125,7 @@ def test_the_policy_in_force_gets_as_many_channels_as_were_found(model, batch, m
         assert found.reason == "the same actions, with the channels there are now"
         assert norm_options(session.profile, found.policy)[1]["num_outliers"] == len(channels)
         assert found.policy.action_counts() == session.policy.action_counts()
-        assert found.policy is session.rectifier.policy
+        assert found.policy is session.replanner.policy
     assert session.track()[1].reason == "outliers as before"
 
 
@@ -147,7 +147,7 @@ def test_channels_kept_raw_make_the_gradient_more_exact(model, batch):
 def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
     session = Session(model, batch, COMPRESS, policy=compress_all_but_the_wide)
     stored_bytes = session.policy.predicted_stored_bytes
-    session.rectifier.memory_budget = stored_bytes / session.profile.plain_stored_bytes
+    session.replanner.memory_budget = stored_bytes / session.profile.plain_stored_bytes
     plant(model, range(4))
     _, found = session.track()
     assert found.reason.startswith("more memory: the old actions would need ")
@@ -176,7 +176,7 @@ def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeyp
         judging_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
     )
     if over:
-        session.rectifier.memory_budget = session.policy.predicted_stored_bytes
+        session.replanner.memory_budget = session.policy.predicted_stored_bytes
     plant(model, [5] if over else [])
     _, found = session.track()
     assert (found.policy.plans == other.plans) == (over or gain > MIN_GAIN)
@@ -196,12 +196,12 @@ def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monk
 
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     monkeypatch.setattr(judging_module, "solve_policy", infeasible)
-    session.rectifier.memory_budget = session.policy.predicted_stored_bytes
+    session.replanner.memory_budget = session.policy.predicted_stored_bytes
     plant(model, [5])
     _, found = session.track()
     assert found.policy is None
     assert found.reason == "no policy fits any more, the policy stays: too small"
-    assert session.rectifier.policy is session.policy
+    assert session.replanner.policy is session.policy
 
 
 @pytest.mark.parametrize("is_fraction", [True, False], ids=["fraction", "bytes"])
@@ -212,9 +212,9 @@ def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, ba
     least, plain = session.policy.predicted_stored_bytes, session.profile.plain_stored_bytes
     sharpen(model)
     assert session.observe().degrading
-    session.rectifier.memory_budget = least / plain if is_fraction else session.policy.predicted_peak_bytes
-    session.rectifier.start_solving()
-    found = session.rectifier.take_over()
+    session.replanner.memory_budget = least / plain if is_fraction else session.policy.predicted_peak_bytes
+    session.replanner.start_solving()
+    found = session.replanner.take_over()
     if is_fraction:
         assert found.policy.predicted_stored_bytes > least
         assert f"; no policy fits any more, what stores least is taken: memory_budget={least / plain}" in found.reason
@@ -248,14 +248,14 @@ def test_every_outlier_codec_is_counted_by_default(model, batch):
 
 def test_the_most_of_all_blocks_and_calls_counts(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    session.rectifier.start_tracking(session.handle.plans)
+    session.replanner.start_tracking(session.handle.plans)
     plant(model, [3])
     session.step()
     model.transformer.h[1].ln_2.bias.data[[9, 10]] = 30.0
     session.step()
     plant(model, [])
     session.step()
-    assert session.rectifier.finish_tracking().num_outliers[NORM] == 3
+    assert session.replanner.finish_tracking().num_outliers[NORM] == 3
 
 
 def test_nothing_is_counted_between_tracking_steps(model, batch, monkeypatch):
@@ -317,10 +317,10 @@ def test_sampled_blocks_take_turns_and_tracking_leaves_no_trace(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     seen = []
     for _ in range(3):
-        session.rectifier.start_tracking(session.handle.plans)
-        seen += session.rectifier._samples
+        session.replanner.start_tracking(session.handle.plans)
+        seen += session.replanner._samples
         session.step()
-        session.rectifier.finish_tracking()
+        session.replanner.finish_tracking()
         strategies = session.handle.plans.strategies.values()
         assert all(strategy.wrap_codec is None and strategy.observer is None for strategy in strategies)
     assert seen == ["transformer.h.0", "transformer.h.1", "transformer.h.0"]
@@ -331,10 +331,10 @@ def test_measuring_changes_no_gradient(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, outliers=False), policy=compress_all)
     session.step()
     before = session.step()
-    session.rectifier.start_tracking(session.handle.plans)
+    session.replanner.start_tracking(session.handle.plans)
     state = torch.get_rng_state()
     during = session.step()
-    session.rectifier.finish_tracking()
+    session.replanner.finish_tracking()
     assert torch.equal(before, during)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -347,21 +347,21 @@ def test_comparing_a_gradient_is_no_call_of_the_block(model, batch, num_steps):
         session.step()
     found = session.observe()
     assert found.gradients, "compared, several times for the bound"
-    known = [known for plan in session.handle.plans.strategies.values() for known in plan.known.values()]
+    known = [known for plan in session.handle.plans.strategies.values() for known in plan.known_shapes.values()]
     assert [shape.num_calls for shape in known] == [num_steps + 2] * 2
 
 
 def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypatch, caplog):
     """It runs after the optimizer's step, where nothing else can be tried again: training goes on without it."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    session.rectifier.start_tracking(session.handle.plans)
+    session.replanner.start_tracking(session.handle.plans)
     session.step()
 
     def full(*_):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(accuracy_module, "_gradient", full)
-    found = session.rectifier.finish_tracking()
+    found = session.replanner.finish_tracking()
     assert (found.gradients, bool(found.errors)) == ({}, True)
     assert "no memory to compare the gradient of transformer.h.0" in caplog.text
     assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
@@ -381,7 +381,7 @@ def test_an_activation_above_its_bound_is_promoted(model, batch, share):
     later = session.observe()
     assert max(later.errors.values(), default=0.0) <= bound
     assert all(error.error <= bound for error in later.gradients.values())
-    kept = chosen_errors(session.rectifier.profile, session.rectifier.policy)
+    kept = chosen_errors(session.replanner.profile, session.replanner.policy)
     assert max(kept, default=0.0) <= bound * (1 - ERROR_MARGIN)
 
 
@@ -392,16 +392,16 @@ def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, bat
     assert gradient < largest, "pick another bound: it must lie above each round trip and below the gradient's error"
     assert not found.degrading, "0.5 is the bound where none is given"
     session = Session(model, batch, replace(config, max_error=gradient * 0.9), policy=compress_all)
-    bound = gradient_bound(session.rectifier.config)
-    session.rectifier.start_tracking(session.handle.plans)
+    bound = gradient_bound(session.replanner.config)
+    session.replanner.start_tracking(session.handle.plans)
     session.step()
-    ((name, sample),) = session.rectifier._samples.items()
-    session.rectifier._stop_measuring()
-    bypassed = {value for _, value, _ in session.rectifier._degrading(name, 0, sample, True)}
+    ((name, sample),) = session.replanner._samples.items()
+    session.replanner._stop_measuring()
+    bypassed = {value for _, value, _ in session.replanner._degrading(name, 0, sample, True)}
     assert 0 < len(bypassed) < len(found.errors) / 2
     assert sample.compare(frozenset(bypassed)).error <= bound
     assert all(sample.compare(frozenset(bypassed - {value})).error > bound for value in bypassed)
-    session.rectifier.cancel_tracking()
+    session.replanner.cancel_tracking()
 
 
 QKV = "attn.c_attn:addmm"
@@ -424,10 +424,10 @@ def test_a_degraded_gradient_ends_the_codec_that_degrades_it_and_no_other(model,
     assert found.gradients[0].error > DEGRADED_ERROR
     assert rectified.reason.startswith(f"must not be compressed as before: GPT2Block.{QKV}")
     # The solver need not compress at all within this budget. What may not be, it cannot.
-    everything = compress_all(session.rectifier._to_solve())
+    everything = compress_all(session.replanner._to_solve())
     assert [plan.choice(value).codec for plan in everything.plans] == ["int8"]
     session.handle.replace(everything)
-    session.rectifier.policy = everything
+    session.replanner.policy = everything
     later = session.observe()
     assert later.gradients[0].error < DEGRADED_ERROR
     assert later.errors.keys() == found.errors.keys()
@@ -439,17 +439,17 @@ def test_no_codec_that_was_not_named_takes_the_place_of_one_that_degrades_a_grad
     session = Session(model, batch, config, policy=compress_all)
     sharpen(model)
     ((_, value, _),) = session.observe().degrading
-    assert not session.rectifier._to_solve().kinds[0].values[value].codecs
+    assert not session.replanner._to_solve().kinds[0].values[value].codecs
 
 
 def test_a_finer_codec_that_degrades_a_gradient_too_ends_as_well(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     for codec in ("channel_int4", "int8"):
-        offered = session.rectifier._to_solve().kinds[0]
+        offered = session.replanner._to_solve().kinds[0]
         (value,) = (value.index for value in offered.activations if value.name == QKV)
         assert [option.codec for option in offered.values[value].codecs] == [codec]
-        session.rectifier.switch_off(in_all_blocks(session.rectifier.profile, [(0, value, codec)]))
-    assert not session.rectifier._to_solve().kinds[0].values[value].codecs
+        session.replanner.switch_off(in_all_blocks(session.replanner.profile, [(0, value, codec)]))
+    assert not session.replanner._to_solve().kinds[0].values[value].codecs
 
 
 class Offs:
@@ -469,25 +469,25 @@ def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batc
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
     lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
     offs = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
-    found = session.rectifier._degrading("transformer.h.0", 0, Offs(offs), was_compared=True)
+    found = session.replanner._degrading("transformer.h.0", 0, Offs(offs), was_compared=True)
     assert {value for _, value, _ in found} == set(lossy[:expected])
 
 
 def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    assert session.rectifier._sampled(every_kind=True) == ["transformer.h.0"]
+    assert session.replanner._sampled(every_kind=True) == ["transformer.h.0"]
     model.transformer.h[1].attn.c_attn.weight.data[:, :128] *= 20.0
     assert not session.observe().degrading
     assert session.observe().degrading
-    assert session.rectifier._sampled(every_kind=True) == ["transformer.h.1"]
+    assert session.replanner._sampled(every_kind=True) == ["transformer.h.1"]
 
 
 def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model, batch, monkeypatch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, guard_blocks=2), policy=compress_all)
     sharpen(model)
-    session.rectifier.start_tracking(session.handle.plans)
+    session.replanner.start_tracking(session.handle.plans)
     session.step()
-    samples, calls, held = list(session.rectifier._samples.values()), [], []
+    samples, calls, held = list(session.replanner._samples.values()), [], []
     original = accuracy_module._gradient
 
     def counting(seen, call):
@@ -496,7 +496,7 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
         return original(seen, call)
 
     monkeypatch.setattr(accuracy_module, "_gradient", counting)
-    found = session.rectifier.finish_tracking()
+    found = session.replanner.finish_tracking()
     assert found.degrading
     assert max(held) == 1
     assert not any(sample._exact for sample in samples)
@@ -521,7 +521,7 @@ def test_what_was_switched_off_is_not_searched_for_again(model, batch, monkeypat
 def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(model, batch, monkeypatch, caplog):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
-    session.rectifier.start_tracking(session.handle.plans)
+    session.replanner.start_tracking(session.handle.plans)
     session.step()
     calls = []
     original = accuracy_module._gradient
@@ -533,12 +533,12 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
         return original(*args)
 
     monkeypatch.setattr(accuracy_module, "_gradient", full)
-    found = session.rectifier.finish_tracking()
+    found = session.replanner.finish_tracking()
     assert found.degrading == lossy_options(session.profile, ["transformer.h.0"])
     assert "what degrades the gradient of transformer.h.0 cannot be told" in caplog.text
-    session.rectifier.start_solving()
-    assert session.rectifier.take_over().policy is not None
-    assert not session.rectifier.has_work()
+    session.replanner.start_solving()
+    assert session.replanner.take_over().policy is not None
+    assert not session.replanner.has_work()
 
 
 def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips(model, batch):
@@ -549,12 +549,12 @@ def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips
     ((_, value, codec),) = found.degrading
     assert codec == "channel_int4"
     for channels in ([5], [5, 40], []):
-        assert {plan.choice(value).codec for plan in session.rectifier.policy.plans} == {"int8"}
+        assert {plan.choice(value).codec for plan in session.replanner.policy.plans} == {"int8"}
         plant(model, channels)  # or nobody would ask the solver again
         session.track()
-    (option, *_) = session.rectifier.profile.kinds[0].values[value].codecs
+    (option, *_) = session.replanner.profile.kinds[0].values[value].codecs
     assert option.codec == "channel_int4"
-    assert option.error < gradient_bound(session.rectifier.config)
+    assert option.error < gradient_bound(session.replanner.config)
 
 
 def test_an_error_of_the_solver_is_raised_where_its_result_is_asked_for(model, batch, monkeypatch):
@@ -564,20 +564,20 @@ def test_an_error_of_the_solver_is_raised_where_its_result_is_asked_for(model, b
         raise OSError("cbc is gone")
 
     monkeypatch.setattr(judging_module, "solve_policy", broken)
-    session.rectifier.memory_budget = 1  # the policy in force does not fit
-    session.rectifier.start_solving()
+    session.replanner.memory_budget = 1  # the policy in force does not fit
+    session.replanner.start_solving()
     session.step()
     with pytest.raises(OSError, match="cbc is gone"):
-        session.rectifier.take_over()
+        session.replanner.take_over()
 
 
 def test_a_kind_that_may_not_be_compressed_is_not(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    assert session.rectifier.lossy_blocks()
+    assert session.replanner.lossy_blocks()
     blocks = ["transformer.h.0"]
-    session.rectifier.switch_off(in_all_blocks(session.profile, lossy_options(session.profile, blocks)))
-    session.rectifier.start_solving()
-    rectified = session.rectifier.take_over()
+    session.replanner.switch_off(in_all_blocks(session.profile, lossy_options(session.profile, blocks)))
+    session.replanner.start_solving()
+    rectified = session.replanner.take_over()
     assert rectified.policy is not None
-    assert not session.rectifier.lossy_blocks()
-    assert not session.rectifier.has_work()
+    assert not session.replanner.lossy_blocks()
+    assert not session.replanner.has_work()

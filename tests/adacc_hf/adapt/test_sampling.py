@@ -42,15 +42,15 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeyp
     policy = uniform_policy(profile, action)
     peaks = peaks_with_samples(profile, policy)
     assert list(peaks) == [block.name for block in profile.blocks]
-    rectifier = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
+    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     measured = {}
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
-            monkeypatch.setattr(rectifier, "_sampled", lambda every_kind, name=name: [name])
-            rectifier.start_tracking(handle.plans)
+            monkeypatch.setattr(replanner, "_sampled", lambda every_kind, name=name: [name])
+            replanner.start_tracking(handle.plans)
             measured[name] = measure_step(model, batch).peak_bytes
-            rectifier.finish_tracking()
+            replanner.finish_tracking()
     assert all(measured[name] <= peaks[name] + ROUNDED for name in peaks), (measured, peaks)
     # What is predicted errs by the block's own input and gradient at most, which it may hold at its peak anyway.
     assert all(peaks[name] <= measured[name] + 2 * INPUT_BYTES for name in peaks), (measured, peaks)
@@ -61,15 +61,15 @@ def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
     model, batch, profile = case
     policy = uniform_policy(profile, action)
     peaks = comparison_peaks(profile)
-    rectifier = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
+    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
-            monkeypatch.setattr(rectifier, "_sampled", lambda every_kind, name=name: [name])
-            rectifier.start_tracking(handle.plans)
+            monkeypatch.setattr(replanner, "_sampled", lambda every_kind, name=name: [name])
+            replanner.start_tracking(handle.plans)
             measure_step(model, batch)
             with MemoryMeter.for_device(torch.device("cpu")) as meter:
-                rectifier.finish_tracking()
+                replanner.finish_tracking()
             before = static_bytes(model, batch, None) + 2 * INPUT_BYTES
             assert before + meter.peak_bytes <= peaks[name], name
             # The gradients that are held are not all there when the block's backward is at its peak.
@@ -83,14 +83,14 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
     for extra in (0, INPUT_BYTES, 3 * INPUT_BYTES):
         config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra, guard_blocks=1)
         policy = uniform_policy(profile, "compress")
-        rectifier = Replanner(profile, policy, config)
+        replanner = Replanner(profile, policy, config)
         seen[extra] = set()
         with apply_policy(model, policy) as handle:
             settle(model, batch)
             for _ in range(NUM_LAYERS):
-                rectifier.start_tracking(handle.plans)
-                seen[extra] |= rectifier._samples.keys()
+                replanner.start_tracking(handle.plans)
+                seen[extra] |= replanner._samples.keys()
                 assert measure_step(model, batch).peak_bytes <= plain + extra + ROUNDED
-                rectifier.finish_tracking()
+                replanner.finish_tracking()
     assert seen[0] <= seen[INPUT_BYTES] <= seen[3 * INPUT_BYTES]
     assert len(seen[3 * INPUT_BYTES]) == NUM_LAYERS

@@ -668,14 +668,14 @@ def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with AdaccSession(model, optimizer, **config) as session:
         one_step(session, model, optimizer, batch_of(0, 8, 40), [])
-        evolution, profile = session.phase.evolution, session.profile
+        controller, profile = session.phase.controller, session.profile
         lossy = lossy_options(profile, [block.name for block in profile.blocks])
-        evolution.guard.switched_off = in_all_blocks(profile, lossy)
-        assert evolution.guard.switched_off
+        controller.guard.switched_off = in_all_blocks(profile, lossy)
+        assert controller.guard.switched_off
         one_step(session, model, optimizer, batch_of(1, 24, 60), [])
-        _, larger = evolution.shape_policies.all
+        _, larger = controller.shape_policies.all
         assert larger.is_provisional
-        codecs = {c.codec for plan in larger.rectifier.policy.plans for _, c in plan.choices if c.codec}
+        codecs = {c.codec for plan in larger.replanner.policy.plans for _, c in plan.choices if c.codec}
         assert codecs <= {"bitmask"}, "what is lossless"
 
 
@@ -710,13 +710,13 @@ def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, m
     optimizer = torch.optim.AdamW(model.parameters())
     session = AdaccSession(model, optimizer, **settings)
     train_on(session, model, optimizer, BATCHES[:5])
-    before = session.phase.evolution
+    before = session.phase.controller
     assert (before.missing_bytes, before.counted_elements) == ({"forward, head and loss": 1000}, 2 * 8 * 16)
     session.save(tmp_path)
     session.close()
     resumed = AdaccSession(model, optimizer, **settings)
     assert resumed.load(tmp_path)
-    after = resumed.phase.evolution
+    after = resumed.phase.controller
     assert (after.missing_bytes, after.counted_elements) == (before.missing_bytes, before.counted_elements)
     resumed.close()
 
