@@ -1,6 +1,7 @@
 """Train Hugging Face language models under a memory budget.
 
-Importing this package starts no CUDA and loads neither triton, highspy nor lm_eval: names are resolved on first use.
+Names are imported on first use, so that importing this package does not initialize CUDA and loads neither triton,
+highspy nor lm_eval.
 """
 
 import os as _os
@@ -13,7 +14,7 @@ from adacc_hf.artifacts.files import __version__
 _here = _os.path.dirname(_os.path.abspath(__file__))
 _root = _os.path.dirname(_here)
 if not _os.path.isdir(_os.path.join(_here, "callbacks")) and _os.path.isfile(_os.path.join(_root, "setup.cfg")):
-    # A source checkout keeps callbacks/, kernels/ and eval/ beside this folder; a wheel has them inside.
+    # In a source checkout, callbacks/, kernels/ and eval/ are next to this folder; in a wheel they are inside.
     __path__.append(_root)
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The `adacc` command: plan runs, look into policy files, report on them, list the codecs, examine, measure."""
+"""The `adacc` command: plan runs, explain policies, write reports, list codecs, check the machine, run measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from adacc_hf.price.profile_cache import ProfileCache, Row
 
 USER_ERROR = 2
-"""Exit status for what the user can mend; argparse's own."""
+"""Exit status for errors that the user can fix, the same as argparse's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,19 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "eval":
             return _run_eval(arguments)
         _print(arguments.run(arguments))
-    except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter must not flush to it at exit
+    except BrokenPipeError:  # the reader, such as `head`, has exited; the interpreter must not flush stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (AdaccError, ValueError, OSError) as error:
         return _refuse(arguments.command, error)
     except ImportError as error:
         if error.name != "matplotlib":
-            raise  # a fault of this package, not a missing extra
+            raise  # a bug in this package, not a missing extra
         return _refuse(arguments.command, error)
     return 0
 
 
 def _print(text: str) -> None:
-    """Print `text`; where stdout has no letter of its encoding for one in a path, say, escape it as stderr does."""
+    """Print `text`. If stdout cannot encode a character, for example of a path, escape it with a backslash."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError as error:
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_profiles_parser(commands)
     doctor.add_parser(commands)
 
-    codecs = commands.add_parser("codecs", help="list the codecs, with the bytes that they keep of a tensor")
+    codecs = commands.add_parser("codecs", help="list the codecs and their compressed sizes")
     codecs.set_defaults(run=_codecs)
 
     _add_eval_parser(commands)
@@ -76,14 +76,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _codecs(_: argparse.Namespace) -> str:
-    """One line per codec: name, whether it is lossless, the share of a tensor's bytes that it keeps, its options."""
+    """Return one line per codec: name, lossless or lossy, compressed size in percent of the tensor, and options."""
     import torch
 
     from adacc_hf.kernels.codecs import get_codec, list_codecs
 
     shape, dtype = (8, 1024, 1024), torch.float32
     plain_bytes = 8 * 1024 * 1024 * dtype.itemsize
-    lines = [f"kept bytes are of a float32 tensor of 8 x 1024 x 1024 ({format_bytes(plain_bytes)})"]
+    lines = [f"compressed size in percent of a float32 tensor of 8 x 1024 x 1024 ({format_bytes(plain_bytes)})"]
     for name in list_codecs():
         codec = get_codec(name)
         share = f"{100 * codec.predicted_bytes(shape, dtype) / plain_bytes:.1f} %"
@@ -92,38 +92,36 @@ def _codecs(_: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-# `adacc explain` and `adacc report`: what a policy does, and why.
+# `adacc explain` and `adacc report`: the actions of a policy, and the reasons.
 
 
 def _add_policy_parsers(commands: Any) -> None:
     """Add `explain` and `report` to the commands of `adacc`."""
-    explain = commands.add_parser("explain", help="print a policy, with a profile also why each action was chosen")
+    explain = commands.add_parser("explain", help="print a policy and, with a profile, the reason for each action")
     _add_policy(explain)
     explain.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
     explain.set_defaults(run=_explain)
 
     report = commands.add_parser("report", help="write report.md, report.html and their pictures")
     _add_policy(report)
-    report.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder to write into (default: the one of the policy)"
-    )
+    report.add_argument("--output", type=Path, metavar="DIR", help="output folder (default: the policy's folder)")
     report.add_argument(
         "--history",
         type=Path,
-        help="adacc_history.json of the run, for what happened over its steps (default: the one beside the policy)",
+        help="adacc_history.json of the run, for its events by step (default: the file next to the policy)",
     )
     report.set_defaults(run=_report)
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "policy", type=Path, metavar="POLICY", help="a run's folder, a checkpoint, or a file that Policy.save wrote"
+        "policy", type=Path, metavar="POLICY", help="a run's folder, a checkpoint, or a file written by Policy.save"
     )
     parser.add_argument(
         "--profile",
         type=Path,
-        help="the profile that the policy was solved from; one of compiled graphs has none (default: the one that a "
-        "run left beside the policy)",
+        help="the profile that the policy was solved from (default: the profile that a run saved next to the policy); "
+        "policies of compiled graphs have no profile",
     )
 
 
@@ -133,13 +131,13 @@ def _explain(arguments: argparse.Namespace) -> str:
     if compiled is not None:
         return _explain_compiled(compiled, arguments)
     policy = Policy.load(path)
-    profile_path = arguments.profile or _profile_beside(path)
+    profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
         if arguments.html is not None:
-            raise ValueError(f"--html needs the profile that {path} was solved from: name it by --profile")
+            raise ValueError(f"--html needs the profile that {path} was solved from: pass it with --profile")
         return str(policy)
     profile = Profile.load(profile_path)
-    text = "\n".join([explain_policy(policy, profile), *_fallbacks(path)])
+    text = "\n".join([explain_policy(policy, profile), *_fallback_lines(path)])
     if arguments.html is not None:
         from adacc_hf.reports.report import write_report
 
@@ -147,12 +145,12 @@ def _explain(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _fallbacks(policy: Path) -> list[str]:
-    """Lines on the steps of the run that left `policy` that ran otherwise."""
+def _fallback_lines(policy: Path) -> list[str]:
+    """Describe the steps that fell back to checkpointing or plain blocks instead of following `policy`."""
     from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
-    first, *reasons = [*describe_fallbacks(_history(policy.with_name(HISTORY_FILE), is_asked_for=False)), ""]
-    return ["", first, *(f"  {reason}" for reason in reasons if reason)] if first else []
+    summary, *reasons = [*describe_fallbacks(_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
+    return ["", summary, *(f"  {reason}" for reason in reasons if reason)] if summary else []
 
 
 def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
@@ -160,27 +158,28 @@ def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> 
 
     if arguments.profile is not None:
         raise ValueError(
-            f"--profile={arguments.profile}: {arguments.policy} is of compiled graphs, which have no profile"
+            f"--profile={arguments.profile}: the policy {arguments.policy} is for compiled graphs, which have no "
+            f"profile; leave out --profile"
         )
     if arguments.html is not None:
         from adacc_hf.compiler.graph_report import write_compiled_report
 
         write_compiled_report(arguments.html, policy=policy)
-    return "\n".join([explain_compiled(policy), *_fallbacks(_policy_file(arguments.policy))])
+    return "\n".join([explain_compiled(policy), *_fallback_lines(_policy_file(arguments.policy))])
 
 
 def _report(arguments: argparse.Namespace) -> str:
     path = _policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     folder = arguments.output or path.parent
-    history = _history(arguments.history or path.with_name(HISTORY_FILE), is_asked_for=arguments.history is not None)
+    history = _history(arguments.history or path.with_name(HISTORY_FILE), is_required=arguments.history is not None)
     if compiled is not None:
         from adacc_hf.compiler.graph_report import write_compiled_report
 
         return f"wrote {write_compiled_report(folder, policy=compiled, history=history)}"
-    profile_path = arguments.profile or _profile_beside(path)
+    profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
-        raise ValueError(f"report needs the profile that {path} was solved from: name it by --profile")
+        raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
     from adacc_hf.reports.report import write_report
 
     policy, profile = Policy.load(path), Profile.load(profile_path)
@@ -188,20 +187,20 @@ def _report(arguments: argparse.Namespace) -> str:
 
 
 def _policy_file(path: Path) -> Path:
-    """The policy in a folder, or the file itself. Raises ValueError for a folder without one."""
+    """Return the policy file in a folder, or `path` if it is a file. Raises ValueError if the folder has no policy."""
     if not path.is_dir():
         return path
-    found = [path / name for name in (POLICY_FILE, COMPILED_FILE) if (path / name).is_file()]
-    if not found:
+    policy_files = [path / name for name in (POLICY_FILE, COMPILED_FILE) if (path / name).is_file()]
+    if not policy_files:
         raise ValueError(
-            f"{path} has neither {POLICY_FILE} nor {COMPILED_FILE}: name the folder of a run with AdaccCallback, one "
+            f"{path} has neither {POLICY_FILE} nor {COMPILED_FILE}: pass the folder of a run with AdaccCallback, one "
             f"of its checkpoints, or a policy file"
         )
-    return found[0]
+    return policy_files[0]
 
 
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
-    """The policy in a file, if it is one of compiled graphs; torch's compiler is imported only then."""
+    """Load the policy in a file if it is for compiled graphs, else return None without importing torch's compiler."""
     record = read_json(path, PolicyMismatchError, "policy")
     if not isinstance(record, dict) or record.get("format") != COMPILED_FORMAT:
         return None
@@ -210,21 +209,22 @@ def _compiled_policy(path: Path) -> CompiledPolicy | None:
     return CompiledPolicy.load(path)
 
 
-def _profile_beside(policy: Path) -> Path | None:
-    """The profile that a run left beside a policy file; None if there is none.
+def _saved_profile(policy: Path) -> Path | None:
+    """Return the profile that a run saved next to a policy file, or None if the file does not exist.
 
-    A checkpoint has newer prices too, which may have no codec for as many raw channels as the policy keeps.
+    A checkpoint's newer profile is not used, because its codecs may keep fewer raw channels than the policy needs.
     """
-    beside = policy.with_name(policy.name.replace("policy", "profile"))
-    return beside if beside != policy and beside.is_file() else None
+    profile = policy.with_name(policy.name.replace("policy", "profile"))
+    return profile if profile != policy and profile.is_file() else None
 
 
-def _history(path: Path, is_asked_for: bool) -> Sequence[dict[str, Any]]:
-    if not is_asked_for and not path.is_file():
+def _history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
+    """Load a run's history. Return an empty one if the file is missing and `is_required` is False."""
+    if not is_required and not path.is_file():
         return ()
     history = read_json(path, AdaccError, "history")
     if not isinstance(history, list) or not all(_is_event(record) for record in history):
-        raise AdaccError(f"{path} is no history of a run: name the {HISTORY_FILE} that it left by --history")
+        raise AdaccError(f"{path} is not the history of a run: pass the run's {HISTORY_FILE} with --history")
     return history
 
 
@@ -232,32 +232,32 @@ def _is_event(record: Any) -> bool:
     return isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("event"), str)
 
 
-# `adacc eval RUNNER`: what measures, by name.
+# `adacc eval RUNNER`: the measurement programs, by name.
 
 RUNNERS = {
-    "headline": ("headline", "Adacc between plain training and checkpointing, timed in turn: the share that it wins"),
+    "headline": ("headline", "share of the possible gain in speed over checkpointing that Adacc reaches"),
     "throughput": ("throughput", "tokens/s and peak against batch size, by method (Figure 5)"),
     "max-batch": ("max_batch", "largest batch within a memory limit, by method (Table 3)"),
     "loss": ("loss", "validation loss over training, by method (Figure 6)"),
-    "peers": ("peers", "tokens/s against peak, beside what else saves activation memory"),
+    "peers": ("peers", "tokens/s against peak, compared with other methods that save activation memory"),
     "codecs": ("codecs", "gradient error, round-trip error and bandwidth of the codecs"),
-    "solver": ("solver_bench", "seconds that a policy takes to solve, over budgets"),
-    "published": ("predictions", "what `adacc plan` predicts beside what others measured and published"),
+    "solver": ("solver_bench", "seconds to solve for a policy, by budget"),
+    "published": ("predictions", "predictions of `adacc plan` compared with published measurements"),
     "table4": ("table4", "train by every method, then score all of them (Table 4)"),
     "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),
-    "cloze": ("cloze", "accuracy of one model on cloze passages of one's own text"),
-    "peak-accuracy": ("peak_accuracy", "predicted against measured peaks, over models and budgets"),
-    "table1": ("table1", "recompute and compression time of every activation, and which wins (Table 1)"),
+    "cloze": ("cloze", "accuracy of one model on cloze passages from any text"),
+    "peak-accuracy": ("peak_accuracy", "predicted and measured peaks, over models and budgets"),
+    "table1": ("table1", "recompute and compression time of every activation, and the faster of the two (Table 1)"),
     "compiled": ("compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
-    "lengths": ("lengths", "step times where every batch has another size, and of the first step at each"),
-    "compact": ("compact", "CompAct's memory and step time, beside GaLore's, Adacc's and its paper's"),
-    "compact-training": ("compact_training", "validation loss by CompAct, beside AdamW, GaLore and APOLLO"),
-    "executor-bench": ("executor_bench", "what recompute-everything and retain-everything cost"),
-    "whole-blocks": ("whole_blocks", "blocks that no replay serves well, in half of the room: plain, or checkpointed"),
+    "lengths": ("lengths", "step times if every batch has another size, and the time of the first step at each size"),
+    "compact": ("compact", "CompAct's memory and step time, compared with GaLore, Adacc and CompAct's paper"),
+    "compact-training": ("compact_training", "validation loss by CompAct, compared with AdamW, GaLore and APOLLO"),
+    "executor-bench": ("executor_bench", "overhead of recompute-everything and retain-everything"),
+    "whole-blocks": ("whole_blocks", "blocks that replay badly, with memory for half of them: plain or checkpointed"),
     "gpu-tests": ("gpu_tests", "the tests of a checkout that need a GPU, file by file"),
-    "all": ("everything", "every runner above at the demo's scale, one after the other"),
+    "all": ("run_all", "every runner above at the demo's scale, one after the other"),
 }
-"""By the name on the command line: the module of `adacc_hf.eval`, and what it measures."""
+"""Module of `adacc_hf.eval` and description of each runner, by the name on the command line."""
 
 
 def _add_eval_parser(commands: Any) -> None:
@@ -268,47 +268,47 @@ def _add_eval_parser(commands: Any) -> None:
         "eval",
         help="measure speed, memory, gradient error or accuracy",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Run one of the runners below; each leaves a JSON record, a Markdown table and, some, a plot.",
-        epilog="\n".join(["runners:", *lines, "", "`adacc eval RUNNER --help` lists the options of one."]),
+        description="Run one of the runners below. Each writes a JSON record and a Markdown table, some also a plot.",
+        epilog="\n".join(["runners:", *lines, "", "`adacc eval RUNNER --help` lists the options of a runner."]),
     )
-    parser.add_argument("runner", type=_name, choices=tuple(RUNNERS), metavar="RUNNER", help="one of those below")
+    parser.add_argument("runner", type=_runner_name, choices=tuple(RUNNERS), metavar="RUNNER", help="see below")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
 
 
-def _name(text: str) -> str:
-    """The runner's name; a module's name stands for it too."""
+def _runner_name(text: str) -> str:
+    """Return the runner's name for a name from the command line, which may also be the name of its module."""
     hyphened = text.replace("_", "-")
     by_module = {module.replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
 def _run_eval(arguments: argparse.Namespace) -> int:
-    """Run a module of `adacc_hf.eval`, which prints by itself, and return its exit status."""
+    """Run a module of `adacc_hf.eval`, which prints its own output, and return its exit status."""
     module, _ = RUNNERS[arguments.runner]
     return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
 
 
-# `adacc profiles`: the prices that are kept.
+# `adacc profiles`: the cache of measured operator and codec times.
 
 
 def _add_profiles_parser(commands: Any) -> None:
     """Add `profiles` to the commands of `adacc`."""
     parser = commands.add_parser(
         "profiles",
-        help="list, show or clear the prices that profiling keeps",
-        description="Folder: profiles in $XDG_CACHE_HOME/adacc_hf or ~/.cache/adacc_hf; "
-        f"${PROFILES_VARIABLE} names another.",
+        help="list, show or clear the cached measurements of profiled blocks",
+        description="The folder is `profiles` in $XDG_CACHE_HOME/adacc_hf or ~/.cache/adacc_hf; "
+        f"set ${PROFILES_VARIABLE} to use another.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="one line per profiled tape, the newest first").set_defaults(run=_list)
-    show = actions.add_parser("show", help="the prices of one tape")
-    show.add_argument("name", help="its name in the list, or the beginning of it")
+    actions.add_parser("list", help="list the profiled tapes, the newest first").set_defaults(run=_list)
+    show = actions.add_parser("show", help="show the measurements of one tape")
+    show.add_argument("name", help="name of the tape in the list, or the beginning of the name")
     show.set_defaults(run=_show)
-    actions.add_parser("clear", help="remove all").set_defaults(run=_clear)
+    actions.add_parser("clear", help="remove all cached measurements").set_defaults(run=_clear)
 
 
 def _store() -> ProfileCache:
-    """The store of prices; torch and Transformers, slow to import, are imported only then."""
+    """Open the cache of profiles. The import is local, because torch and Transformers are slow to import."""
     from adacc_hf.price.profile_cache import ProfileCache
 
     return ProfileCache()

@@ -1,4 +1,4 @@
-"""`adacc doctor`: what this machine has, what of it Adacc can use, what is slow here and why, and what to change."""
+"""`adacc doctor`: check this machine's packages, devices and speed, and advise on missing or slow parts."""
 
 from __future__ import annotations
 
@@ -16,51 +16,55 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-OPERATORS = 200
-"""That are launched one after the other, to tell how long the host takes for one."""
+NUM_LAUNCHES = 200
+"""Number of launches that are timed together, to measure the host's time per operator."""
 SLOW_HOST_US = 20.0
-"""A host that takes longer for an operator is busy elsewhere, or slow."""
+"""Threshold in microseconds per operator. A host above it is slow, or busy with other programs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
-    what: str
-    found: str
+    subject: str
+    status: str
     advice: str | None = None
-    """What to change where something is slow or missing; None where all is well."""
+    """Suggested change if something is slow or missing. None if the check passed."""
 
 
 def add_parser(commands: Any) -> None:
     """Add `doctor` to the commands of `adacc`."""
-    parser = commands.add_parser("doctor", help="print what this machine has, what is slow here, and what to change")
+    parser = commands.add_parser("doctor", help="check packages, devices and speed of this machine, and give advice")
     parser.add_argument(
-        "folder", type=Path, nargs="?", metavar="RUN", help="a run's folder: which of its blocks cost more, and why"
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="RUN",
+        help="a run's folder; also list the blocks of the run with extra overhead, and the reasons",
     )
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> str:
     findings = [*examine(), *(() if arguments.folder is None else examine_blocks(arguments.folder))]
-    width = max(len(finding.what) for finding in findings)
+    width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{'ok' if finding.advice is None else '!!'}  {finding.what:{width}}  {finding.found}")
+        lines.append(f"{'ok' if finding.advice is None else '!!'}  {finding.subject:{width}}  {finding.status}")
         if finding.advice is not None:
             lines.append(f"{'':{width + 4}}  {finding.advice}")
-    advised = sum(finding.advice is not None for finding in findings)
-    lines.append(f"{advised} of {len(findings)} could be better" if advised else "nothing to change")
+    num_advised = sum(finding.advice is not None for finding in findings)
+    lines.append(f"{num_advised} of {len(findings)} checks have advice" if num_advised else "all checks passed")
     return "\n".join(lines)
 
 
 def examine() -> list[Finding]:
-    """Everything that is looked at, in the order in which it is told."""
+    """Run all checks of this machine, and return their findings in the order of printing."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_device = _on_gpu(device) if device.type == "cuda" else _on_cpu()
-    return [*_packages(), *on_device, _launches(device), _tracing(), _prices(), _pictures()]
+    return [*_packages(), *on_device, _launch_overhead(device), _tracing(), _profile_folder(), _plotting()]
 
 
 def examine_blocks(run: Path) -> list[Finding]:
@@ -77,14 +81,16 @@ def examine_blocks(run: Path) -> list[Finding]:
     for index, kind in enumerate(profile.kinds):
         names = [block.name for block in profile.blocks if block.kind == index]
         notes = describe_calls(kind)
-        found = f"{kind.block_class}, {names[0]} and {len(names) - 1} others: {'; '.join(notes) or 'guarded by Dynamo'}"
-        advice = "rewrite what is named there, or leave the class out with AdaccConfig(block_classes=...)"
-        findings.append(Finding("blocks", found, advice if notes else None))
+        status = (
+            f"{kind.block_class}, {names[0]} and {len(names) - 1} others: {'; '.join(notes) or 'guarded by Dynamo'}"
+        )
+        advice = "rewrite the named code, or exclude the block class with AdaccConfig(block_classes=...)"
+        findings.append(Finding("blocks", status, advice if notes else None))
     return findings
 
 
 def _tracing() -> Finding:
-    """Whether Dynamo can trace, which the guards of a block come from."""
+    """Check that Dynamo can trace. The guards of blocks come from Dynamo."""
     import torch
 
     from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
@@ -95,52 +101,54 @@ def _tracing() -> Finding:
     except NotTraceableError as error:
         return Finding(
             "guards",
-            f"no block can be traced: {error}",
-            "unset TORCHDYNAMO_DISABLE and set_stance: until then each call is compared with its tape, which takes "
-            "some 10 us an operator",
+            f"Dynamo cannot trace, so no block has guards: {error}",
+            "unset TORCHDYNAMO_DISABLE and remove set_stance; without guards each call is compared with its tape, "
+            "which takes about 10 us per operator",
         )
     return Finding("guards", f"traced by Dynamo; its import and first trace took {time.perf_counter() - begin:.1f} s")
 
 
 def _packages() -> Iterator[Finding]:
-    """The versions that are installed; of what is missing, those that this package asks for."""
+    """Check the installed packages. The advice for a missing package has the version that this package requires."""
     yield Finding("python", platform.python_version())
-    asked = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
+    requirements = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
     for name in ("torch", "transformers", "accelerate", "pulp", "highspy"):
         try:
             yield Finding(name, version(name))
         except PackageNotFoundError:
-            yield Finding(name, "not installed", f"pip install '{asked[name]}'")
+            yield Finding(name, "not installed", f"pip install '{requirements[name]}'")
 
 
 def _on_gpu(device: Any) -> Iterator[Finding]:
     import torch
 
-    from adacc_hf.torch_glue.memory import FRAGMENTS_HINT, segments_expand
+    from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
 
     properties = torch.cuda.get_device_properties(device)
     gib = properties.total_memory / 2**30
     yield Finding("device", f"{properties.name}, {gib:.0f} GiB; not yet measured on a GPU")
-    torch.empty(1, device=device)  # there is a segment to look at
-    expands = segments_expand()
+    torch.empty(1, device=device)  # allocate a segment, so that its kind can be read
+    expands = has_expandable_segments()
     yield Finding(
         "allocator",
         "expandable segments" if expands else "segments of fixed sizes",
-        None if expands else FRAGMENTS_HINT,
+        None if expands else FRAGMENTATION_HINT,
     )
     has_triton = find_spec("triton") is not None
     yield Finding(
         "codecs",
-        "Triton kernels" if has_triton else "no Triton: the first tensor to be compressed ends training",
+        "Triton kernels" if has_triton else "no Triton: training fails at the first tensor to compress",
         None if has_triton else 'pip install triton, or leave "compress" out of actions',
     )
-    plans = properties.major >= 9 and torch.backends.cuda.cudnn_sdp_enabled()
+    may_use_cudnn = properties.major >= 9 and torch.backends.cuda.cudnn_sdp_enabled()
     yield Finding(
         "attention",
-        "cuDNN's may be taken, which plans anew for each length" if plans else "does not plan for each length",
-        "where lengths change, torch.backends.cuda.enable_cudnn_sdp(False), or pad to few lengths "
-        "(pad_to_multiple_of); where they do not, leave it"
-        if plans
+        "torch may choose cuDNN's kernel, which makes a new plan for each sequence length"
+        if may_use_cudnn
+        else "kernels without a plan for each sequence length",
+        "if sequence lengths vary, call torch.backends.cuda.enable_cudnn_sdp(False), or pad to few lengths "
+        "(pad_to_multiple_of); if all sequences have one length, change nothing"
+        if may_use_cudnn
         else None,
     )
 
@@ -150,39 +158,39 @@ def _on_cpu() -> Iterator[Finding]:
 
     from adacc_hf.kernels import _cpu
 
-    yield Finding("device", f"CPU, {torch.get_num_threads()} threads of {os.cpu_count()} processors; no GPU is seen")
+    yield Finding("device", f"CPU, {torch.get_num_threads()} threads of {os.cpu_count()} processors; torch sees no GPU")
     is_built = _cpu.library() is not None
     yield Finding(
         "codecs",
-        "C++ kernels" if is_built else "plain torch, ten and more times slower: their C++ could not be built",
+        "C++ kernels" if is_built else "plain torch, at least ten times slower: the C++ kernels could not be built",
         None if is_built else _cpu.TO_BUILD,
     )
 
 
-def _launches(device: Any) -> Finding:
-    """How long the host takes to ask for an operator: what small models wait for."""
+def _launch_overhead(device: Any) -> Finding:
+    """Measure the host's time to launch an operator, which limits the speed of small models."""
     import torch
 
     tensor = torch.zeros(1, device=device)
     microseconds = []
     for _ in range(5):
         begin = time.perf_counter()
-        for _ in range(OPERATORS):
+        for _ in range(NUM_LAUNCHES):
             tensor.add_(1)
-        microseconds.append((time.perf_counter() - begin) / OPERATORS * 1e6)
-    least = min(microseconds)
+        microseconds.append((time.perf_counter() - begin) / NUM_LAUNCHES * 1e6)
+    fastest = min(microseconds)
     return Finding(
         "host",
-        f"{least:.1f} us an operator: a model whose operators take less waits for the host",
-        f"more than {SLOW_HOST_US:.0f} us: other programs are at work, or the processor saves power; larger batches or "
-        "torch_compile=True hide it"
-        if least > SLOW_HOST_US
+        f"{fastest:.1f} us to launch an operator; models with shorter operators wait for the host",
+        f"the launch takes more than {SLOW_HOST_US:.0f} us: other programs are running, or the processor saves power; "
+        "larger batches or torch_compile=True hide the overhead"
+        if fastest > SLOW_HOST_US
         else None,
     )
 
 
-def _prices() -> Finding:
-    """Whether what is measured can be kept for `reuse_prices=True`."""
+def _profile_folder() -> Finding:
+    """Check that the folder of cached measurements, used with `reuse_prices=True`, can be written."""
     from adacc_hf.artifacts.files import PROFILES_VARIABLE
     from adacc_hf.price.profile_cache import ProfileCache
 
@@ -192,14 +200,15 @@ def _prices() -> Finding:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return Finding("prices", f"{folder} cannot be written ({error.strerror})", f"set {PROFILES_VARIABLE} to one")
-    return Finding("prices", str(folder))
+        advice = f"set {PROFILES_VARIABLE} to a writable folder"
+        return Finding("profiles", f"{folder} cannot be written ({error.strerror})", advice)
+    return Finding("profiles", str(folder))
 
 
-def _pictures() -> Finding:
+def _plotting() -> Finding:
     has_matplotlib = find_spec("matplotlib") is not None
     return Finding(
         "pictures",
-        "matplotlib" if has_matplotlib else "no matplotlib: `adacc report` cannot draw",
+        "matplotlib" if has_matplotlib else "no matplotlib: `adacc report` cannot draw pictures",
         None if has_matplotlib else "pip install 'adacc_hf[plot]'",
     )

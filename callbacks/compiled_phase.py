@@ -20,7 +20,11 @@ class Compiled(Phase):
     def __init__(self, run: RunState, checkpoint: str | Path | None) -> None:
         self._run = run
         begin = import_module(COMPILED_RUN).begin_compiled_run
-        self._compiled, run.history = begin(run.config, run.model, run.note, run.given, checkpoint)
+        self._compiled, run.history = begin(run.config, run.model, self._note, run.source, checkpoint)
+
+    def _note(self, step: int, event: str, **figures: Any) -> None:
+        """Append an event of the compiled run to the history."""
+        self._run.history.append({"step": step, "event": event, **figures})
 
     @property
     def policy(self) -> Any:
@@ -37,7 +41,7 @@ class Compiled(Phase):
         num_events = len(self._run.history)
         self._compiled.step_ends(step, self._run.model)
         if self._compiled.fell_back:
-            self._run.ran.ran(0.0, {UNCOMPILED: 1})
+            self._run.stats.add(0.0, {UNCOMPILED: 1})
             self._run.count_step(step)
         if len(self._run.history) > num_events:
             self._run.save_by(self._compiled.save)

@@ -230,7 +230,7 @@ def keep_figures(trainer: Trainer | None) -> Iterator[None]:
         yield
         return
     models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
-    before = ModelState([vars(trainer), type(trainer)], besides=models)
+    before = ModelState([vars(trainer), type(trainer)], excluded=models)
     vars(trainer)["log"] = _log_nothing
     try:
         yield

@@ -1,8 +1,8 @@
-"""Everything that measures: speed, memory, the error of gradients, the solver. Each module runs with `python -m`."""
+"""Measurements: speed, memory, gradient errors, the solver. Each module runs with `python -m`."""
 
 import os
 
-# How a GPU's memory is given out in measurements, unless the user says otherwise: methods are to be compared by what
-# they need, not by how their blocks happen to fall apart (`adacc_hf.torch_glue.memory.FRAGMENTS`), and a block of any
-# size is a multiple of 512 bytes then. Here, since torch looks for it once, and all that measures comes by.
+# Default of the GPU allocator in measurements. Methods are compared by the bytes they need, and expandable segments
+# avoid the randomness of fragmentation (`adacc_hf.torch_glue.memory.FRAGMENTATION_SHARE`): every block size is a
+# multiple of 512 bytes. Set here, because torch reads the variable once, and every measurement imports this package.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

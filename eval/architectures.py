@@ -1,14 +1,14 @@
-"""Every architecture, exactly: four promises checked on tiny random models, and the table of what was found.
+"""Check of every supported architecture: four promises, tested on tiny random models, and the published table.
 
     python -m adacc_hf.eval.architectures --output docs/SUPPORT.md
 
-1. Lossless: under RECOMPUTE-everything and random lossless policies, the loss and every gradient are bit for bit those
-   of plain training, on a batch that the profile has not seen.
-2. Compressed: a policy that only retains and compresses gives bit for bit the gradients of plain training inside a
-   plain pair of saved-tensor hooks that sends the same storages through the same codecs.
-3. Stored bytes: what forward leaves behind is what the policy predicted, byte for byte.
-4. Mixed: policies that compress and recompute are off by no more than codecs are: what replay makes of numbers that a
-   lossy codec stored is as near as these.
+1. Lossless: under RECOMPUTE-everything and random lossless policies, the loss and every gradient equal those of plain
+   training bit for bit, on a batch that the profile has not seen.
+2. Compressed: the reference is plain training inside plain saved-tensor hooks that send the same storages through the
+   same codecs. A policy that only retains and compresses gives the reference's gradients, bit for bit.
+3. Stored bytes: the bytes alive after forward equal the policy's prediction, to the byte.
+4. Mixed: a policy that compresses and recomputes has gradient errors of the codecs' own size. Replaying operators on
+   values that a lossy codec stored adds no larger error.
 """
 
 from __future__ import annotations
@@ -35,72 +35,80 @@ from adacc_hf.eval.zoo.architecture import Architecture, Batch
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.reports.run_record import markdown_table
-from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.solve.simple_policies import checkpoint_policy, random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=64)
+"""Settings for tiny models, whose activations are small: tensors of 16 floats and more are compressed."""
 LOSSLESS = ("retain", "recompute")
-"""Tiny models have tiny activations; the smallest that is worth a payload here has 16 floats."""
+"""The actions of lossless policies."""
 PROFILED, TRAINED = 0, (1, 2, 1)
-"""Seeds of the batch that is profiled, and of those that are trained on, step by step.
+"""Seeds of the profiled batch, and of the batches of the training steps.
 
-A block's first two calls are recorded, the third runs as all later ones do; the second batch has other values.
+The executor records a block's first two calls; the third call runs like all later ones. The second batch has other
+values.
 """
 
 MIXED_FACTOR, MIXED_EXCESS = 2.0, 0.1
-"""How far off the gradient may be under a mixed policy: so many times what it is with everything compressed, as other
-tensors are coded then, and so much of its norm more, since where little can be compressed that is next to nothing."""
+"""Bound on the relative gradient error of a mixed policy: MIXED_FACTOR times the error with everything compressed
+(because other tensors are coded then), plus MIXED_EXCESS (because that error is almost 0 if little can be
+compressed)."""
 
 Gradients = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found for one architecture."""
+    """Result of checking one architecture."""
 
     architecture: Architecture
     attention: str
     num_blocks: int
     num_kinds: int
-    lossless: bool
-    compressed: bool | None
-    """None where nothing was compressed, because no block can be replayed."""
-    stored: bool
-    mixed: bool | None
-    """None where nothing was compressed with loss."""
+    is_lossless_exact: bool
+    is_compressed_exact: bool | None
+    """True if the second promise holds. None if nothing was compressed, because no block can be replayed."""
+    is_stored_predicted: bool
+    is_mixed_close: bool | None
+    """True if the fourth promise holds. None if nothing was compressed with loss."""
     least_peak: float | None = None
-    """Peak of a step under the lossless policy that needs least, over that with torch's checkpoint around every block;
-    None where the model was refused."""
+    """Peak of a step under the lossless policy with the least peak, divided by the peak with torch's checkpoint
+    around every block. None if the model was refused."""
     calls: str = "-"
-    """What tells whether a call of a block runs what was recorded (`describe_calls`)."""
+    """Ways in which calls of the blocks are matched with the recorded ones (`describe_calls`)."""
     notes: tuple[str, ...] = ()
-    """Why blocks cannot be replayed, by how much stored bytes differ, or why the model was refused."""
+    """Reasons: blocks that cannot be replayed, differences in stored bytes, or the refusal of the model."""
 
     @property
     def is_green(self) -> bool:
-        return self.lossless and self.compressed is True and self.stored and self.mixed is True
+        return (
+            self.is_lossless_exact
+            and self.is_compressed_exact is True
+            and self.is_stored_predicted
+            and self.is_mixed_close is True
+        )
 
     def row(self) -> dict[str, str]:
-        """The architecture's line of the table."""
+        """Return the architecture's row of the table."""
         return {
             "architecture": self.architecture.name,
             "model": self.architecture.model_class,
             "attention": self.attention,
             "blocks": str(self.num_blocks),
             "kinds": str(self.num_kinds),
-            "lossless": _word(self.lossless),
-            "compressed": _word(self.compressed),
-            "stored bytes": _word(self.stored),
-            "mixed": _word(self.mixed),
+            "lossless": _word(self.is_lossless_exact),
+            "compressed": _word(self.is_compressed_exact),
+            "stored bytes": _word(self.is_stored_predicted),
+            "mixed": _word(self.is_mixed_close),
             "least peak": "-" if self.least_peak is None else f"{math.ceil(100 * self.least_peak) / 100:.2f}",
             "calls": self.calls,
             "notes": "; ".join([*self._settings(), *self.notes]),
         }
 
     def _settings(self) -> list[str]:
-        """What a user has to set."""
+        """Return the settings that a user needs for this architecture."""
         classes = self.architecture.block_classes
         return [] if classes is None else [f"AdaccConfig(block_classes={classes})"]
 
@@ -118,16 +126,16 @@ def check(architecture: Architecture) -> Verdict:
             attention=_attention(model),
             num_blocks=0,
             num_kinds=0,
-            lossless=False,
-            compressed=False,
-            stored=False,
-            mixed=False,
+            is_lossless_exact=False,
+            is_compressed_exact=False,
+            is_stored_predicted=False,
+            is_mixed_close=False,
             notes=(f"refused: {error}",),
         )
 
 
 def config_of(architecture: Architecture) -> AdaccConfig:
-    """What an architecture is profiled and trained with."""
+    """Return the configuration for profiling and training an architecture."""
     return replace(CONFIG, block_classes=architecture.block_classes)
 
 
@@ -144,7 +152,7 @@ def _verdict(
     lossy = random_policy(profile, 2, (Action.RETAIN, Action.COMPRESS))
     config = config_of(architecture)
     policies.append(least_policy(profile, replace(config, actions=LOSSLESS)))
-    *trials, by_checkpoint, lossy_trial = [
+    *trials, checkpoint_trial, lossy_trial = [
         _try(model, batches, policy, config) for policy in [*policies, checkpoint_policy(profile), lossy]
     ]
     skipped = {block.name for block in profile.blocks if profile.kind_of(block).untrusted}
@@ -155,10 +163,10 @@ def _verdict(
         attention=_attention(model),
         num_blocks=len(profile.blocks),
         num_kinds=len(profile.kinds),
-        lossless=all(same_bits(trial.steps, plain) for trial in [*trials, by_checkpoint]),
-        compressed=None if is_vacuous and skipped else same_bits(lossy_trial.steps, expected) > is_vacuous,
-        stored=all(trial.excess_bytes == 0 for trial in [*trials, lossy_trial]),
-        mixed=_is_mixed_well(model, batches, profile, config, plain),
+        is_lossless_exact=all(same_bits(trial.steps, plain) for trial in [*trials, checkpoint_trial]),
+        is_compressed_exact=None if is_vacuous and skipped else same_bits(lossy_trial.steps, expected) > is_vacuous,
+        is_stored_predicted=all(trial.excess_bytes == 0 for trial in [*trials, lossy_trial]),
+        is_mixed_close=_is_mixed_well(model, batches, profile, config, plain),
         least_peak=trials[-1].peak_bytes / _checkpointing_peak(model, batches, config),
         calls=describe_calls(profile),
         notes=(*_unreplayed(profile), *_notes([*trials, lossy_trial])),
@@ -169,7 +177,7 @@ def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: Adac
     """Return the peak of a step with torch's checkpoint around every block, in bytes."""
     installation = Installation(model, config.block_classes)
     for function in installation.blocks.values():
-        function.strategy = Checkpointed()
+        function.strategy = CheckpointStrategy()
     try:
         train(model, batches)
         measure_step(model, batches[0])
@@ -179,10 +187,10 @@ def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: Adac
 
 
 def describe_calls(profile: Profile) -> str:
-    """Return what tells whether calls run what was recorded, for all kinds of blocks, the commonest first.
+    """Return how calls of blocks are validated, for all kinds of blocks, the most frequent way first.
 
-    "traced" by Dynamo whole, so that guards tell; "witnessed", compared with the tape at each call; "not replayed", so
-    that blocks run plainly or under torch's checkpoint.
+    "traced": Dynamo traced the whole block, and its guards validate each call. "witnessed": each call is compared with
+    the tape. "not replayed": the blocks run plainly or under torch's checkpoint.
     """
     words: Counter[str] = Counter()
     for block in profile.blocks:
@@ -192,7 +200,7 @@ def describe_calls(profile: Profile) -> str:
 
 
 def _unreplayed(profile: Profile) -> Iterator[str]:
-    """Yield why blocks are not replayed, or witnessed, each reason once."""
+    """Yield the reasons why blocks are not replayed, or are witnessed. Each reason comes once."""
     reasons = ((kind.block_class, kind.untrusted or kind.untraced) for kind in profile.kinds)
     yield from dict.fromkeys(f"{name}: {reason}" for name, reason in reasons if reason)
 
@@ -206,14 +214,16 @@ def _is_mixed_well(
     for policy in policies:
         with apply_policy(model, policy, config):
             errors.append(error_of(train(model, batches), plain))
-    compressed, *mixed = errors
-    if compressed == 0:
+    compressed_error, *mixed_errors = errors
+    if compressed_error == 0:
         return None
-    return all(error <= MIXED_FACTOR * compressed + MIXED_EXCESS for error in mixed)  # no error is below nan
+    return all(
+        error <= MIXED_FACTOR * compressed_error + MIXED_EXCESS for error in mixed_errors
+    )  # False for an error of nan
 
 
 def error_of(steps: Sequence[Gradients], plain: Sequence[Gradients]) -> float:
-    """Norm of the difference of all gradients over that of the plain ones."""
+    """Return the relative L2 error of all gradients against plain training's."""
     pairs = [
         (changed[name].double(), gradient.double())
         for changed, step in zip(steps, plain, strict=True)
@@ -226,7 +236,7 @@ def error_of(steps: Sequence[Gradients], plain: Sequence[Gradients]) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """Training under one policy."""
+    """Training steps under one policy, and their memory."""
 
     steps: list[Gradients]
     stored_bytes: int
@@ -247,7 +257,8 @@ def _notes(trials: Sequence[Trial]) -> tuple[str, ...]:
 def _try(model: nn.Module, batches: Sequence[Batch], policy: Policy, config: AdaccConfig) -> Trial:
     with apply_policy(model, policy, config):
         steps = train(model, batches)
-        # Of what a model keeps on its modules the meter sees the next one come, but the last one go only if it saw it.
+        # A model may cache tensors on its modules. The meter counts a cached tensor's allocation, but its release only
+        # if the meter saw the allocation. So the second measurement counts.
         measure_step(model, batches[0])
         memory = measure_step(model, batches[0])
         excess_bytes = memory.stored_bytes - policy.predicted_stored_bytes
@@ -255,7 +266,10 @@ def _try(model: nn.Module, batches: Sequence[Batch], policy: Policy, config: Ada
 
 
 def train(model: nn.Module, batches: Sequence[Batch]) -> list[Gradients]:
-    """Per batch the loss and every gradient. No optimizer runs and buffers are put back: all runs start alike."""
+    """Return the loss and every gradient of each batch.
+
+    No optimizer runs, and buffers are restored, so that all runs start from the same state.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     steps = [_step(model, batch, seed) for seed, batch in enumerate(batches)]
     for buffer, before in buffers:
@@ -267,13 +281,13 @@ def _step(model: nn.Module, batch: Batch, seed: int) -> Gradients:
     torch.manual_seed(seed)
     loss = model(**batch).loss
     loss.backward()
-    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return {"loss": loss.detach(), **result}
+    return {"loss": loss.detach(), **gradients}
 
 
 def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:
-    """Whether all losses and gradients of all steps are equal bit for bit."""
+    """Return True if all losses and gradients of all steps are equal bit for bit."""
     return all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
         for a, b in zip(left, right, strict=True)
@@ -288,9 +302,9 @@ def train_through_codecs(
     config: AdaccConfig,
     skipped: set[str],
 ) -> list[Gradients]:
-    """Plain training whose saved tensors go through the codecs of `policy`, without the executor: the codec oracle.
+    """Train plainly, with saved tensors passed through the codecs of `policy`; the executor does not run.
 
-    The blocks in `skipped` train plainly.
+    This is the reference for compressed policies. The blocks in `skipped` train plainly.
     """
     installation = Installation(model, config.block_classes)
     installation.expect(block.name for block in profile.blocks)
@@ -304,7 +318,8 @@ def train_through_codecs(
 
 
 class ThroughCodecs:
-    """The strategy that keeps, for each slot whose storage a plan compresses, what the codec makes of it."""
+    """Strategy that saves, for each slot whose storage a plan compresses, the decoded payload in place of the
+    tensor."""
 
     def __init__(self, kind: KindProfile, choices: dict[int, Any]) -> None:
         self._slots = kind.slots
@@ -331,17 +346,17 @@ class ThroughCodecs:
             return fn(*args)
 
     def _round_trip(self, value: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole storage of `tensor`, in the order of memory, after encoding and decoding."""
+        """Encode and decode the whole storage of `tensor`, in the order of memory."""
         record, codec = self._values[value], self._codecs[value]
         dtype = getattr(torch, record.dtype)
-        # Contiguous without strides, which torch does not declare.
+        # torch makes the tensor contiguous if no strides are passed; its stubs do not declare this overload.
         dense = torch.empty(0, dtype=dtype)
         dense.set_(tensor.untyped_storage(), 0, record.encoded_shape)  # type: ignore[call-overload]
         return codec.decode(codec.encode(dense))
 
 
 def _on_storage(decoded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The storage of `decoded`, viewed as `like` views its own."""
+    """Return a view on the storage of `decoded`, with the offset, shape and strides of `like`."""
     empty = torch.empty(0, dtype=like.dtype)
     return empty.set_(decoded.untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
@@ -363,7 +378,7 @@ def support_table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         families.setdefault(verdict.architecture.family, []).append(verdict)
     green = [verdict for verdict in verdicts if verdict.is_green]
-    head = (
+    summary = (
         f"{len(green)} of {len(verdicts)} architectures keep all four promises, checked with torch {torch.__version__} "
         f"and Transformers {transformers.__version__}. In {sum('not replayed' in verdict.calls for verdict in green)} "
         f"of them some of the blocks cannot be replayed (see notes).\n"
@@ -372,21 +387,21 @@ def support_table(verdicts: Sequence[Verdict]) -> str:
         f"## {family[0].upper()}{family[1:]}\n\n{markdown_table([verdict.row() for verdict in group])}\n"
         for family, group in families.items()
     ]
-    return "\n".join([head, *parts])
+    return "\n".join([summary, *parts])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Check every architecture and write the table of what is supported.")
-    parser.add_argument("names", nargs="*", help="architectures to check; all if none is named")
-    parser.add_argument("--output", type=Path, help="the page to write the tables into; needs all architectures")
+    parser = argparse.ArgumentParser(description="Check every architecture and write the support table.")
+    parser.add_argument("names", nargs="*", help="architectures to check (default: all)")
+    parser.add_argument("--output", type=Path, help="page to write the tables into; requires all architectures")
     arguments = parser.parse_args(argv)
     table = architectures()
     unknown = [name for name in arguments.names if name not in table]
     if unknown:
-        parser.error(f"unknown architecture {unknown[0]!r}; known: {', '.join(table)}")
+        parser.error(f"unknown architecture {unknown[0]!r}; choose from: {', '.join(table)}")
     if arguments.names and arguments.output:
-        parser.error("--output takes the whole table: name no architectures")
-    torch.set_num_threads(1)  # sums of floats are made in one order
+        parser.error("--output needs the whole table: leave out the names of architectures")
+    torch.set_num_threads(1)  # floats are summed in a fixed order
     transformers.logging.set_verbosity_error()
     verdicts = []
     for name in arguments.names or table:

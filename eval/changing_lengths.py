@@ -1,4 +1,4 @@
-"""Methods that train on batches of ever new sizes, timed in turn, each beside a copy of itself at one fixed size."""
+"""Step times of methods on batches of changing sizes, measured in turns, next to copies trained at one fixed size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import InfeasibleBudgetError, Policy, Profile, profile_model, solve_policy
-from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     GATE_STEPS,
@@ -26,29 +26,30 @@ from adacc_hf.eval.trials.contenders import (
 from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size, middle
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.reports.run_record import Settings, Spread
-from adacc_hf.tape.tape_cache import library_of_profiles
+from adacc_hf.tape.tape_cache import profiled_tapes
 
 PART, PAUSE = 9, 3
-"""The first of every nine new sizes comes again after the third, the sixth and the ninth of them: close enough for the
-machine to be the same, and with others in between, as a size that came by chance would have."""
+"""Revisits: the first of every nine new sizes is trained again after the third, sixth and ninth of them. The
+revisits are close enough for the machine's speed to be the same. Other sizes come in between, as with a size that
+recurs by chance."""
 
 FIXED_STEPS = 4
-"""Steps of the copies at the fixed size in every turn of PART new sizes."""
+"""Steps of the fixed-size copies in every turn of PART new sizes."""
 
 LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A step at a size: the first one there, or a later one."""
+    """A training step at a size, either the first one at this size or a later one."""
 
     place: int
-    """In the order of the new sizes."""
+    """Index into the new sizes."""
     is_first: bool
 
 
 def visits(num_sizes: int) -> Iterator[Visit]:
-    """The steps of a run: all sizes in their order, and the first of every PART again in between."""
+    """Yield the steps of a run: all sizes in order, and in between the revisits of the first size of every PART."""
     for place in range(num_sizes):
         yield Visit(place, is_first=True)
         within = place % PART + 1
@@ -57,24 +58,25 @@ def visits(num_sizes: int) -> Iterator[Visit]:
 
 
 class Trainee(Contender):
-    """A contender that trains: its batches change, and so do its weights."""
+    """Contender that trains: its batches change, and its weights are updated."""
 
     def __init__(self, name: str, model: PreTrainedModel, batch: Batch, policy: Policy | None = None) -> None:
         super().__init__(name, model, batch, policy)
-        if policy is not None:  # on a copy, which knows nothing yet of what the profile has recorded
-            self.handle.library.take(library_of_profiles(model))
+        if policy is not None:  # a copy's handle starts without the tapes that profiling recorded
+            self.handle.tape_cache.take(profiled_tapes(model))
         self.losses: list[float] = []
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self._loss = torch.empty(())
 
     def step(self) -> None:
-        """One forward and backward, which leave their loss and gradients here."""
+        """Run one forward and backward; keep the loss, and leave the gradients on the parameters."""
         loss = self.model(**self.batch).loss
         loss.backward()
         self._loss = loss.detach()
 
     def train(self, batch: Batch, seed: int, clock: str) -> float:
-        """Milliseconds of one forward and backward. The optimizer, equal for all methods, runs after it."""
+        """Return the milliseconds of one forward and backward. The optimizer, equal for all methods, runs
+        afterwards."""
         self.batch = batch
         torch.manual_seed(seed)
         ms = step_ms(self, clock)
@@ -89,18 +91,18 @@ class Times:
     """Milliseconds of one method's steps."""
 
     first: list[float] = field(default_factory=list)
-    """At each new size."""
+    """The first step at each new size."""
     later: dict[int, list[float]] = field(default_factory=dict)
-    """Again at the size of that place."""
+    """Later steps, by the index of their size."""
     fixed: list[float] = field(default_factory=list)
-    """At the fixed size, FIXED_STEPS in each turn."""
+    """Steps at the fixed size, FIXED_STEPS in each turn."""
 
     def first_of_later(self) -> list[float]:
-        """For each size that came again, its first step over the median of the later ones."""
+        """Return the first step over the median of the later ones, for each size with later steps."""
         return [self.first[place] / statistics.median(ms) for place, ms in self.later.items()]
 
     def of(self, other: Times) -> Times:
-        """The times as parts of those of `other` on the same batches, without unit."""
+        """Return the ratios of these times to those of `other` on the same batches."""
         return Times(
             first=_ratios(self.first, other.first),
             later={place: _ratios(ms, other.later[place]) for place, ms in self.later.items()},
@@ -111,10 +113,10 @@ class Times:
 def measure_case(
     case: LengthCase, scale: Scale, budgets: Sequence[float], clock: str, settings: Settings
 ) -> dict[str, Any]:
-    """The figures of every method of one case.
+    """Measure every method of one case.
 
-    Raises RedGateError on wrong gradients at the fixed size, and if what is to be bit-equal has not trained to the
-    losses of plain training.
+    Raise WrongResultError on wrong gradients at the fixed size, and if a method whose gradients must be bit-equal did
+    not train to the losses of plain training.
     """
     sizes = case.draw(scale, settings.seed)
     fixed = middle(sizes)
@@ -125,20 +127,20 @@ def measure_case(
     reasons = Counter(
         f"{kind.block_class}: {kind.untrusted}" for kind in map(profile.kind_of, profile.blocks) if kind.untrusted
     )
-    changing = [Trainee(name, model, example, policy) for name, policy in policies.items()]
-    still = [Trainee(name, model, example, policy) for name, policy in policies.items()]
-    errors = check_gradients(changing)
-    check_gradients(still)
-    stored_bytes = {trainee.name: trainee.memory().stored_bytes for trainee in still}
+    changing_size_trainees = [Trainee(name, model, example, policy) for name, policy in policies.items()]
+    fixed_size_trainees = [Trainee(name, model, example, policy) for name, policy in policies.items()]
+    errors = check_gradients(changing_size_trainees)
+    check_gradients(fixed_size_trainees)
+    stored_bytes = {trainee.name: trainee.memory().stored_bytes for trainee in fixed_size_trainees}
 
     def batch_of(size: Size, seed: int) -> Batch:
         return case.make_batch(scale, size, settings.device, seed)
 
-    times = train_in_turn(changing, still, sizes, fixed, batch_of, clock)
-    drifts = check_losses(changing)
-    check_losses(still)
+    times = train_in_turn(changing_size_trainees, fixed_size_trainees, sizes, fixed, batch_of, clock)
+    drifts = check_losses(changing_size_trainees)
+    check_losses(fixed_size_trainees)
     figures = figures_of(times)
-    for trainee in changing:
+    for trainee in changing_size_trainees:
         name = trainee.name
         figures[name] |= {
             "stored_of_plain": stored_bytes[name] / stored_bytes[PLAIN],
@@ -152,7 +154,7 @@ def measure_case(
 
 
 def policies_of(profile: Profile, budgets: Sequence[float]) -> tuple[dict[str, Policy | None], dict[str, str]]:
-    """The methods by name, with the policy of those that have one, and the budgets that nothing fits."""
+    """Return the methods by name, with their policy if they have one, and the reasons of infeasible budgets."""
     policies: dict[str, Policy | None] = {PLAIN: None, CHECKPOINTING: None}
     skipped = {}
     for budget in budgets:
@@ -173,11 +175,11 @@ def train_in_turn(
     batch_of: Callable[[Size, int], Batch],
     clock: str,
 ) -> dict[str, Times]:
-    """The times of all methods, on the same batches.
+    """Return the times of all methods, on the same batches.
 
-    All take a turn of PART new sizes before the next ones come, so that a busy machine slows all alike; who goes first
-    changes. Within a turn a method trains on as it would alone: its first step, for which others have left the
-    machine's caches full of their own, is at the fixed size and not timed.
+    All methods train a turn of PART new sizes before the next turn begins, so that a busy machine slows all of them
+    alike; the order of the methods rotates. Within a turn a method runs as in a training of its own: the caches are
+    full of other methods' data at first, so the turn opens with an untimed step at the fixed size.
     """
     times = {trainee.name: Times() for trainee in changing}
     orders = deque(changing), deque(still)
@@ -185,11 +187,11 @@ def train_in_turn(
     seed = 0
     for turn in tqdm(turns, desc="training", unit="turn", leave=False):
         for trainee in orders[0]:
-            found = times[trainee.name]
+            own_times = times[trainee.name]
             trainee.train(batch_of(fixed, seed), seed, clock)
             for own_seed, visit in enumerate(turn, seed + 1):
                 ms = trainee.train(batch_of(sizes[visit.place], own_seed), own_seed, clock)
-                (found.first if visit.is_first else found.later.setdefault(visit.place, [])).append(ms)
+                (own_times.first if visit.is_first else own_times.later.setdefault(visit.place, [])).append(ms)
         for trainee in orders[1]:
             _, *timed = (
                 trainee.train(batch_of(fixed, seed + step), seed + step, clock) for step in range(1 + FIXED_STEPS)
@@ -202,46 +204,47 @@ def train_in_turn(
 
 
 def check_losses(trainees: Sequence[Trainee]) -> dict[str, float]:
-    """The largest relative difference of each method's losses from those of the first, over all steps.
+    """Return each method's largest relative difference of losses from those of the first method, over all steps.
 
-    Raises RedGateError on a CPU if that of a method that is to be bit-equal is not 0. A GPU adds in no fixed order, and
-    training makes much of the least difference.
+    On a CPU, raise WrongResultError if the losses of a bit-equal method differ. A GPU adds floats in no fixed order,
+    and training amplifies the smallest difference, so losses are not checked there.
     """
     expected, drifts = trainees[0].losses, {}
     for trainee in trainees:
         pairs = zip(trainee.losses, expected, strict=True)
-        drift = max(abs(found / other - 1.0) for found, other in pairs)
+        drift = max(abs(loss / other - 1.0) for loss, other in pairs)
         if drift and trainee.is_lossless and not trainee.other_sums and trainee.device.type == "cpu":
-            raise RedGateError(
-                f"{trainee.name}: the losses of {len(expected)} steps differ from those of {trainees[0].name}, by up "
-                f"to {drift:.3g} of them"
+            raise WrongResultError(
+                f"{trainee.name}: the losses of {len(expected)} steps differ from the losses of {trainees[0].name}, "
+                f"by a factor of up to 1 + {drift:.3g}, but must be equal bit for bit"
             )
         drifts[trainee.name] = drift
     return drifts
 
 
 def figures_of(times: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
-    """Per method its step time at new sizes, and what that is of plain's, of checkpointing's, and of its own elsewhere.
+    """Return each method's step time at new sizes, and its ratios to other methods and to its own other steps.
 
-    Ratios are of medians; beside them stand the spreads of the ratios of single steps, in which both met the same batch
-    and machine. No two steps at a new size and at the fixed one, or at a size for the first time and later, have the
-    same batch: "beside_plain" is by how much more a method's times differ there than plain training's do.
+    Ratios are of medians. The spreads of ratios of single steps are given as well, for which both methods had the same
+    batch and machine. Steps at new sizes and at the fixed size, or first and later steps at one size, have different
+    batches. For these, "beside_plain" divides a method's ratio by the same ratio of plain training.
     """
     figures: dict[str, dict[str, Any]] = {}
     for name, own in times.items():
-        beside = own.of(times[PLAIN])
+        ratios_to_plain = own.of(times[PLAIN])
         spread, fixed = Spread.of(own.first), Spread.of(own.fixed)
         figures[name] = {
             "steps_ms": own.first,
             "step_ms": spread,
             "fixed_step_ms": fixed,
             "of_fixed": spread.median / fixed.median,
-            "of_fixed_beside_plain": statistics.median(beside.first) / statistics.median(beside.fixed),
+            "of_fixed_beside_plain": statistics.median(ratios_to_plain.first)
+            / statistics.median(ratios_to_plain.fixed),
             "of_fixed_beside_plain_by_turn": Spread.of(
-                _ratios(_by_turn(beside.first, PART), _by_turn(beside.fixed, FIXED_STEPS))
+                _ratios(_by_turn(ratios_to_plain.first, PART), _by_turn(ratios_to_plain.fixed, FIXED_STEPS))
             ),
             "first_of_later": Spread.of(own.first_of_later()),
-            "first_of_later_beside_plain": Spread.of(beside.first_of_later()),
+            "first_of_later_beside_plain": Spread.of(ratios_to_plain.first_of_later()),
             "mean_of_plain": statistics.mean(own.first) / statistics.mean(times[PLAIN].first),
         }
         for base, label in ((PLAIN, "plain"), (CHECKPOINTING, "checkpointing")):
@@ -251,7 +254,7 @@ def figures_of(times: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
 
 
 def _by_turn(ratios: Sequence[float], size: int) -> list[float]:
-    """The median of every turn's `size` ratios, of which the last may have fewer."""
+    """Return the median of each turn of `size` ratios; the last turn may have fewer."""
     return [statistics.median(ratios[start : start + size]) for start in range(0, len(ratios), size)]
 
 

@@ -1,10 +1,10 @@
-"""Accuracy on cloze passages of one's own text: LAMBADA's question where LAMBADA cannot be downloaded.
+"""Accuracy on cloze passages of your own text: LAMBADA's question if LAMBADA cannot be downloaded.
 
     adacc eval cloze --model runs/demo-none
     adacc eval cloze --model FOLDER --passages cloze.jsonl
 
-recipes/gpt2_pile.py leaves cloze.jsonl in the run folder when --cloze_passages asks for it, made of documents that it
-holds out; recipes/cloze_passages.py makes it of any text. A passage counts if its last word is what the model predicts
+recipes/gpt2_pile.py with --cloze_passages saves cloze.jsonl in the run folder, from held-out documents;
+recipes/cloze_passages.py creates it from any text. A passage counts as correct if the model predicts its last word
 greedily, token by token, by lm-eval's definition of LAMBADA.
 """
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="adacc eval cloze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
-    parser.add_argument("--passages", type=Path, help=f"passages to ask (default: {CLOZE_FILE} in --model)")
+    parser.add_argument("--passages", type=Path, help=f"file of passages (default: {CLOZE_FILE} in --model)")
     add_scoring(parser, "cloze")
     arguments = parser.parse_args(argv)
     path = arguments.passages or Path(arguments.model, CLOZE_FILE)

@@ -1,9 +1,9 @@
-"""How fast the codecs are, as bytes moved per second beside a copy of the same tensor in the same run.
+"""Speed of the codecs, as bytes moved per second, compared with a copy of the same tensor in the same run.
 
-Encoding must read the tensor and write the payload, decoding the reverse; a copy reads and writes the tensor. Caches
-are flushed before every sample, by reading: dirty lines would be written back while it runs. Beside the codecs stand
-what else one could use: the plain torch reference, torch.compile of it (--compile), and bitsandbytes where it is
-installed.
+Encoding reads the tensor and writes the payload, decoding does the reverse; a copy reads and writes the tensor. Before
+every sample the caches are flushed by reading, because dirty lines would be written back during the measurement. The
+alternatives are timed as well: the plain torch reference, torch.compile of the reference (--compile), and bitsandbytes
+if it is installed.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ import torch
 from torch import Tensor
 
 from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.records import RedGateError, positive_int
+from adacc_hf.eval.records.records import WrongResultError, positive_int
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
-from adacc_hf.price.timing import flush_by_reading, on_cuda
+from adacc_hf.price.timing import flush_by_reading, time_on_cuda
 from adacc_hf.reports.run_record import Settings, Spread, markdown_table
 from adacc_hf.torch_glue.tensors import relative_error
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# More than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.
+# Larger than any last-level cache so far: 256 MiB on a GPU, 64 MiB on a CPU.
 FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
 WARM_UPS = 2
 GOALS = {"H100": 0.85, "H200": 0.7}
-"""The part of a copy's speed that encoding and decoding are to reach, by what a card's name contains. An H200 issues no
-more instructions than an H100 and moves 1.4 times the bytes: its copy leaves fewer instructions for each."""
+"""Fraction of a copy's speed that encoding and decoding should reach, by a part of the card's name. An H200 issues
+as many instructions as an H100 and moves 1.4 times the bytes: a copy leaves fewer instructions per byte there."""
 LONGEST_ATTENTION = 512
-"""Tokens of a sequence whose softmax and mask are encoded: they grow with its square."""
-# A codec off by more is broken, not lossy: per-token INT4 is off by 0.35 on such outliers, nonsense by 1 and more.
+"""Sequence length of the encoded softmax and mask, whose sizes grow with its square."""
+# A codec with a larger relative error is broken, not lossy: per-token INT4 has an error of 0.35 on these outliers, and
+# a wrong result has 1 or more.
 GATE_ERROR = 0.5
 
 
@@ -61,7 +62,7 @@ BLOCKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement. Times are medians in milliseconds, with the 20th and 80th percentile in the record."""
+    """One measurement. Times are in milliseconds: medians, and the 20th and 80th percentiles."""
 
     what: str
     shape: tuple[int, ...]
@@ -72,11 +73,11 @@ class Row:
     encode_ms: Spread
     decode_ms: Spread
     round_trip_error: float
-    """Relative L2 error of what comes back."""
+    """Relative L2 error after encoding and decoding."""
 
     @classmethod
     def from_point(cls, point: dict[str, Any]) -> Row:
-        """The row that a record holds."""
+        """Return the row of a record's point."""
         spreads = {name: Spread(**point[name]) for name in ("copy_ms", "encode_ms", "decode_ms")}
         figures = {name: value for name, value in point.items() if name != "status"}
         return cls(**{**figures, **spreads, "shape": tuple(point["shape"])})
@@ -87,17 +88,17 @@ class Row:
     def copy_gigabytes_per_s(self) -> float:
         return 2 * self.tensor_bytes / self.copy_ms.median / 1e6
 
-    def of_copy(self, spread: Spread) -> float:
-        """The speed of encoding or decoding over that of a copy."""
+    def speed_over_copy(self, spread: Spread) -> float:
+        """Return the speed of encoding or decoding divided by the speed of a copy."""
         return self.gigabytes_per_s(spread) / self.copy_gigabytes_per_s()
 
-    def missed(self, goal: float) -> list[str]:
-        """What of it is slower than that part of a copy."""
-        speeds = {"encode": self.of_copy(self.encode_ms), "decode": self.of_copy(self.decode_ms)}
+    def missed_goals(self, goal: float) -> list[str]:
+        """Describe each of encoding and decoding that is slower than the fraction `goal` of a copy."""
+        speeds = {"encode": self.speed_over_copy(self.encode_ms), "decode": self.speed_over_copy(self.decode_ms)}
         return [f"{self.what} {name} ({speed:.0%})" for name, speed in speeds.items() if speed < goal]
 
     def cells(self) -> dict[str, str]:
-        """One line of the table."""
+        """Return the row's cells by column."""
         cells = {
             "codec": self.what,
             "shape": " x ".join(map(str, self.shape)),
@@ -109,14 +110,14 @@ class Row:
         }
         for name, spread in (("encode", self.encode_ms), ("decode", self.decode_ms)):
             cells[f"{name} GB/s"] = f"{self.gigabytes_per_s(spread):.1f}"
-            cells[f"{name} / copy GB/s"] = f"{self.of_copy(spread):.0%}"
+            cells[f"{name} / copy GB/s"] = f"{self.speed_over_copy(spread):.0%}"
             cells[f"{name} time / copy"] = f"{spread.median / self.copy_ms.median:.2f}"
         return cells
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that compresses: its name, and functions from tensor to tensors and back."""
+    """A way to compress: its name, and functions from tensor to payload and back."""
 
     name: str
     encode: Callable[[Tensor], Any]
@@ -125,11 +126,11 @@ class Contender:
 
 
 def add_tensors(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the tensors that are encoded."""
+    """Add the options of the encoded tensors."""
     parser.add_argument("--model", choices=sorted(BLOCKS), nargs="+", default=["gpt2-117m"], help="block sizes")
     parser.add_argument("--tokens", type=positive_int, default=2048, help="tokens of a micro-batch")
     parser.add_argument("--dtype", choices=sorted(DTYPES), nargs="+", default=["float32"])
-    parser.add_argument("--samples", type=positive_int, default=20, help="measurements of each time")
+    parser.add_argument("--samples", type=positive_int, default=20, help="samples of each time")
     parser.add_argument("--compile", action="store_true", help="also torch.compile of the reference: takes a minute")
 
 
@@ -140,7 +141,7 @@ def tensors_info(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(ledger: Ledger) -> None:
-    """Leave a point for every codec, and for its rivals, on the activation of each block that it is made for."""
+    """Measure every codec and its rivals, on the activations of each block that the codec is made for."""
     info = ledger.run_info
     for model in info["model"]:
         for dtype in info["dtype"]:
@@ -156,12 +157,12 @@ def _point(contender: Contender, tensor: Tensor, samples: int) -> dict[str, Any]
 
 
 def failures(ledger: Ledger) -> dict[str, str]:
-    """Why codecs were not timed, by the key of their point."""
+    """Return the reasons why codecs were not timed, by the key of their point."""
     return {key: point["reason"] for key, point in ledger.points.items() if "reason" in point}
 
 
 def report_text(ledger: Ledger) -> str:
-    """One line per codec and tensor, as Markdown."""
+    """Return one line per codec and tensor, as Markdown."""
     failed = failures(ledger)
     points = {key: point for key, point in ledger.points.items() if key.startswith("bandwidth, ")}
     rows = [Row.from_point(point) for key, point in points.items() if key not in failed]
@@ -175,18 +176,18 @@ def report_text(ledger: Ledger) -> str:
 
 
 def _goal_text(rows: Sequence[Row], card: str) -> list[str]:
-    """What of our codecs misses the card's goal; nothing for a card that has none."""
+    """Return a line that lists the codecs below the card's goal, or no line if the card has no goal."""
     goal = next((goal for name, goal in GOALS.items() if name in card), None)
     if goal is None:
         return []
-    missed = [text for row in rows if row.what.split()[0] in list_codecs() for text in row.missed(goal)]
+    missed = [text for row in rows if row.what.split()[0] in list_codecs() for text in row.missed_goals(goal)]
     return [f"Goal on {card}: {goal:.0%} of a copy. Missed by: {', '.join(missed) or 'none'}."]
 
 
 def contenders(
     block: Block, dtype: torch.dtype, tokens: int, with_compile: bool, settings: Settings
 ) -> Iterator[tuple[Contender, Tensor]]:
-    """Every codec with an activation of the block that it is made for, and its rivals."""
+    """Yield every codec and its rivals, each with an activation of the block that the codec is made for."""
     device = torch.device(settings.device)
     generator = torch.Generator(device).manual_seed(settings.seed)
     normal = partial(torch.randn, generator=generator, device=device)
@@ -194,7 +195,7 @@ def contenders(
     inner[:, :: block.inner // 8] *= 50  # eight outlier channels
     inner = inner.to(dtype)
     qkv = normal(tokens, 3 * block.width).to(dtype)
-    # Attention of the whole micro-batch, as a layer saves it: of one sequence it may fit into a cache.
+    # Attention of the whole micro-batch, as a layer saves it: one sequence's may fit into a cache.
     sequence = min(tokens, LONGEST_ATTENTION)
     scores = normal(tokens // sequence, block.heads, sequence, sequence)
     softmax = scores.softmax(-1).to(dtype)
@@ -218,11 +219,14 @@ def contenders(
 
 
 def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
-    """One row. Raises RedGateError if what comes back is not close to what went in."""
+    """Time one contender. Raise WrongResultError if its round trip does not reproduce the tensor closely."""
     payload = contender.encode(tensor)
     error = float(relative_error([tensor], [contender.decode(payload)]))
     if not error < GATE_ERROR:
-        raise RedGateError(f"{contender.name} is off by {error:.3f} of the tensor's norm: not timed")
+        raise WrongResultError(
+            f"{contender.name}: not timed, since the round trip has a relative error of {error:.3f}, above the limit "
+            f"of {GATE_ERROR:g}"
+        )
     target = torch.empty_like(tensor)
     device = tensor.device.type
     return Row(
@@ -240,10 +244,10 @@ def time_contender(contender: Contender, tensor: Tensor, samples: int) -> Row:
 
 @torch.no_grad()
 def sample_ms(run: Callable[[], object], device: str, samples: int) -> list[float]:
-    """Times of `run`, each with cold caches."""
+    """Return `samples` times of `run` in milliseconds, each with cold caches."""
     flush = flush_by_reading(FLUSH_BYTES[device], torch.device(device))
     if device == "cuda":
-        timings = on_cuda(run, torch.device(device), WARM_UPS + samples, before=flush)
+        timings = time_on_cuda(run, torch.device(device), WARM_UPS + samples, prepare=flush)
         return [timing.device_ms for timing in timings[WARM_UPS:]]
     times = []
     for index in range(-WARM_UPS, samples):
@@ -261,13 +265,15 @@ def _cpu_ms(run: Callable[[], object]) -> float:
 
 
 def _codec(codec: Codec) -> Contender:
-    changed = {name: value for name, value in codec.options.items() if value != get_codec(codec.name).options[name]}
-    suffix = "".join(f" {name}={value}" for name, value in changed.items())
+    non_defaults = {
+        name: value for name, value in codec.options.items() if value != get_codec(codec.name).options[name]
+    }
+    suffix = "".join(f" {name}={value}" for name, value in non_defaults.items())
     return Contender(codec.name + suffix, codec.encode, codec.decode, lambda payload: payload.nbytes)
 
 
 def rivals(tensor: Tensor, with_compile: bool) -> Iterator[Contender]:
-    """What a user would pick instead of outlier_int4."""
+    """Yield the alternatives to outlier_int4 that a user has."""
     (rows, columns), dtype, factor = tensor.shape, tensor.dtype, -1 / 8
 
     def encode(x: Tensor) -> tuple[Tensor, ...]:
@@ -288,14 +294,14 @@ def rivals(tensor: Tensor, with_compile: bool) -> Iterator[Contender]:
 
 
 def _bitsandbytes(tensor: Tensor) -> Iterator[Contender]:
-    """What of bitsandbytes can compress `tensor`; of the rest it says why not.
+    """Yield the compressors of bitsandbytes that work on `tensor`; print the reason for each of the others.
 
-    A release may have no kernels for this GPU, or for CPUs, or not find the library that has them.
+    A release may lack kernels for this GPU or for CPUs, or may not find its compiled library.
     """
     try:
         from bitsandbytes import functional
     except Exception as error:
-        _say_left_out("bitsandbytes", error)
+        _print_left_out("bitsandbytes", error)
         return
 
     def nbytes(pair: tuple[Tensor, Any]) -> int:
@@ -318,10 +324,10 @@ def _bitsandbytes(tensor: Tensor) -> Iterator[Contender]:
         try:
             rival.decode(rival.encode(tensor))
         except Exception as error:
-            _say_left_out(rival.name, error)
+            _print_left_out(rival.name, error)
         else:
             yield rival
 
 
-def _say_left_out(name: str, error: Exception) -> None:
-    print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+def _print_left_out(name: str, error: Exception) -> None:
+    print(f"{name} is left out of the comparison: {type(error).__name__}: {error}", file=sys.stderr)

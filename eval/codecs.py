@@ -1,4 +1,4 @@
-"""What codecs lose and what they cost: gradient error, round-trip error and bandwidth, in one record.
+"""Losses and costs of codecs: gradient error, round-trip error and bandwidth, in one record.
 
 adacc eval codecs
 adacc eval codecs --only bandwidth --device cuda --model llama-7b --dtype bfloat16 --tokens 8192 --compile
@@ -19,9 +19,9 @@ BANDWIDTH, GRADIENT = "bandwidth", "gradient"
 
 
 def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.WORKLOAD) -> int:
-    """Measure both halves, print the tables, save them and the record. Returns 1 if a codec could not be timed."""
+    """Measure both halves, print the tables, save tables and record. Return 1 if a codec could not be timed."""
     parser = runner_parser("codecs", __doc__)
-    parser.add_argument("--only", choices=(BANDWIDTH, GRADIENT), help="one half of it")
+    parser.add_argument("--only", choices=(BANDWIDTH, GRADIENT), help="measure only this half")
     gradient_error.add_probing(parser)
     codec_bandwidth.add_tensors(parser)
     arguments, settings = parse(parser, argv)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = gradient_error.
 
 
 def report_text(ledger: Ledger) -> str:
-    """The reports of the halves that there are, as Markdown."""
+    """Return the reports of the measured halves, as Markdown."""
     halves = {"batches": gradient_error.report_text, "samples": codec_bandwidth.report_text}
     return "\n".join(report(ledger) for name, report in halves.items() if name in ledger.run_info)
 

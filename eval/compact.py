@@ -1,11 +1,11 @@
-"""CompAct's memory and time of a step, beside AdamW, GaLore and Adacc, and beside the peaks of its paper.
+"""Memory and step time of CompAct, compared with AdamW, GaLore and Adacc, and with the peaks of CompAct's paper.
 
     adacc eval compact
 
 Memory is counted in live bytes over whole steps, optimizer included, on the LLaMA shapes of GaLore's and CompAct's
-papers; blocks are left out where a CPU cannot hold them. Of the whole models `adacc plan` tells the peaks at the
-paper's setting. Adacc, with AdamW, has the peak of CompAct at a quarter of the inputs for a budget. Steps are timed in
-turn. GaLore comes with `pip install 'adacc-hf[peers]'`; without it its rows say so.
+papers. If a CPU cannot hold all blocks, fewer are used. The peaks of the whole models at the paper's setting are
+predicted by `adacc plan`. Adacc runs with AdamW; its budget is the peak of CompAct at a quarter of the inputs. Steps
+are timed in turn. GaLore comes with `pip install 'adacc-hf[peers]'`; if it is missing, its rows give this reason.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SHAPES = {
     "1B": LlamaShape(width=2048, inner=5461, layers=24, heads=32),
 }
 CUTS = {"60M": (8, 2), "130M": (4, 2), "350M": (2, 1), "1B": (1, 1)}
-"""Blocks and sequences of a measured step: what one thread of a CPU takes seconds for."""
+"""Blocks and sequences of a measured step, small enough for one CPU thread to take seconds."""
 MEASURED = ("plain", "galore", "galore_layerwise", "compact_2", "compact_4", "compact_8", ADACC, "compact_4_adacc")
 PLANNED = ("plain", "compact_2", "compact_4", "compact_8")
 PEER = "compact_4"
-"""The method whose peak is Adacc's budget."""
+"""Method whose peak is Adacc's budget."""
 TITLES = {**{name: METHODS[name].title for name in METHODS}, ADACC: "AdamW with Adacc, at the peak of CompAct n/4"}
 
 PAPER_GIB: dict[str, dict[str, float]] = {
@@ -48,18 +48,20 @@ PAPER_GIB: dict[str, dict[str, float]] = {
     "350M": {"plain": 39.97, "compact_2": 37.94, "compact_4": 34.71, "compact_8": 33.03},
     "1B": {"compact_2": 72.82, "compact_4": 65.57, "compact_8": 61.88},
 }
-"""Peaks of pretraining as the paper has them; AdamW's at 1B is said to be above 81."""
+"""Peaks of pretraining in GiB, from the paper. AdamW's at 1B is given as above 81."""
 PAPER_BATCH = 64
-"""Sequences of 256 tokens. The text of the paper names no batch for its peaks; 64 is that of the authors' script for
+"""Sequences of 256 tokens. The paper's text gives no batch for its peaks; 64 is the value in the authors' script for
 1B."""
 TIMED = ("plain", "galore", "compact_2", "compact_4", "compact_8", "compact_4_adacc")
 TIMED_SHAPE = LlamaShape(width=256, inner=688, layers=6, heads=4, vocabulary=512, batch=4, tokens=256)
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
-    """Measure, print the tables, save record, tables and plot. Returns 1 if something failed."""
+    """Measure, print the tables, save record, tables and plot. Return 1 if a measurement failed."""
     parser = runner_parser("compact", __doc__)
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="which LLaMA shapes")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="LLaMA shapes (default: all)"
+    )
     parser.add_argument("--rounds", type=positive_int, default=9, help="timed rounds")
     arguments, settings = parse(parser, argv, clock=True)
     run_info = {
@@ -95,7 +97,7 @@ def shape_order(ledger: Ledger, name: str) -> dict[str, Any]:
 
 
 def report_text(ledger: Ledger) -> str:
-    """Three tables as Markdown: memory, plans beside the paper's peaks, and times."""
+    """Return three tables as Markdown: memory, predictions next to the paper's peaks, and times."""
     info = ledger.run_info
     shapes = {name: ledger.points[name] for name in info["shapes"] if "memory" in ledger.points[name]}
     cuts = ", ".join(
@@ -124,10 +126,10 @@ def report_text(ledger: Ledger) -> str:
         ]
     reasons = {key: point for key, point in ledger.points.items() if "reason" in point}
     reasons |= {
-        f"{name}, {TITLES[method]}": one
+        f"{name}, {TITLES[method]}": method_figures
         for name, point in shapes.items()
-        for method, one in point["memory"].items()
-        if "reason" in one
+        for method, method_figures in point["memory"].items()
+        if "reason" in method_figures
     }
     parts += [f"{key}: {point['reason']}" for key, point in reasons.items()]
     return "\n\n".join(parts) + "\n"
@@ -151,16 +153,16 @@ def _memory_cell(point: Figures) -> str:
 def _plan_table(shapes: dict[str, Figures]) -> str:
     rows = []
     for name, point in shapes.items():
-        for method, told in point["plans"].items():
+        for method, prediction in point["plans"].items():
             paper = PAPER_GIB[name].get(method)
-            gib = told["peak_bytes"] / 2**30
+            gib = prediction["peak_bytes"] / 2**30
             rows.append(
                 {
                     "model": f"{name}, {TITLES[method]}",
                     "told": f"{gib:.2f}",
                     "paper": "above 81" if paper is None else f"{paper:.2f}",
                     "error": "" if paper is None else f"{100 * (gib / paper - 1):+.1f} %",
-                    "told, shared": f"{told['shared_peak_bytes'] / 2**30:.2f}",
+                    "told, shared": f"{prediction['shared_peak_bytes'] / 2**30:.2f}",
                 }
             )
     return markdown_table(rows)
@@ -171,22 +173,22 @@ def _half(name: str, point: Figures) -> str:
 
 
 def _time_cells(name: str, row: Figures) -> dict[str, str]:
-    drawn = row["of_plain"]
+    ratio_with_drawing = row["of_plain"]
     if "drawing_ms" in row:
         median, gap = row["step_ms"]["median"], row["drawing_gap"]
-        drawn *= (median * (gap - 1) + row["drawing_ms"]) / gap / median
+        ratio_with_drawing *= (median * (gap - 1) + row["drawing_ms"]) / gap / median
     return {
         "method": TITLES[name],
         "step, ms": Spread(**row["step_ms"]).text(0),
         "x AdamW": f"{row['of_plain']:.2f} "
         f"({row['of_plain_by_round']['low']:.2f} to {row['of_plain_by_round']['high']:.2f})",
-        "x AdamW with subspaces found": f"{drawn:.2f}",
+        "x AdamW with subspaces found": f"{ratio_with_drawing:.2f}",
         "peak": format_bytes(row["peak_bytes"]),
     }
 
 
 def save_plot(ledger: Ledger) -> None:
-    """The measured peaks over AdamW's, by width."""
+    """Plot the measured peaks over AdamW's, by width."""
     series: dict[str, list[tuple[float, float]]] = {}
     for name in ledger.run_info["shapes"]:
         memory = ledger.points[name].get("memory", {})

@@ -1,11 +1,11 @@
-"""Validation loss of a small LLaMA on the standard library's text: AdamW, GaLore, APOLLO, CompAct, and it with Adacc.
+"""Validation losses of a small LLaMA trained by AdamW, GaLore, APOLLO, and CompAct with and without Adacc.
 
     adacc eval compact-training
 
-Every method trains the same model by the Trainer: each seed has weights and data of its own, and all methods have the
-same. Each method tries multiples of a learning rate, which is the papers' for GaLore, APOLLO and CompAct (0.01) and
-0.003 for AdamW; shown is the one of the least mean loss. GaLore and APOLLO come with `pip install 'adacc-hf[peers]'`;
-without them their rows say so.
+All methods train the same model with the Trainer, on the standard library's text; each seed has its own weights and
+data, equal for all methods. Each method tries multiples of a base learning rate: the papers' for GaLore, APOLLO and
+CompAct (0.01), and 0.003 for AdamW. The table shows the rate with the least mean loss. GaLore and APOLLO come with `pip
+install 'adacc-hf[peers]'`; if they are missing, their rows give this reason.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from adacc_hf.eval.trials.training import ByteSequences, logged, read_text
 from adacc_hf.reports.run_record import markdown_table
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
 
-TRAINED = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_adacc")
+METHOD_NAMES = ("plain", "galore", "apollo", "compact_2", "compact_4", "compact_4_adacc")
 RATES = (0.1, 0.3, 1.0, 3.0)
-"""Multiples of a method's learning rate that it is trained at."""
+"""Multiples of a method's base learning rate that are tried."""
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
-    """Train by every method, print the table, save record, table and plot. Returns 1 if a training failed."""
+    """Train by every method, print the table, save record, table and plot. Return 1 if a training failed."""
     parser = runner_parser("compact-training", __doc__)
-    parser.add_argument("--methods", nargs="+", choices=TRAINED, default=list(TRAINED))
+    parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, default=list(METHOD_NAMES))
     parser.add_argument("--steps", type=positive_int, default=TextScale.steps)
-    parser.add_argument("--seeds", type=positive_int, default=2, help="trainings of each method at each rate")
+    parser.add_argument("--seeds", type=positive_int, default=2, help="number of seeds for each method and rate")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="multiples of learning rates")
     arguments, settings = parse(parser, argv)
     scale = replace(TextScale(), steps=arguments.steps, eval_every=min(TextScale.eval_every, arguments.steps))
@@ -70,30 +70,30 @@ def point_name(method: str, rate: float, seed: int) -> str:
 
 @dataclass(frozen=True)
 class BestRate:
-    """The trainings of one method at the learning rate that suits it best."""
+    """Trainings of one method at its best learning rate."""
 
     rate: float
     points: list[Figures]
-    """By seed."""
+    """Points of the trainings, one for each seed."""
     mean: float | None
-    """Of the last losses. None if a training has none."""
-    others: list[float | None]
-    """Its means at the other rates, in their order."""
+    """Mean of the last losses. None if a training has no finite loss."""
+    other_means: list[float | None]
+    """Mean losses at the other rates, in their order."""
 
 
-def of_method(ledger: Ledger, method: str) -> BestRate:
-    """The trainings of `method` at the rate of the least mean loss after the last step."""
+def best_rate_of(ledger: Ledger, method: str) -> BestRate:
+    """Return the trainings of `method` at the rate with the least mean loss after the last step."""
     rates, seeds = ledger.run_info["rates"][method], ledger.run_info["seeds"]
-    found = {rate: [ledger.points[point_name(method, rate, seed)] for seed in seeds] for rate in rates}
-    means = {rate: _mean_loss(points) for rate, points in found.items()}
+    points_by_rate = {rate: [ledger.points[point_name(method, rate, seed)] for seed in seeds] for rate in rates}
+    means = {rate: _mean_loss(points) for rate, points in points_by_rate.items()}
     best = min(rates, key=lambda rate: math.inf if (mean := means[rate]) is None else mean)
-    return BestRate(best, found[best], means[best], [means[rate] for rate in rates if rate != best])
+    return BestRate(best, points_by_rate[best], means[best], [means[rate] for rate in rates if rate != best])
 
 
 def _mean_loss(points: Sequence[Figures]) -> float | None:
     losses = [_last_loss(point) for point in points]
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return statistics.mean(known) if len(known) == len(losses) else None
+    finite_losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return statistics.mean(finite_losses) if len(finite_losses) == len(losses) else None
 
 
 def _last_loss(point: Figures) -> float | None:
@@ -101,13 +101,13 @@ def _last_loss(point: Figures) -> float | None:
 
 
 def report_text(ledger: Ledger) -> str:
-    """The table as Markdown: losses after the last step, their mean and how far it is from AdamW's."""
+    """Return the table as Markdown: losses after the last step, their mean, and its difference from AdamW's."""
     info = ledger.run_info
     scale = TextScale(**info["scale"])
-    trained = {name: of_method(ledger, name) for name in info["methods"]}
-    base = trained["plain"].mean if "plain" in trained else None
-    rows = [_row(METHODS[name].title, one, base, info["seeds"]) for name, one in trained.items()]
-    points = [point for one in trained.values() for point in one.points]
+    best_rates = {name: best_rate_of(ledger, name) for name in info["methods"]}
+    base = best_rates["plain"].mean if "plain" in best_rates else None
+    rows = [_row(METHODS[name].title, best, base, info["seeds"]) for name, best in best_rates.items()]
+    points = [point for best in best_rates.values() for point in best.points]
     parameters = next((point["parameters"] for point in points if "parameters" in point), 0)
     heading = (
         f"Validation loss (nats per byte) of a byte-level LLaMA of {parameters / 1e6:.1f} million parameters (width "
@@ -118,50 +118,51 @@ def report_text(ledger: Ledger) -> str:
     )
     reasons = dict.fromkeys(
         f"{METHODS[name].title}: {point['reason']}"
-        for name, one in trained.items()
-        for point in one.points
+        for name, best in best_rates.items()
+        for point in best.points
         if "reason" in point
     )
     return "\n\n".join([heading, markdown_table(rows), *reasons]) + "\n"
 
 
-def _row(title: str, one: BestRate, base: float | None, seeds: Sequence[int]) -> dict[str, str]:
+def _row(title: str, best: BestRate, base: float | None, seeds: Sequence[int]) -> dict[str, str]:
     losses = {
         f"seed {seed}": point["status"].replace("_", " ") if (loss := _last_loss(point)) is None else f"{loss:.4f}"
-        for seed, point in zip(seeds, one.points, strict=True)
+        for seed, point in zip(seeds, best.points, strict=True)
     }
-    mean, is_known = one.mean, one.mean is not None
+    mean, has_mean = best.mean, best.mean is not None
     return {
         "method": title,
-        "rate": f"{one.rate:g}" if is_known else "",
+        "rate": f"{best.rate:g}" if has_mean else "",
         **losses,
         "mean": "" if mean is None else f"{mean:.4f}",
         "over AdamW's": "" if mean is None or base is None else f"{mean - base:+.4f}",
-        "at other rates": ", ".join("none" if m is None else f"{m:.4f}" for m in one.others) if is_known else "",
-        "peak": format_bytes(max(point["peak_bytes"] for point in one.points)) if is_known else "",
+        "at other rates": ", ".join("none" if m is None else f"{m:.4f}" for m in best.other_means) if has_mean else "",
+        "peak": format_bytes(max(point["peak_bytes"] for point in best.points)) if has_mean else "",
     }
 
 
 def save_plot(ledger: Ledger) -> None:
-    """The mean of the seeds' validation losses over the steps."""
+    """Plot the mean of the seeds' validation losses over the steps."""
     series = {}
     for name in ledger.run_info["methods"]:
-        one = of_method(ledger, name)
-        if one.mean is not None:
-            found = [point["curve"] for point in one.points]
+        best = best_rate_of(ledger, name)
+        if best.mean is not None:
+            loss_curves = [point["curve"] for point in best.points]
             series[METHODS[name].title] = [
-                (places[0][0], statistics.mean(loss for _, loss in places)) for places in zip(*found, strict=True)
+                (points_of_step[0][0], statistics.mean(loss for _, loss in points_of_step))
+                for points_of_step in zip(*loss_curves, strict=True)
             ]
     curves(ledger.settings.output.with_suffix(".svg"), series, "step", "validation loss, nats per byte")
 
 
 MEASURED_STEP = 30
-"""Adacc has its policy by then, and no method draws a subspace."""
+"""Step whose peak is measured. Adacc has its policy by then, and no method draws a new subspace in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextScale:
-    """The model and its training."""
+    """Sizes of the model and its training."""
 
     width: int = 192
     inner: int = 512
@@ -188,7 +189,7 @@ class TextScale:
 
 
 class StepPeak(TrainerCallback):
-    """The live bytes of one whole step of a Trainer, optimizer included: the `step`-th."""
+    """Callback that measures the live bytes of the `step`-th step of a Trainer, optimizer included."""
 
     def __init__(self, step: int) -> None:
         self.peak_bytes = 0
@@ -208,29 +209,30 @@ class StepPeak(TrainerCallback):
 
 
 def train_on_text(scale: Figures, method: str, rate: float, seed: int, threads: int = 1) -> Figures:
-    """Validation losses [(step, loss)] of one training, the peak bytes of one of its steps, and its parameters."""
+    """Train once. Return the validation losses [(step, loss)], the peak bytes of one step, and the number of
+    parameters."""
     torch.set_num_threads(threads)
-    what = TextScale(**scale)
-    training, validation = read_text(None, what.tokens)
-    peak = StepPeak(min(MEASURED_STEP, what.steps))
-    model = what.model(seed)
-    # The held-out sequences are the same for all seeds.
-    held_out = ByteSequences(validation, what.tokens, what.eval_sequences, 0)
+    text_scale = TextScale(**scale)
+    training, validation = read_text(None, text_scale.tokens)
+    peak = StepPeak(min(MEASURED_STEP, text_scale.steps))
+    model = text_scale.model(seed)
+    # All seeds use the same held-out sequences.
+    held_out = ByteSequences(validation, text_scale.tokens, text_scale.eval_sequences, 0)
     with tempfile.TemporaryDirectory() as folder:
         trainer = METHODS[method].trainer(
             model,
             folder,
-            data=ByteSequences(training, what.tokens, what.steps * what.batch, seed),
+            data=ByteSequences(training, text_scale.tokens, text_scale.steps * text_scale.batch, seed),
             held_out=held_out,
             callbacks=[peak],
             learning_rate=rate,
-            **_arguments(what, seed),
+            **_arguments(text_scale, seed),
         )
         trainer.train()
     return {
         "curve": logged(trainer, "eval_loss"),
         "peak_bytes": peak.peak_bytes,
-        "parameters": sum(p.numel() for p in what.model(seed).parameters()),
+        "parameters": sum(p.numel() for p in text_scale.model(seed).parameters()),
     }
 
 

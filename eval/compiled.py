@@ -1,12 +1,13 @@
-"""What torch.compile costs with our partitioner: bytes and peaks over budgets, step times as priced, compile times.
+"""Costs of torch.compile with Adacc's partitioner: stored bytes and peaks over budgets, step times, compile times.
 
     adacc eval compiled
 
-All through Inductor, on small models, each measurement in a process of its own. Over budgets on the peak of what a
-region holds, what forward hands to backward must be what was predicted, to the byte, or to the allocator's blocks on a
-GPU; else the run fails. Beside it: whether a smaller budget ever has a higher peak, how far peaks lie from what the
-compiled code shows and from what the backward graphs have live, and step times from plain torch.compile's with what the
-plan adds. Compilation starts with an empty cache, and is then repeated with a full one.
+Small models compile through Inductor, each measurement in a process of its own. Each budget bounds the peak of what a
+region stores. The bytes that forward stores for backward must equal the prediction, to the byte (on a GPU up to the
+allocator's rounding); else the run fails. Three more figures are reported: budgets with a higher peak than a larger
+budget has; the difference of peaks from the compiled code's live bytes and from the backward graphs' live bytes; and
+step times over the predicted times, which are plain torch.compile's times plus the plans' overhead. Each compilation
+runs with an empty cache, and again with the filled cache.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Status, positive_int
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.limits import keeps_to
+from adacc_hf.eval.trials.limits import fits_budget
 from adacc_hf.eval.trials.workload import Batch, Workload
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import markdown_table
@@ -54,19 +55,19 @@ COMPILED = {
     "Adacc at 40 %, lossless": (0.4, LOSSLESS),
     "Adacc at 40 %": (0.4, ALL),
 }
-"""What is compiled against the clock: a share and actions, or plainly."""
+"""Compilations that are timed: a share and actions, or None for plain torch.compile."""
 MOST, LEAST = 0.95, 0.2
-"""Shares between which budgets lie."""
+"""Largest and smallest share of the budgets."""
 ROUNDS = 7
 """Timed steps of each graph."""
 
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
-    """Measure, print the tables, save record and plot. Returns 1 if bytes were not as predicted."""
+    """Measure, print the tables, save record and plot. Return 1 if stored bytes differ from the prediction."""
     parser = runner_parser("compiled", __doc__)
     parser.add_argument("--families", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--budgets", type=positive_int, default=4, help="for each family")
-    parser.add_argument("--timeout", type=positive_int, default=3600, help="seconds that one measurement may take")
+    parser.add_argument("--budgets", type=positive_int, default=4, help="number of budgets for each family")
+    parser.add_argument("--timeout", type=positive_int, default=3600, help="time limit of one measurement in seconds")
     arguments, settings = parse(parser, argv, clock=True)
     info = {
         "workloads": {family: asdict(WORKLOADS[family]) for family in arguments.families},
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 
 
 def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
-    """Fill in the points that are missing."""
+    """Measure the points that the record does not have yet."""
     families = list(ledger.run_info["workloads"])
     settings = ledger.settings
     shared = {"device": settings.device, "seed": settings.seed, "threads": settings.threads}
@@ -98,17 +99,17 @@ def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
         ledger.measure(f"{family}, budgets", partial(run, measure_budgets, order, timeout_s))
     for name in tqdm(COMPILED, desc="compilation", unit="compilation"):
         order = {"family": families[0], "name": name, **shared}
-        ledger.measure(f"{families[0]}, compilation, {name}", partial(compiled_twice, order, timeout_s, run))
+        ledger.measure(f"{families[0]}, compilation, {name}", partial(compile_twice, order, timeout_s, run))
 
 
 def shares(count: int) -> list[float]:
-    """`count` shares at even distances, falling."""
+    """Return `count` evenly spaced shares in falling order."""
     step = (MOST - LEAST) / max(1, count - 1)
     return [round(MOST - step * number, 4) for number in range(count)]
 
 
-def compiled_twice(order: Figures, timeout_s: float, run: Run) -> Figures:
-    """Compilation with an empty cache, and by another process once more with what the first one left in it."""
+def compile_twice(order: Figures, timeout_s: float, run: Run) -> Figures:
+    """Compile with an empty cache, and again in another process with the cache that the first one filled."""
     with tempfile.TemporaryDirectory(prefix="adacc-compiled-") as cache:
         first = run(measure_compilation, {**order, "cache": cache}, timeout_s)
         if first["status"] != Status.MEASURED.value:
@@ -117,10 +118,11 @@ def compiled_twice(order: Figures, timeout_s: float, run: Run) -> Figures:
 
 
 def measure_budgets(family: str, shares: Sequence[float], clock: str, device: str, seed: int, threads: int) -> Figures:
-    """Bytes, peak and time of a step of plain torch.compile, and of ours at each of some falling budgets."""
+    """Measure bytes, peak and time of a step under plain torch.compile, and under Adacc at each of the falling
+    budgets."""
     torch.set_num_threads(threads)
     model, batch = _model_and_batch(family, device, seed)
-    # Bytes, not a share, so that what is recomputed counts against the budget: the shares are given region by region.
+    # With a budget in bytes, recomputed values count against the budget. `start_over` sets the share of each region.
     partitioner = AdaccPartitioner(AdaccConfig(memory_budget=2**60), CompiledPolicy(share=1.0))
     installed = InstalledPartitioner(partitioner)
     lowest, compiled = LowestPeak(installed), torch.compile(model)
@@ -155,16 +157,16 @@ def _figures(compiled: Any, model: Any, batch: Batch, clock: str, lowest: Lowest
 
 
 def _compile(compiled: Any, model: Any, batch: Batch, lowest: LowestPeak) -> None:
-    """Run the step that compiles all, and look at the code it made."""
+    """Run the step that compiles all graphs, and inspect the generated code."""
     loss = forward_loss(compiled, batch)
     lowest.installed.count_calls(loss)
     backward(loss)
     model.zero_grad(set_to_none=True)
-    lowest.look_at_code()
+    lowest.inspect_code()
 
 
 def measure_compilation(family: str, name: str, cache: str, device: str, seed: int, threads: int) -> Figures:
-    """CPU seconds of the first step, its compilation included, and how many graphs came out of the cache."""
+    """Measure the CPU seconds of the first step with its compilation, and count the graphs loaded from the cache."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.set_num_threads(threads)
     from torch._dynamo.utils import counters
@@ -199,32 +201,33 @@ def _step_ms(call: Any, model: Any, batch: Batch, clock: str) -> float:
 
 
 def is_good(point: Figures, device: str) -> bool:
-    """Whether it was measured, and all bytes are as predicted."""
+    """Return True if the point was measured and all stored bytes are as predicted."""
     trials = point.get("trials", [])
     return point["status"] == Status.MEASURED.value and num_as_predicted(trials, device) == len(trials)
 
 
 def num_as_predicted(trials: Sequence[Figures], device: str) -> int:
-    """Of how many trials what was stored is what was predicted."""
+    """Return the number of trials whose stored bytes equal the prediction."""
     pairs = [(trial["predicted_bytes"], trial["stored_bytes"]) for trial in trials]
-    return sum(predicted <= stored and keeps_to(stored, predicted, device) for predicted, stored in pairs)
+    return sum(predicted <= stored and fits_budget(stored, predicted, device) for predicted, stored in pairs)
 
 
 def peak_errors(point: Figures, predicted: str) -> list[float]:
-    """By how much of it each peak lies above what was `predicted`, where that is known."""
+    """Return the relative errors of the measured peaks against the figure named `predicted`, for trials that have
+    it."""
     return [t["peak_bytes"] / t[predicted] - 1.0 for t in point["trials"] if t[predicted] is not None]
 
 
 def time_ratios(point: Figures) -> list[float]:
-    """Each step's time over that of plain torch.compile and the plan's overhead."""
+    """Return each trial's step time divided by the sum of plain torch.compile's step time and the plan's overhead."""
     return [t["step_ms"] / (point["plain"]["step_ms"] + t["overhead_ms"]) for t in point["trials"]]
 
 
 def report_text(ledger: Ledger) -> str:
-    """A table of budgets, one of compile times, and the reasons of what was not measured."""
-    done = {key: point for key, point in ledger.points.items() if point["status"] == Status.MEASURED.value}
-    budgets = {key: point for key, point in done.items() if "trials" in point}
-    compilations = {key: point for key, point in done.items() if "cpu_seconds" in point}
+    """Return the tables of budgets and compile times, and the reasons of points without measurement."""
+    measured_points = {key: point for key, point in ledger.points.items() if point["status"] == Status.MEASURED.value}
+    budgets = {key: point for key, point in measured_points.items() if "trials" in point}
+    compilations = {key: point for key, point in measured_points.items() if "cpu_seconds" in point}
     parts = []
     if budgets:
         parts += [
@@ -286,22 +289,22 @@ def _compilation_rows(points: dict[str, Figures]) -> list[dict[str, str]]:
     rows = []
     for key, point in points.items():
         again = point["again"]
-        is_there = "cpu_seconds" in again
+        is_measured = "cpu_seconds" in again
         rows.append(
             {
                 "graph": key.rpartition("compilation, ")[2],
                 "compiled": f"{point['cpu_seconds']:.1f}",
                 "x torch.compile": "" if base is None else f"{point['cpu_seconds'] / base:.2f}",
-                "again": f"{again['cpu_seconds']:.1f}" if is_there else again["status"],
-                "graphs from the cache": str(again["graphs_from_cache"]) if is_there else "",
-                "joint graphs from the cache": str(again["joint_graphs_from_cache"]) if is_there else "",
+                "again": f"{again['cpu_seconds']:.1f}" if is_measured else again["status"],
+                "graphs from the cache": str(again["graphs_from_cache"]) if is_measured else "",
+                "joint graphs from the cache": str(again["joint_graphs_from_cache"]) if is_measured else "",
             }
         )
     return rows
 
 
 def save_plot(ledger: Ledger) -> None:
-    """Measured peaks against budgets, each as a part of plain torch.compile's."""
+    """Plot measured peaks against budgets, both as fractions of plain torch.compile's."""
     series = {
         key.partition(",")[0]: [(t["share"], t["peak_bytes"] / point["plain"]["peak_bytes"]) for t in point["trials"]]
         for key, point in ledger.points.items()
@@ -314,38 +317,40 @@ log = logging.getLogger(__name__)
 
 
 class LowestPeak:
-    """Looks at the code of each share that `installed` compiles for, and goes back to that of a larger one that peaks
-    lower."""
+    """Selection among the compiled codes of falling shares: if the code of a larger share has a lower peak, that
+    code is used."""
 
     def __init__(self, installed: InstalledPartitioner) -> None:
         self.installed = installed
-        self._seen: list[CompiledPolicy] = []
-        """The policies whose code was looked at."""
+        self._inspected_policies: list[CompiledPolicy] = []
+        """Policies whose code was inspected."""
 
-    def look_at_code(self) -> None:
-        """After a step whose calls were counted."""
-        self.installed.look_at_code()
+    def inspect_code(self) -> None:
+        """Inspect the generated code. Call this after a step whose calls were counted."""
+        self.installed.inspect_code()
         policy = self.installed.partitioner.policy
-        if not self._seen or self._seen[-1] is not policy:
-            self._seen.append(policy)
+        if not self._inspected_policies or self._inspected_policies[-1] is not policy:
+            self._inspected_policies.append(policy)
 
     def keep_lowest(self) -> bool:
-        """Go back to the code with the lowest peak of all for this share or larger ones, if this code has no lower one.
+        """Go back to the lowest-peak code among those of this share and larger ones, unless this share's code is the
+        lowest.
 
-        How Inductor orders and fuses what a plan leaves to it is known from its code only, and can cost more than the
-        plan saves. What was made for a larger share takes less time, too. True if all must be compiled again for that.
+        Inductor orders and fuses operators by its own rules, so the peak is known only from the generated code and can
+        exceed the plan's savings. A larger share's code is also faster. Return True if all graphs must be compiled
+        again.
         """
         policy = self.installed.partitioner.policy
-        larger = [seen for seen in self._seen if _share(seen) >= _share(policy)]
-        others = [(seen.code_bytes, seen) for seen in larger if seen.code_bytes is not None]
+        larger = [other for other in self._inspected_policies if _share(other) >= _share(policy)]
+        others = [(other.code_bytes, other) for other in larger if other.code_bytes is not None]
         if policy.code_bytes is None or not others:
             return False
-        lowest_bytes, lowest = min(others, key=lambda other: other[0])
+        lowest_bytes, lowest = min(others, key=lambda pair: pair[0])
         if lowest_bytes > policy.code_bytes or _stored(lowest) == _stored(policy):
             return False
         log.info(
-            "Adacc: the code for a share of %.3f would have up to %s live in a step, and that for %.3f only %s: the "
-            "latter is taken",
+            "Adacc: the compiled code for a share of %.3f has a peak of %s in a step, the code for a share of %.3f "
+            "only %s: using the latter",
             _share(policy),
             format_bytes(policy.code_bytes),
             _share(lowest),
@@ -357,7 +362,7 @@ class LowestPeak:
 
 
 def _share(policy: CompiledPolicy) -> float:
-    """The fraction that regions were allowed; 0 for the least possible."""
+    """Return the fraction that the regions were allowed, 0 for the least possible."""
     return 0.0 if policy.share is None else policy.share
 
 

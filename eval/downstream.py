@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(arguments: argparse.Namespace, tasks: Tasks) -> int:
-    """Score `--model` on the tasks that its record lacks, print the table and save the record."""
+    """Score `--model` on the tasks that its record does not have yet, print the table and save the record."""
     settings = read_settings(arguments)
     source = ModelSource(model=arguments.model, device=settings.device, batch_size=arguments.batch_size)
     run_info = {
@@ -59,36 +59,36 @@ def evaluate(arguments: argparse.Namespace, tasks: Tasks) -> int:
 
 
 def average(scores: Sequence[Mapping[str, Any]]) -> float:
-    """The mean accuracy, each task counting the same, as the paper's "Ave."."""
+    """Return the mean accuracy, with equal weights for the tasks, like the paper's "Ave."."""
     return sum(figures["acc"] for figures in scores) / len(scores)
 
 
 def save_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Add the scores under "results", where lm-eval's own files have them."""
+    """Add the scores under "results", as in lm-eval's own files."""
     write_json(path, {**read_json(path, RecordError, "record"), "results": results})
 
 
 def report_text(ledger: Ledger) -> str:
-    """The scores as Markdown."""
+    """Return the scores as Markdown."""
     info = ledger.run_info
     parts = [f"zero-shot accuracy of {info['model']}, %", limit_note(info["limit"]), table_text(ledger.points)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def table_text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line per task."""
+    """Return one line per task."""
     return markdown_table([_cells(name, figures) for name, figures in results.items()])
 
 
 def _cells(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
     perplexity = figures["perplexity"]
-    rows, every = figures["num_samples"], figures["num_samples_original"]
+    rows, all_rows = figures["num_samples"], figures["num_samples_original"]
     return {
         "task": f"{name}, version {figures['version']:g}",
         "accuracy": percent(figures),
         "per character": percent(figures, "acc_norm"),
         "perplexity": "" if perplexity is None else f"{perplexity:.2f}",
-        "rows": str(rows) if rows == every else f"{rows} of {every}",
+        "rows": str(rows) if rows == all_rows else f"{rows} of {all_rows}",
     }
 
 
@@ -97,7 +97,7 @@ _READ_BYTES = 1 << 20
 
 
 def weights_digest(model: str | Path) -> str | None:
-    """SHA-256 over the weights, the configuration and the tokenizer of a folder; None for a hub id."""
+    """Return the SHA-256 of the weights, the configuration and the tokenizer of a folder. None for a hub id."""
     folder = Path(model)
     if not folder.is_dir():
         return None

@@ -1,10 +1,10 @@
-"""What the executor itself costs: RECOMPUTE everything against torch.utils.checkpoint, RETAIN everything against plain.
+"""Overhead of the executor: RECOMPUTE-everything against torch's checkpoint, RETAIN-everything against plain.
 
     adacc eval executor-bench
 
-One forward and backward of GPT-2, LLaMA and T5, each in a case bound by arithmetic and in one bound by the launching of
-operators; then what a new sequence length costs. Losses and gradients of all methods must be bit-equal before anything
-is timed.
+One forward and backward of GPT-2, LLaMA and T5 is timed, each in a compute-bound and in a launch-bound case; then the
+cost of a new sequence length is measured. Before anything is timed, losses and gradients of all methods must be
+bit-equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adacc_hf import Action, profile_model
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
-from adacc_hf.eval.records.records import RedGateError, positive_int
+from adacc_hf.eval.records.records import WrongResultError, positive_int
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     GATE_STEPS,
@@ -47,19 +47,19 @@ CASES = {
     for workload, rounds in {COMPUTE_BOUND: 15, LAUNCH_BOUND: 150}.items()
     for family in FAMILIES
 }
-"""Timed rounds of each workload: some 20 to 30 s each on one core."""
+"""Timed rounds of each workload: about 20 to 30 s each on one core."""
 
 NUM_LENGTHS = 5
-"""New lengths that are tried; the median stands."""
+"""New lengths that are measured; the median is reported."""
 
 NUM_STEADY_STEPS = 3
-"""Steps after the recorded ones that give the price of a steady step, the median of them."""
+"""Steps after the recorded ones, whose median is the time of a steady step."""
 
 Figures = dict[str, dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASES) -> int:
-    """Measure every case, print the tables and save the record. Returns 1, with nothing timed, on wrong gradients."""
+    """Measure every case, print the tables and save the record. Return 1, with nothing timed, on wrong gradients."""
     parser = runner_parser("executor-bench", __doc__)
     parser.add_argument("--rounds", type=positive_int, help="timed rounds of every case (default: 15 and 150)")
     arguments, settings = parse(parser, argv, clock=True)
@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None, cases: Mapping[Workload, int] = CASE
     run_info = {"cases": cases_info, "clock": arguments.clock, "gate_steps": GATE_STEPS}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for workload, count in rounds.items():
-            measured = partial(measure, workload, count, arguments.clock, settings)
+            measure_case = partial(measure, workload, count, arguments.clock, settings)
             try:
-                ledger.measure(case_name(workload), measured)
-            except RedGateError as error:
+                ledger.measure(case_name(workload), measure_case)
+            except WrongResultError as error:
                 print(f"adacc eval executor-bench: {case_name(workload)}: {error}", file=sys.stderr)
                 return 1
         ledger.finish()
@@ -84,27 +84,28 @@ def case_name(workload: Workload) -> str:
 
 
 def measure(workload: Workload, num_rounds: int, clock: str, settings: Settings) -> dict[str, Figures]:
-    """Step times, ratios and bytes of each method, and the cost of a new length.
+    """Measure step times, ratios and bytes of each method, and the cost of a new length.
 
-    Raises RedGateError if gradients are not bit-equal.
+    Raise WrongResultError if gradients are not bit-equal.
     """
     contenders = build_contenders(workload, settings)
     check_gradients(contenders)
     memory = {contender.name: contender.memory() for contender in contenders}
     figures = timing_figures(time_rounds(contenders, num_rounds, clock))
-    for name, measured in memory.items():
+    for name, step_memory in memory.items():
         overhead = figures[name]["step_ms"].median - figures[PLAIN]["step_ms"].median
         figures[name]["overhead_per_block_ms"] = overhead / workload.layers
-        figures[name] |= {"stored_bytes": measured.stored_bytes, "peak_bytes": measured.peak_bytes}
-        figures[name]["peak_of_checkpointing"] = measured.peak_bytes / memory[CHECKPOINTING].peak_bytes
-    recomputed = next(contender for contender in contenders if contender.name == RECOMPUTED)
+        figures[name] |= {"stored_bytes": step_memory.stored_bytes, "peak_bytes": step_memory.peak_bytes}
+        figures[name]["peak_of_checkpointing"] = step_memory.peak_bytes / memory[CHECKPOINTING].peak_bytes
+    recompute_contender = next(contender for contender in contenders if contender.name == RECOMPUTED)
     checkpointing_ms = figures[CHECKPOINTING]["step_ms"].median
-    new_length = new_length_figures(recomputed, checkpointing_ms, partial(step_ms, recomputed, clock))
+    new_length = new_length_figures(recompute_contender, checkpointing_ms, partial(step_ms, recompute_contender, clock))
     return {"methods": figures, "new_length": new_length}
 
 
 def build_contenders(workload: Workload, settings: Settings) -> list[Contender]:
-    """Plain training, HF gradient checkpointing, and Adacc with everything recomputed and everything retained."""
+    """Return plain training, HF gradient checkpointing, and Adacc with everything recomputed and everything
+    retained."""
     model = workload.model(settings.device, settings.seed)
     batch = next(workload.batches(settings.device, settings.seed))
     profile = profile_model(model, batch)
@@ -117,22 +118,22 @@ def build_contenders(workload: Workload, settings: Settings) -> list[Contender]:
 
 
 def new_length_figures(contender: Contender, checkpointing_ms: float, step_ms: Callable[[], float]) -> dict[str, Any]:
-    """The time of the first and the second step at a new length against a steady one, in milliseconds.
+    """Return the times of the first, the second and a steady step at a new length, in milliseconds.
 
-    `extra_ms` is what both take more, and `amortised_after` the number of steps at one length after which this is made
-    up for by steady steps that are quicker than `checkpointing_ms`; None if they are not. The lengths are a few tokens
-    shorter than the batch. `step_ms()` runs and times one step of the contender.
+    `extra_ms` is the excess of the first two over steady steps. `amortised_after` is the number of steps at one length
+    after which steady steps, if faster than `checkpointing_ms`, have made up for the excess; None if they are not
+    faster. The lengths are a few tokens shorter than the batch. `step_ms()` runs and times one step of the contender.
     """
-    whole = contender.batch
-    tokens = whole["input_ids"].shape[1]
+    full_batch = contender.batch
+    tokens = full_batch["input_ids"].shape[1]
     samples = []
     try:
         for length in range(tokens - NUM_LENGTHS, tokens):
-            contender.batch = {name: tensor[:, :length].contiguous() for name, tensor in whole.items()}
+            contender.batch = {name: tensor[:, :length].contiguous() for name, tensor in full_batch.items()}
             first, second = step_ms(), step_ms()
             samples.append((first, second, statistics.median(step_ms() for _ in range(NUM_STEADY_STEPS))))
     finally:
-        contender.batch = whole
+        contender.batch = full_batch
     first, second, steady = (statistics.median(column) for column in zip(*samples, strict=True))
     extra = max(0.0, first - steady) + max(0.0, second - steady)
     saved = checkpointing_ms - steady
@@ -146,7 +147,7 @@ def new_length_figures(contender: Contender, checkpointing_ms: float, step_ms: C
 
 
 def report_text(ledger: Ledger) -> str:
-    """One table per case, and one of new lengths, as Markdown."""
+    """Return one table per case, and one of new lengths, as Markdown."""
     parts = [
         f"{name} (forward and backward)\n\n{_case_table(figures['methods'])}" for name, figures in ledger.points.items()
     ]

@@ -1,15 +1,15 @@
-"""The first minutes on a GPU, from a source checkout, on a machine that has torch, triton and transformers only.
+"""First minutes on a GPU, from a source checkout, on a machine that has only torch, triton and transformers.
 
     make gpu-bundle                                                     # where there is a package index
     python3 -m adacc_hf.eval.first_gpu --out DIR                        # there, as often as there is time
     python3 -m adacc_hf.eval.first_gpu --out DIR --from records.tar.gz  # on another machine, or a fresh one
 
-Each call is a slice of at most --minutes of `adacc eval all --device cuda`, what tells most first, and goes on where
-the one before was cut. After every point DIR has all of it: points.md to read, records.tar.gz to go on from. What
-failed stays so, and takes nothing with it. Ends with status 3 while there is more to do.
+Each call is a slice of at most --minutes of `adacc eval all --device cuda`, most important measurements first. A call
+resumes where the last one stopped. After every point DIR has all results: points.md to read, records.tar.gz to resume
+from. Failed points stay failed, and do not stop the others. The exit status is 3 while points remain.
 
-The packages that are missing come from the wheels of `make gpu-bundle`, which are unpacked beside the records: nothing
-is installed.
+Missing packages come from the wheels of `make gpu-bundle`, which are unpacked next to the records; nothing is
+installed.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-STARTED = time.monotonic()
-"""Torch is not imported yet, which takes its time too."""
+START_TIME = time.monotonic()
+"""Time of the start, before the import of torch, which counts too."""
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLE = Path("build/gpu-bundle")
 COMMIT = "COMMIT"
-"""The file of a bundle that `make gpu-bundle` writes the commit to."""
+"""File of a bundle with the commit, written by `make gpu-bundle`."""
 MINUTES = 9.0
-"""Of a slice, where a command may take ten."""
+"""Length of a slice, if a command may take ten minutes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one slice. Returns 0 if all is measured, 1 if something failed, 3 if there is more to do."""
+    """Run one slice. Return 0 if everything is measured, 1 if something failed, 3 if points remain."""
     parser = argparse.ArgumentParser(prog="first_gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for points.md and records.tar.gz")
-    parser.add_argument("--from", type=Path, dest="archive", help="records.tar.gz of an earlier slice to go on from")
+    parser.add_argument("--from", type=Path, dest="archive", help="records.tar.gz of an earlier slice to resume from")
     parser.add_argument("--wheels", type=Path, default=ROOT / BUNDLE, help=f"folder of wheels (default: {BUNDLE})")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"of this slice (default: {MINUTES:g})")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs/first-gpu", help="where records grow")
-    parser.add_argument("--toy", action="store_true", help="the smallest of models: to see that all of it runs")
-    parser.add_argument("--notes", help="text to keep in the records (default: the commit, by git or by the bundle)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"length of this slice (default: {MINUTES:g})")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/first-gpu", help="folder of the records")
+    parser.add_argument("--toy", action="store_true", help="use the smallest model, to test that everything runs")
+    parser.add_argument("--notes", help="text for the records (default: the commit, from git or the bundle)")
     arguments = parser.parse_args(argv)
     add_wheels(arguments.wheels, arguments.work / "site")
 
-    # They import what the wheels may have; the last is what takes long.
+    # Imported here, because these modules need packages of the wheels. Importing run_all imports torch, which takes
+    # long.
     from adacc_hf.cli import main as adacc
     from adacc_hf.eval import run_all  # noqa: F401
     from adacc_hf.eval.records.points import restore
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = arguments.work / ("toy" if arguments.toy else "records")
     if arguments.archive is not None:
         restore(arguments.archive, records)
-    minutes = max(0.0, arguments.minutes - (time.monotonic() - STARTED) / 60)
+    minutes = max(0.0, arguments.minutes - (time.monotonic() - START_TIME) / 60)
     command = ["eval", "all", "--device=cuda", "--resume", f"--minutes={minutes:.3f}"]
     notes = commit_note(ROOT, arguments.wheels) if arguments.notes is None else arguments.notes
     command += ["--output", str(records / "all.json"), "--report", str(arguments.out), f"--notes={notes}"]
@@ -65,27 +66,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def commit_note(checkout: Path, wheels: Path) -> str:
-    """Return what tells which code is measured: the checkout's commit, or that of which the bundle was made.
+    """Return a note on the measured code: the checkout's commit, or the commit of the bundle.
 
-    A checkout that was copied has no git, and a bundle is one of the things that are copied with it.
+    A copied checkout has no git, but is copied with its bundle.
     """
     if (checkout / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):
             command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
             return f"commit {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
-    bundled = wheels / COMMIT
-    if bundled.is_file():
-        return f"commit {bundled.read_text(encoding='utf-8').strip()} when the bundle was made"
-    print(f"no git and no {bundled}: give the commit as --notes, or the records tell of none", file=sys.stderr)
+    commit_file = wheels / COMMIT
+    if commit_file.is_file():
+        return f"commit {commit_file.read_text(encoding='utf-8').strip()} when the bundle was made"
+    print(
+        f"no git repository and no {commit_file}: pass the commit with --notes, or the records will not name it",
+        file=sys.stderr,
+    )
     return ""
 
 
 def add_wheels(wheels: Path, site: Path) -> list[str]:
-    """Unpack what is not installed here into `site`, for this process and those it starts; its wheels' names."""
+    """Unpack the packages that are not installed into `site`, for this process and its children. Return the names of
+    their wheels."""
     missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not is_installed(distribution_of(wheel))]
     for wheel in missing:
-        with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(site)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
     if missing:
         sys.path.append(str(site))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(site)]))
@@ -93,12 +98,12 @@ def add_wheels(wheels: Path, site: Path) -> list[str]:
 
 
 def distribution_of(wheel: Path) -> str:
-    """The name of the project that a wheel's file name begins with."""
+    """Return the project's name, with which the wheel's file name begins."""
     return re.sub(r"_", "-", wheel.name.partition("-")[0])
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package of that project is here already, by whatever version."""
+    """Return True if any version of the package is installed."""
     try:
         distribution(name)
     except PackageNotFoundError:

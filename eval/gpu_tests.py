@@ -1,8 +1,8 @@
-"""The tests of a source checkout that need a GPU, file by file: what passed, what failed, and its last words.
+"""Run of the source checkout's GPU tests, file by file: numbers of passed and failed tests, and the end of the output.
 
     adacc eval gpu-tests --device cuda
 
-A file that hangs is ended after --timeout seconds, and what its tests said until then is kept.
+A file that takes longer than --timeout seconds is ended; the outcomes of its tests until then are kept.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FILES = (
     "tests/kernels/test_triton.py",
     "tests/adacc_hf/compiler/test_partitioner.py",
 )
-"""Those with tests marked gpu, in the order in which they tell most."""
+"""Files with tests marked gpu, the most important first."""
 
 MOST_WORKERS = 6
-"""Processes of one file's tests. Each has a CUDA context of half a GiB, and compiles kernels of its own."""
+"""Most processes for one file's tests. Each has a CUDA context of half a GiB, and compiles its own kernels."""
 
-LAST_WORDS = 6000
-"""Characters of the output that are kept where a test failed."""
+KEPT_OUTPUT_CHARACTERS = 6000
+"""Characters of the output that are kept if a test failed."""
 
 _OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 _TEST = re.compile(r"\btests/\S+::\S+")
@@ -51,13 +51,15 @@ Execute = Callable[[str, float], tuple[int | None, str]]
 
 
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
-    """Run them, print the table, save record and table. Returns 1 if a test failed, or a file has none."""
+    """Run the files, print the table, save record and table. Return 1 if a test failed, or if a file has no tests."""
     parser = runner_parser("gpu-tests", __doc__)
-    parser.add_argument("--files", nargs="+", choices=FILES, default=list(FILES), help="which, in this order")
-    parser.add_argument("--timeout", type=positive_int, default=600, help="seconds that one file may take")
+    parser.add_argument(
+        "--files", nargs="+", choices=FILES, default=list(FILES), help="files, in this order (default: all)"
+    )
+    parser.add_argument("--timeout", type=positive_int, default=600, help="time limit of one file in seconds")
     arguments, settings = parse(parser, argv)
     if settings.device != "cuda":
-        raise ValueError(f"--device={settings.device} has no such tests: use --device=cuda")
+        raise ValueError(f"--device={settings.device} has no GPU tests: use --device=cuda")
     if not (root() / FILES[0]).is_file():
         raise ValueError(f"{root()} has no tests/: run this from a source checkout")
     with open_ledger(settings, {"files": arguments.files}, arguments.resume) as ledger:
@@ -69,12 +71,13 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
 
 
 def root() -> Path:
-    """The checkout that this package is run from."""
+    """Return the root of the checkout that this package runs from."""
     return Path(adacc_hf.__file__).resolve().parents[1]
 
 
 def measure(file: str, timeout_s: float, execute: Execute) -> Figures:
-    """How many tests of `file` passed, which failed, and, if it is not all well, how the output ended."""
+    """Run the tests of `file`. Return the number of passed tests, the failed ones, and on failure the end of the
+    output."""
     start = time.perf_counter()
     code, output = execute(file, timeout_s)
     outcomes = outcomes_of(output)
@@ -88,22 +91,22 @@ def measure(file: str, timeout_s: float, execute: Execute) -> Figures:
     if code == 0:
         return {"status": Status.MEASURED.value, **figures}
     status = Status.TIMEOUT if code is None else Status.ERROR
-    return {"status": status.value, "reason": output[-LAST_WORDS:], **figures}
+    return {"status": status.value, "reason": output[-KEPT_OUTPUT_CHARACTERS:], **figures}
 
 
 def outcomes_of(output: str) -> dict[str, str]:
-    """What became of each test, from the lines of `pytest -v`, with or without several processes."""
-    found: dict[str, str] = {}
+    """Return each test's outcome, parsed from the output of `pytest -v`, with one or several processes."""
+    outcomes: dict[str, str] = {}
     for line in output.splitlines():
         outcome, test = _OUTCOME.search(line), _TEST.search(line)
-        # Below the last tests a summary has the failed ones again, with their reason.
+        # A summary at the end lists the failed tests again, with their reason.
         if outcome and test:
-            found.setdefault(test.group(), outcome.group())
-    return found
+            outcomes.setdefault(test.group(), outcome.group())
+    return outcomes
 
 
 def _pytest(file: str, timeout_s: float) -> tuple[int | None, str]:
-    """The exit status, None after `timeout_s` seconds, and what was printed."""
+    """Run pytest. Return the exit status, None after `timeout_s` seconds, and the output."""
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", file]
     workers = min(MOST_WORKERS, (os.cpu_count() or 1) // 2)
     environment = dict(os.environ)
@@ -112,10 +115,10 @@ def _pytest(file: str, timeout_s: float) -> tuple[int | None, str]:
         environment.setdefault("OMP_NUM_THREADS", "2")  # threads of several processes on the same cores slow each other
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
-            done = subprocess.run(
+            completed_process = subprocess.run(
                 command, cwd=root(), stdout=output, stderr=output, timeout=timeout_s, check=False, env=environment
             )
-            code = done.returncode
+            code = completed_process.returncode
         except subprocess.TimeoutExpired:
             code = None
         output.seek(0)
@@ -123,7 +126,7 @@ def _pytest(file: str, timeout_s: float) -> tuple[int | None, str]:
 
 
 def report_text(ledger: Ledger) -> str:
-    """A line per file, as Markdown, and the tests that failed."""
+    """Return one line per file, as Markdown, and the failed tests."""
     rows = [
         {
             "file": file,

@@ -1,8 +1,9 @@
-"""How far each codec moves the gradient of a trained model. The loss of a small run hardly tells them apart.
+"""Error that each codec causes in the gradient of a trained model. The loss of a small run hardly distinguishes codecs.
 
-A GPT-2 with eager attention is trained on bytes. Then the gradient of some batches is taken with what the blocks save
-for backward compressed, and compared with the exact gradient by relative L2 error, everything as one vector; so
-are the saved tensors with what comes back of them. `codec_schemes` says what is compressed under each scheme.
+A GPT-2 with eager attention is trained on bytes. Then the gradient of some batches is computed with the saved tensors
+of the blocks compressed, and compared with the exact gradient by relative L2 error, with all parameters as one vector.
+The decoded saved tensors are compared with the originals in the same way. `codec_schemes` defines which tensors are
+compressed under each scheme.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ WORKLOAD = Workload(width=128, layers=4, batch=16, tokens=128, attention="eager"
 LEARNING_RATE = 1e-3
 
 TRAINING = "gradient, training"
-"""The point of what the schemes share: the trained model's loss, and how far another batch moves the gradient."""
+"""Key of the point that all schemes share: the trained model's loss, and the gradient's difference between two
+batches."""
 
 Errors = Mapping[Scheme, float]
 
 
 def add_probing(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the gradients that are taken."""
-    parser.add_argument("--steps", type=positive_int, default=200, help="training steps before the gradients are taken")
+    """Add the options of the measured gradients."""
+    parser.add_argument(
+        "--steps", type=positive_int, default=200, help="training steps before the gradients are computed"
+    )
     parser.add_argument(
         "--batches", type=positive_int, default=3, help="batches whose errors are averaged (root mean square)"
     )
@@ -57,7 +61,7 @@ def probing_info(arguments: argparse.Namespace, workload: Workload) -> dict[str,
 
 
 def measure(ledger: Ledger, workload: Workload) -> None:
-    """Leave the point TRAINING and one for every scheme."""
+    """Measure the point TRAINING, and one point for every scheme."""
     probe = Probe(workload, ledger.run_info["steps"], ledger.run_info["batches"], ledger.settings)
     ledger.measure(TRAINING, lambda: {"final_loss": probe.loss, "another_batch": probe.another_batch()})
     for scheme in tqdm(codec_schemes(), desc="codecs", unit="scheme"):
@@ -75,61 +79,63 @@ def _key(scheme: Scheme) -> str:
 
 
 class Probe:
-    """A trained model, batches and their exact gradients; made on first use, for a resumed run may need none of it."""
+    """Trained model, batches and their exact gradients. All are computed on first use, because a resumed run may
+    need none of them."""
 
     def __init__(self, workload: Workload, steps: int, num_batches: int, settings: Settings) -> None:
         self.workload, self.steps, self.num_batches, self.settings = workload, steps, num_batches, settings
 
     @cached_property
-    def _trained(self) -> tuple[PreTrainedModel, float, list[Batch]]:
+    def _trained_model(self) -> tuple[PreTrainedModel, float, list[Batch]]:
         batches = self.workload.batches(self.settings.device, self.settings.seed)
         model, loss = train(self.workload, batches, self.steps, self.settings)
         return model, loss, list(islice(batches, self.num_batches + 1))
 
     @property
     def loss(self) -> float:
-        return self._trained[1]
+        return self._trained_model[1]
 
     @cached_property
-    def _exact(self) -> list[Gradients]:
-        model, _, probes = self._trained
+    def _exact_gradients(self) -> list[Gradients]:
+        model, _, probes = self._trained_model
         return [compute_gradients(model, batch, self.settings.seed) for batch in probes]
 
     @cached_property
     def _policy(self) -> Policy:
-        model, _, probes = self._trained
+        model, _, probes = self._trained_model
         return uniform_policy(profile_model(model, probes[0]), Action.COMPRESS)
 
     def another_batch(self) -> float:
-        """The relative difference between the gradients of two batches."""
-        return root_mean_square([relative_error(*pair) for pair in pairwise(self._exact)])
+        """Return the relative difference between the gradients of two batches."""
+        return root_mean_square([relative_error(*pair) for pair in pairwise(self._exact_gradients)])
 
     def codec_errors(self, scheme: Scheme) -> dict[str, float]:
-        """The error of the gradient, and of the saved tensors, with all that blocks save through one codec."""
-        with RoundTrips(self._trained[0], scheme) as hooks:
+        """Return the errors of the gradient and of the saved tensors, with all saved tensors of blocks through one
+        codec."""
+        with RoundTrips(self._trained_model[0], scheme) as hooks:
             error = self._error()
-        assert hooks.num_tensors, f"{scheme} met no tensor to encode"
+        assert hooks.num_tensors, f"{scheme} encoded no tensor"
         return {"error": error, "round_trip_error": hooks.error}
 
     def policy_error(self, scheme: Scheme) -> dict[str, float | None]:
-        """The error of the gradient with each activation through the codec of its layer, carried out by the executor.
+        """Return the error of the gradient with each activation through the codec of its layer, executed as a policy.
 
-        What comes back is out of sight there.
+        The decoded tensors are not accessible there.
         """
-        with apply_policy(self._trained[0], with_options(self._policy, scheme)):
+        with apply_policy(self._trained_model[0], with_options(self._policy, scheme)):
             return {"error": self._error(), "round_trip_error": None}
 
     def _error(self) -> float:
-        """Root mean square over all probes but the last."""
-        model, _, probes = self._trained
-        found = [compute_gradients(model, batch, self.settings.seed) for batch in probes[:-1]]
-        return root_mean_square([relative_error(*pair) for pair in zip(self._exact, found, strict=False)])
+        """Return the root mean square error over all batches but the last."""
+        model, _, probes = self._trained_model
+        gradients = [compute_gradients(model, batch, self.settings.seed) for batch in probes[:-1]]
+        return root_mean_square([relative_error(*pair) for pair in zip(self._exact_gradients, gradients, strict=False)])
 
 
 def train(
     workload: Workload, batches: Iterator[Batch], steps: int, settings: Settings
 ) -> tuple[PreTrainedModel, float]:
-    """A model trained for some steps of AdamW, and its last loss."""
+    """Train a model for `steps` steps of AdamW. Return the model and its last loss."""
     model = workload.model(settings.device, settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     torch.manual_seed(settings.seed)
@@ -147,7 +153,7 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def report_text(ledger: Ledger) -> str:
-    """The tables of both errors as Markdown, and what a prototype measured beside ours."""
+    """Return the tables of both errors as Markdown."""
     info, training = ledger.run_info, ledger.points[TRAINING]
     rows = [point for key, point in ledger.points.items() if key.startswith("gradient, ") and key != TRAINING]
     schemes = {_scheme(row): row for row in rows}
@@ -169,7 +175,7 @@ def _scheme(row: Mapping[str, Any]) -> Scheme:
 
 
 def table_text(errors: Errors) -> str:
-    """One line per codec, scale and rounding; one column per group size."""
+    """Return one line per codec, scale and rounding, with one column per group size."""
     lines = dict.fromkeys((scheme.name, scheme.scale, scheme.rounding) for scheme in errors)
     columns: dict[int | None, str] = {None: "one per row", **{size: f"groups of {size}" for size in GROUP_SIZES}}
     rows = []

@@ -1,13 +1,13 @@
-"""Adacc between plain training and checkpointing: what can be won, and how much of it is.
+"""Adacc between plain training and checkpointing: the possible gain in speed, and the share of it that Adacc wins.
 
     adacc eval headline --preset gpt2-345m --device cuda --precision bf16 --batch 16
     adacc eval headline --preset llama-1b --device cuda --precision bf16 --batch 4 --tokens 2048 --limit 30GiB
 
-One model, one batch and one process for all: a method's steps are timed in turn with those of plain training and of
-checkpointing, so that each of its figures stands beside theirs from the same rounds. A method gets half of plain's
-bytes, or --limit for its whole step; plain training, the ceiling, may take what it needs. At last Adacc gets the peak
-that checkpointing was measured to have. The share of what can be won is (checkpointing - ours) / (checkpointing -
-plain) in time.
+All methods share one model, one batch and one process. A method's steps are timed in turn with those of plain training
+and of checkpointing, so that its figures and theirs come from the same rounds. A method's budget is half of plain's
+bytes, or --limit for its whole step; plain training, the upper bound, may exceed it. Last, Adacc gets the measured peak
+of checkpointing as its budget. The share of the possible gain is (checkpointing - ours) / (checkpointing - plain) in
+time.
 """
 
 from __future__ import annotations
@@ -33,29 +33,33 @@ from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
 from adacc_hf.reports.run_record import Spread, markdown_table
 
 HALF = 0.5
-"""The budget where no limit is given: a part of what plain training stores."""
+"""The budget if no limit is set: a fraction of the bytes that plain training stores."""
 
 IN_FLOOR = "adacc_in_floor"
-"""The method whose budget is the peak of FLOOR."""
+"""Method whose budget is the peak of FLOOR."""
 
 GOALS = {"adacc": 0.85, IN_FLOOR: 0.65}
-"""The share of what can be won that Adacc is to reach: at half of plain's bytes, and at checkpointing's peak."""
+"""Goals for Adacc's share of the possible gain: at half of plain's bytes, and at checkpointing's peak."""
 
 
 def main(argv: Sequence[str] | None = None, run: Run | None = None) -> int:
-    """Measure every method, print the table, save record and table. Returns 1 if a gate was red."""
+    """Measure every method, print the table, save record and table. Return 1 if a gradient check failed."""
     parser = runner_parser("headline", __doc__)
     add_subject(parser)
     parser.add_argument("--batch", type=positive_int, default=4, help="sequences per step")
     parser.add_argument("--methods", nargs="+", choices=tuple(HEADLINE_METHODS), default=list(HEADLINE_METHODS))
     budgets = parser.add_mutually_exclusive_group()
-    budgets.add_argument("--fraction", type=float, default=HALF, help="of plain training's bytes, the budget")
-    budgets.add_argument("--limit", help="memory that a step may take, say 30GiB: the budget, but plain training's")
+    budgets.add_argument(
+        "--fraction", type=float, default=HALF, help="the budget, as a fraction of plain training's bytes"
+    )
+    budgets.add_argument(
+        "--limit", help="memory limit of a step, for example 30GiB: the budget of all methods but plain training"
+    )
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each point")
-    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="time limit of one point in seconds")
     arguments, settings = parse(parser, argv, clock=True)
     if not 0.0 < arguments.fraction <= 1.0:
-        raise ValueError(f"--fraction={arguments.fraction} must be in (0, 1], say {HALF}")
+        raise ValueError(f"--fraction={arguments.fraction} must be in (0, 1], for example {HALF}")
     run_info = {
         "subject": subject_options(arguments) | {"batch": arguments.batch},
         "methods": arguments.methods,
@@ -73,12 +77,12 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> int:
 
 
 def is_at_half(run_info: Mapping[str, Any]) -> bool:
-    """Return True if methods get half of plain's bytes, which the goal is for."""
+    """Return True if the budget is half of plain's bytes, the setting of the goal."""
     return run_info["fraction"] == HALF
 
 
 def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
-    """Fill in the points that are missing."""
+    """Measure the points that the record does not have yet."""
     info, settings = ledger.run_info, ledger.settings
     limit = info["limit_bytes"]
     for method in tqdm(info["methods"], desc="headline", unit="point"):
@@ -86,7 +90,7 @@ def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
         if method == IN_FLOOR:
             budget = ledger.points.get(FLOOR, {}).get("peak_bytes")
             if budget is None:
-                reason = f"{HEADLINE_METHODS[FLOOR].title}, whose peak it is to keep to, was not measured"
+                reason = f"{HEADLINE_METHODS[FLOOR].title}, whose peak is the budget, was not measured"
                 ledger.measure(method, partial(failure, Status.ERROR, reason))
                 continue
         order = {
@@ -102,7 +106,7 @@ def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
 
 
 def report_text(ledger: Ledger) -> str:
-    """The table as Markdown, and why points are missing."""
+    """Return the table as Markdown, and the reasons of missing points."""
     info = ledger.run_info
     subject, limit = info["subject"], info["limit_bytes"]
     budget = f"{info['fraction']:.0%} of plain's bytes" if limit is None else f"a limit of {format_bytes(limit)}"

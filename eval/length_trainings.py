@@ -1,4 +1,4 @@
-"""The same by the Trainer: whole trainings on batches of ever new sizes, with the callback that users add."""
+"""Step times of whole trainings by the Trainer with the callback, on batches of changing sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 from adacc_hf import AdaccCallback
 from adacc_hf.callbacks.paper_methods import method_callbacks
 from adacc_hf.eval.records.clock import CLOCKS
-from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN
 from adacc_hf.eval.trials.length_cases import MODES, LengthCase, Scale, Size
 from adacc_hf.eval.trials.workload import Batch
@@ -28,17 +28,18 @@ from adacc_hf.price.timing import wait_for
 from adacc_hf.reports.run_record import Settings, Spread
 
 TRAINER = "trainer"
-"""The name of this case on the command line, and of its model."""
+"""Name of the Trainer's case on the command line, and name of its model."""
 TRAINER_MODEL = "llama_padded"
 
 TRAINER_SCALE = Scale(batch=4, shortest=60, longest=400, steps=40)
 
 LEFT_OUT = 4
-"""Steps of a training that are not counted: by default the policy is set after two, and the next two are its first."""
+"""Steps at the start of a training that are not counted: by default the policy is set after two steps, and its own
+first two are recorded."""
 
 
 class SizedBatches(Dataset[Batch]):
-    """A whole batch of each of `sizes`, which `make(size, device, seed)` makes."""
+    """Data set of one whole batch for each of `sizes`, made by `make(size, device, seed)`."""
 
     def __init__(self, make: Callable[[Size, str, int], Batch], sizes: Sequence[Size], seed: int) -> None:
         self.make, self.sizes, self.seed = make, sizes, seed
@@ -52,23 +53,25 @@ class SizedBatches(Dataset[Batch]):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What one training by the Trainer left."""
+    """Results of one training by the Trainer."""
 
     steps_ms: list[float]
-    """Of every step but those that are left out, with all that the Trainer and its callbacks do around it."""
+    """Milliseconds of each counted step, including all work of the Trainer and its callbacks around it."""
     loss: float
-    """The mean of all steps."""
+    """Mean loss of all steps."""
     policy_step: int | None
-    """The step after which the first policy was there; None without the callback."""
+    """Step after which the first policy was set. None without the callback."""
     num_policies: int
 
 
 def measure_trainings(
     case: LengthCase, scale: Scale, budgets: Sequence[float], clock: str, settings: Settings
 ) -> dict[str, Any]:
-    """The figures of every method. Raises RedGateError if what is to be bit-equal has another loss than plain."""
+    """Train by every method. Raise WrongResultError if a bit-equal method has another loss than plain training."""
     if scale.steps <= LEFT_OUT:
-        raise ValueError(f"steps={scale.steps} must be more than the {LEFT_OUT} that are not counted")
+        raise ValueError(
+            f"steps={scale.steps} must be more than {LEFT_OUT}, the number of first steps that are not counted"
+        )
     sizes = case.draw(scale, settings.seed)
     methods = {PLAIN: method_callbacks("none", "auto"), CHECKPOINTING: method_callbacks("full", "auto")}
     configs = {
@@ -81,7 +84,7 @@ def measure_trainings(
     data = SizedBatches(partial(case.make_batch, scale), sizes, settings.seed)
 
     def now() -> float:
-        wait_for(torch.device(settings.device))  # or a step would end in the next one's turn
+        wait_for(torch.device(settings.device))  # else a step could still run during the next member's turn
         return CLOCKS[clock]()
 
     def run(name: str, turns: Turns, member: int) -> Training:
@@ -90,9 +93,9 @@ def measure_trainings(
         in_turn = StepInTurn(turns, member, now)
         return _train(model, data, callbacks, overrides, in_turn, settings)
 
-    found = dict(zip(names, run_in_turn([partial(run, name) for name in names], settings.threads), strict=True))
-    check_trainings({name: found[name] for name in names if name in exact}, settings.device)
-    return {"sizes": sizes, "left_out": LEFT_OUT, "trainings": _figures(found)}
+    trainings = dict(zip(names, run_in_turn([partial(run, name) for name in names], settings.threads), strict=True))
+    check_trainings({name: trainings[name] for name in names if name in exact}, settings.device)
+    return {"sizes": sizes, "left_out": LEFT_OUT, "trainings": _figures(trainings)}
 
 
 def _train(
@@ -103,7 +106,7 @@ def _train(
     in_turn: StepInTurn,
     settings: Settings,
 ) -> Training:
-    """One training by the Trainer, a step for each batch of `data`."""
+    """Train with the Trainer, one step for each batch of `data`."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -138,20 +141,20 @@ def _train(
     )
 
 
-def check_trainings(found: Mapping[str, Training], device: str) -> None:
-    """Raise RedGateError, on a CPU, unless all of these trainings ended with the very same mean loss."""
-    differing = [name for name, training in found.items() if training.loss != found[PLAIN].loss]
+def check_trainings(trainings: Mapping[str, Training], device: str) -> None:
+    """Raise WrongResultError on a CPU unless all of these trainings have exactly the same mean loss."""
+    differing = [name for name, training in trainings.items() if training.loss != trainings[PLAIN].loss]
     if differing and device == "cpu":
-        raise RedGateError(
-            f"{differing[0]}: the mean loss of the Trainer's steps is {found[differing[0]].loss}, that of plain "
-            f"training {found[PLAIN].loss}"
+        raise WrongResultError(
+            f"{differing[0]}: the mean loss of the Trainer's steps is {trainings[differing[0]].loss}, but must equal "
+            f"plain training's {trainings[PLAIN].loss} bit for bit"
         )
 
 
-def _figures(found: Mapping[str, Training]) -> dict[str, dict[str, Any]]:
-    """Per method its step time, and what its mean is of plain's and of checkpointing's."""
+def _figures(trainings: Mapping[str, Training]) -> dict[str, dict[str, Any]]:
+    """Return each method's step times, and its mean over the means of plain training and checkpointing."""
     figures: dict[str, dict[str, Any]] = {}
-    for name, own in found.items():
+    for name, own in trainings.items():
         figures[name] = {
             "steps_ms": own.steps_ms,
             "step_ms": Spread.of(own.steps_ms),
@@ -161,8 +164,10 @@ def _figures(found: Mapping[str, Training]) -> dict[str, dict[str, Any]]:
             "num_policies": own.num_policies,
         }
         for base, label in ((PLAIN, "plain"), (CHECKPOINTING, "checkpointing")):
-            by_step = [ms / other for ms, other in zip(own.steps_ms, found[base].steps_ms, strict=True)]
-            figures[name][f"mean_of_{label}"] = statistics.mean(own.steps_ms) / statistics.mean(found[base].steps_ms)
+            by_step = [ms / other for ms, other in zip(own.steps_ms, trainings[base].steps_ms, strict=True)]
+            figures[name][f"mean_of_{label}"] = statistics.mean(own.steps_ms) / statistics.mean(
+                trainings[base].steps_ms
+            )
             figures[name][f"of_{label}_by_step"] = Spread.of(by_step)
     return figures
 
@@ -171,37 +176,38 @@ Result = TypeVar("Result")
 
 
 class Turns:
-    """Whose turn it is, of as many as were announced. Each has to leave in the end."""
+    """Turn-taking of `num_members` threads. Every member has to call `leave` at its end."""
 
     def __init__(self, num_members: int) -> None:
         self._order = deque(range(num_members))
         self._condition = Condition()
 
     def wait(self, member: int) -> None:
-        """Come back when it is the turn of `member`."""
+        """Block until it is the turn of `member`."""
         with self._condition:
             self._condition.wait_for(lambda: self._order[0] == member)
 
     def pass_on(self, member: int) -> None:
-        """Give the turn to the next one, and come back when it has gone round."""
+        """Pass the turn to the next member, and block until it comes back."""
         with self._condition:
             self._order.rotate(-1)
             self._condition.notify_all()
         self.wait(member)
 
     def leave(self, member: int) -> None:
-        """Give the turn to the next one for good."""
+        """Pass the turn to the next member, and take no further turns."""
         with self._condition:
             self._order.remove(member)
             self._condition.notify_all()
 
 
 class StepInTurn(TrainerCallback):
-    """Passes the turn on before each step of a Trainer; the seconds of the steps by a clock, without the waiting."""
+    """Callback that passes the turn on before each step of a Trainer, and measures the steps' seconds without the
+    waiting."""
 
     def __init__(self, turns: Turns, member: int, clock: Callable[[], float]) -> None:
         self.seconds: list[float] = []
-        """Of every step with all that the Trainer and its callbacks have done since the one before."""
+        """Seconds of each step, with all work of the Trainer and its callbacks since the step before."""
         self._turns, self._member, self._clock = turns, member, clock
         self._since = self._spent = 0.0
 
@@ -220,14 +226,14 @@ class StepInTurn(TrainerCallback):
 
 
 def run_in_turn(runs: Sequence[Callable[[Turns, int], Result]], threads: int) -> list[Result]:
-    """What each of `runs` returns, given the turns and its place in them; `threads` is torch's number in each.
+    """Run each of `runs` with the turns and its index; return the results. Each run gets `threads` threads of torch.
 
-    One that fails lets the others go on to their end; then its exception is raised.
+    If a run fails, the others continue to their end; then its exception is raised.
     """
     turns = Turns(len(runs))
 
     def run(member: int) -> Result:
-        torch.set_num_threads(threads)  # which OpenMP counts for each thread by itself
+        torch.set_num_threads(threads)  # OpenMP keeps this number per thread
         turns.wait(member)
         try:
             return runs[member](turns, member)

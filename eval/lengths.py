@@ -1,11 +1,11 @@
-"""What training costs where every batch has another size: step times, and the first step at a size beside later ones.
+"""Cost of training on batches of changing sizes: step times, and first steps at a size compared with later ones.
 
     adacc eval lengths --clock cpu
 
-Small models train on batches of which no two have the same size; Adacc at half of plain training's activation bytes,
-losslessly and with codecs, HF gradient checkpointing and plain training take turns on the very same batches, and so do
-copies of them that train on one size, the mean of the others. Some sizes come again. What is lossless has to train to
-the losses of plain training, bit for bit. One model is trained by the Trainer as well, with the callback.
+Small models train on batches that all differ in size. The methods are Adacc at half of plain training's activation
+bytes (lossless, and with codecs), HF gradient checkpointing and plain training. They take turns on the same batches,
+and so do copies of them that train on one size, the mean of the others. Some sizes recur. Lossless methods must have
+the losses of plain training, bit for bit. One model is also trained by the Trainer with the callback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, RedGateError, positive_int
+from adacc_hf.eval.records.records import Figures, WrongResultError, positive_int
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN, ratio_text
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
 from adacc_hf.reports.run_record import Spread, markdown_table
@@ -36,35 +36,39 @@ GOALS = {
     "of_checkpointing": ("step at new sizes, x HF gradient checkpointing's", 1.0),
     "first_of_later_beside_plain": ("first step at a size, x the later ones there", 1.15),
 }
-"""What is asked of Adacc's figures: what they are, and the most that they may be."""
+"""Goals for Adacc's figures: a description, and the largest accepted value."""
 
 
 def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale: Scale = TRAINER_SCALE) -> int:
-    """Measure every case, print the tables, save record, tables and plot. Returns 1 on wrong gradients or losses."""
+    """Measure every case, print the tables, save record, tables and plot. Return 1 on wrong gradients or losses."""
     parser = runner_parser("lengths", __doc__)
-    parser.add_argument("--steps", type=positive_int, help="sizes that every model trains on (default: 60; Trainer 40)")
-    parser.add_argument("--layers", type=positive_int, help=f"of the models trained by hand (default: {SCALE.layers})")
-    parser.add_argument("--width", type=positive_int, help=f"of these models (default: {SCALE.width})")
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.5], help="of what plain training stores")
+    parser.add_argument("--steps", type=positive_int, help="number of batch sizes (default: 60; Trainer 40)")
+    parser.add_argument(
+        "--layers", type=positive_int, help=f"layers, but not of the Trainer's model (default: {SCALE.layers})"
+    )
+    parser.add_argument("--width", type=positive_int, help=f"width of the same models (default: {SCALE.width})")
+    parser.add_argument(
+        "--budgets", nargs="+", type=float, default=[0.5], help="fractions of plain training's stored bytes"
+    )
     names = [*LENGTH_CASES, TRAINER]
-    parser.add_argument("--cases", choices=names, nargs="+", default=names, help="what to train")
+    parser.add_argument("--cases", choices=names, nargs="+", default=names, help="cases to train (default: all)")
     arguments, settings = parse(parser, argv, clock=True)
     if not all(0.0 < budget <= 1.0 for budget in arguments.budgets):
         raise ValueError(f"--budgets={arguments.budgets} must be fractions in (0, 1], say 0.5 0.25")
     if arguments.steps:
-        scale, trainer_scale = (replace(one, steps=arguments.steps) for one in (scale, trainer_scale))
-    chosen = {name: getattr(arguments, name) for name in ("layers", "width")}
-    scale = replace(scale, **{name: number for name, number in chosen.items() if number})
+        scale, trainer_scale = (replace(each_scale, steps=arguments.steps) for each_scale in (scale, trainer_scale))
+    scale_options = {name: getattr(arguments, name) for name in ("layers", "width")}
+    scale = replace(scale, **{name: number for name, number in scale_options.items() if number})
     options = {name: getattr(arguments, name) for name in ("budgets", "cases", "clock")}
     run_info = {"scale": asdict(scale), "trainer_scale": asdict(trainer_scale), **options}
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for name in tqdm(arguments.cases, desc="lengths", unit="case"):
             try:
                 ledger.measure(name, partial(_measure, ledger, name))
-            except RedGateError as error:
+            except WrongResultError as error:
                 print(f"adacc eval lengths: {name}: {error}", file=sys.stderr)
                 return 1
-        ledger.finish(goals=goals_of(_by_hand(ledger)))
+        ledger.finish(goals=goals_of(_loop_points(ledger)))
         save_plot(ledger)
         ledger.publish(report_text(ledger))
     return 0
@@ -78,41 +82,41 @@ def _measure(ledger: Ledger, name: str) -> Figures:
     return measure_case(LENGTH_CASES[name], Scale(**info["scale"]), info["budgets"], info["clock"], settings)
 
 
-def _by_hand(ledger: Ledger) -> dict[str, Figures]:
-    """The points of all cases but the Trainer's, which has other figures."""
+def _loop_points(ledger: Ledger) -> dict[str, Figures]:
+    """Return the points of all cases except the Trainer's, which has other figures."""
     return {name: point for name, point in ledger.points.items() if name != TRAINER}
 
 
 def goals_of(points: dict[str, Figures]) -> list[dict[str, Any]]:
-    """For each of GOALS by how many of Adacc's methods and cases it is kept, and the worst of them."""
+    """Return, for each goal, the number of Adacc's methods and cases that meet it, and the worst of them."""
     rows = []
-    for figure, (goal, asked) in GOALS.items():
-        found = {
-            f"{LENGTH_CASES[name].title}: {method}": _middle(figures[figure])
+    for figure, (goal, limit) in GOALS.items():
+        values = {
+            f"{LENGTH_CASES[name].title}: {method}": _median(figures[figure])
             for name, point in points.items()
             for method, figures in point["methods"].items()
             if method not in (PLAIN, CHECKPOINTING)
         }
-        if found:
-            where = max(found, key=lambda key: found[key])
-            kept = sum(value <= asked for value in found.values())
-            row = {"goal": goal, "asked": asked, "kept": kept, "tried": len(found)}
-            rows.append({**row, "worst": found[where], "where": where})
+        if values:
+            worst_key = max(values, key=lambda key: values[key])
+            num_met = sum(value <= limit for value in values.values())
+            row = {"goal": goal, "asked": limit, "kept": num_met, "tried": len(values)}
+            rows.append({**row, "worst": values[worst_key], "where": worst_key})
     return rows
 
 
-def _middle(figure: float | dict[str, float]) -> float:
-    """The median of a spread; any other figure as it is."""
+def _median(figure: float | dict[str, float]) -> float:
+    """Return the median of a spread, or the figure itself."""
     return figure["median"] if isinstance(figure, dict) else figure
 
 
 def report_text(ledger: Ledger) -> str:
-    """A table of all cases and methods, what was asked for, the Trainer's table, and what the columns are."""
-    return "\n\n".join([*_by_hand_text(ledger), *_trainer_text(ledger)]) + "\n"
+    """Return the table of all cases and methods, the goals, the Trainer's table, and explanations of the columns."""
+    return "\n\n".join([*_loop_text(ledger), *_trainer_text(ledger)]) + "\n"
 
 
-def _by_hand_text(ledger: Ledger) -> Iterator[str]:
-    points = _by_hand(ledger)
+def _loop_text(ledger: Ledger) -> Iterator[str]:
+    points = _loop_points(ledger)
     if not points:
         return
     scale = Scale(**ledger.run_info["scale"])
@@ -166,7 +170,7 @@ def _spread(figure: dict[str, float]) -> str:
 
 
 def _notes(points: dict[str, Figures]) -> Iterator[str]:
-    """Which blocks cannot be replayed and why, and which budgets nothing fits."""
+    """Yield the blocks that cannot be replayed with the reasons, and the infeasible budgets."""
     for name, point in points.items():
         reasons: dict[str, int] = {}
         for row in point["methods"].values():
@@ -206,9 +210,9 @@ def _trainer_text(ledger: Ledger) -> Iterator[str]:
 
 
 def save_plot(ledger: Ledger) -> None:
-    """What a first step takes of plain's time against the tokens of its batch, the median of the models."""
+    """Plot the first steps' times over plain training's, against the tokens of the batch: the median of the models."""
     ratios: dict[str, dict[int, list[float]]] = {}
-    for point in _by_hand(ledger).values():
+    for point in _loop_points(ledger).values():
         plain_ms = point["methods"][PLAIN]["steps_ms"]
         for method, row in point["methods"].items():
             if method == PLAIN:
@@ -217,7 +221,7 @@ def save_plot(ledger: Ledger) -> None:
             for size, ms, base in zip(point["sizes"], row["steps_ms"], plain_ms, strict=True):
                 by_tokens.setdefault(size[0], []).append(ms / base)
     series = {
-        method: [(tokens, statistics.median(found)) for tokens, found in by_tokens.items()]
+        method: [(tokens, statistics.median(values)) for tokens, values in by_tokens.items()]
         for method, by_tokens in ratios.items()
     }
     label = "first step over plain training's, median of the models"

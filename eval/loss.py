@@ -2,8 +2,8 @@
 
     adacc eval loss --preset gpt2-117m --device cuda --precision bf16 --steps 5000 --text pile.txt
 
-Every method trains the same model by the Trainer: same seed, same data in the same order. The text is read as bytes. A
-run that was cut short goes on from the Trainer's last checkpoint of the method under way.
+Every method trains the same model with the Trainer: same seed, same data in the same order. The text is read as bytes.
+An interrupted run resumes at the Trainer's last checkpoint of the interrupted method.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from adacc_hf.eval.trials.training import train_curve
 from adacc_hf.reports.run_record import markdown_table
 
 PAPER_GAP_PERCENT = (0.46, 0.5)
-"""Adacc's difference to plain training (section 4.3, GPT-117M and GPT-345M)."""
+"""Adacc's difference from plain training in the paper (section 4.3, GPT-117M and GPT-345M)."""
 
 Curve = list[tuple[int, float]]
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_isolated) -> int:
-    """Train by every method, print the table, save record, table and plot. Returns 1 if a run failed."""
+    """Train by every method, print the table, save record, table and plot. Return 1 if a run failed."""
     parser = runner_parser("loss", __doc__)
     add_subject(parser)
     add_training(parser)
     parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
-    parser.add_argument("--timeout", type=positive_int, help="seconds that one training may take (default: no bound)")
+    parser.add_argument("--timeout", type=positive_int, help="time limit of one training in seconds (default: none)")
     arguments, settings = parse(parser, argv)
     run_info = {
         "subject": subject_options(arguments) | {"batch": arguments.batch},
@@ -73,13 +73,13 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def training_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of training. Raises ValueError or FileNotFoundError for what cannot be."""
+    """Return the training options of the command line. Raise ValueError or FileNotFoundError for invalid values."""
     budget = parse_budget(arguments.budget)
     check_memory_budget(budget)
     if not 0.0 < arguments.learning_rate <= 1.0:
-        raise ValueError(f"--learning-rate={arguments.learning_rate} must lie in (0, 1], say 7e-4")
+        raise ValueError(f"--learning-rate={arguments.learning_rate} must be in (0, 1], for example 7e-4")
     if arguments.text is not None and not arguments.text.is_file():
-        raise FileNotFoundError(f"--text={arguments.text} is no file: name one, or leave it out")
+        raise FileNotFoundError(f"--text={arguments.text} is not a file: pass an existing file, or leave out --text")
     return {
         "steps": arguments.steps,
         "eval_every": min(arguments.eval_every, arguments.steps),
@@ -91,7 +91,7 @@ def training_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(ledger: Ledger, method: str, timeout_s: float | None, run: Callable[..., Figures]) -> Figures:
-    """The curve of one method; its Trainer's checkpoints lie beside the record until it is done."""
+    """Return the curve of one method. Its Trainer's checkpoints are next to the record until the training ends."""
     info, output = ledger.run_info, ledger.settings.output
     options = {
         name: info[name] for name in ("steps", "eval_every", "eval_sequences", "learning_rate", "budget", "text")
@@ -107,9 +107,9 @@ def train(ledger: Ledger, method: str, timeout_s: float | None, run: Callable[..
 
 
 def gap(plain: Figures, other: Figures) -> dict[str, float] | None:
-    """How far a curve lies from plain training's, in percent of plain's loss; None where one is missing.
+    """Return the gaps of a curve to plain training's, in percent of plain's loss; None if a curve is missing.
 
-    The drift is the mean of the signed gaps: it stays at zero for a method that is off as often above as below.
+    The drift is the mean of the signed gaps: it is near 0 for a method whose gaps have both signs equally often.
     """
     if "curve" not in plain or "curve" not in other:
         return None
@@ -123,7 +123,7 @@ def gap(plain: Figures, other: Figures) -> dict[str, float] | None:
 
 
 def report_text(ledger: Ledger) -> str:
-    """The table as Markdown, and the paper's gap beside ours."""
+    """Return the table as Markdown, and the paper's gap."""
     info = ledger.run_info
     subject = info["subject"]
     gaps = ledger.summary["gap_to_plain"]
@@ -138,9 +138,9 @@ def report_text(ledger: Ledger) -> str:
     return "\n\n".join([heading, markdown_table(rows), note, *failed]) + "\n"
 
 
-def _row(name: str, point: Figures, found: dict[str, float] | None) -> dict[str, str]:
+def _row(name: str, point: Figures, gaps: dict[str, float] | None) -> dict[str, str]:
     def percent(key: str) -> str:
-        return "" if found is None else f"{found[key]:+.3f} %"
+        return "" if gaps is None else f"{gaps[key]:+.3f} %"
 
     return {
         "method": PAPER_METHODS[name].title,

@@ -1,10 +1,10 @@
-"""The largest batch that trains within a memory limit, by each of the paper's methods (Table 3).
+"""Largest batch that trains within a memory limit, by each of the paper's methods (Table 3).
 
     adacc eval max-batch --preset gpt2-345m --device cuda --precision bf16 --limit 32GiB
 
-Searched from what the methods before it reached (`largest`); every trial runs whole training steps in a process of its
-own. The limit is the GPU's memory or `--limit`; on a CPU the live bytes of a step count.
-Adacc's budget is the limit.
+The search (`largest`) starts from the best batch of the methods before; every trial runs whole training steps in a
+process of its own. The limit is the GPU's memory or `--limit`; on a CPU the live bytes of a step count. Adacc's budget
+is the limit.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ PAPER = {
     "gpt2-345m": {"none": 8, "full": 61, "quantization": 19, "adacc": 61},
     "gpt2-4.7b": {"none": 1, "full": 4, "quantization": 3, "adacc": 4},
 }
-"""Table 3: eight V100 GPUs of 32 GB, with ZeRO."""
+"""The paper's Table 3: eight V100 GPUs of 32 GB, with ZeRO."""
 
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
-    """Search for every method, print the table, save record and table. Returns 1 if a trial failed for no memory."""
+    """Search for every method, print the table, save record and table. Return 1 if a trial failed for reasons other
+    than memory."""
     parser = runner_parser("max-batch", __doc__)
     add_subject(parser)
     add_limit(parser)
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(PAPER_METHODS))
-    parser.add_argument("--most", type=positive_int, default=4096, help="largest batch that is tried")
-    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one trial may take")
+    parser.add_argument("--most", type=positive_int, default=4096, help="upper bound of the search")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="time limit of one trial in seconds")
     arguments, settings = parse(parser, argv)
     run_info = {
         "subject": subject_options(arguments),
@@ -51,22 +52,24 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         "most": arguments.most,
     }
     with open_ledger(settings, run_info, arguments.resume) as ledger:
-        found: dict[str, int] = {}
+        largest_batches: dict[str, int] = {}
         for name in arguments.methods:
-            # The methods do not lie far apart: where the best so far ended saves trials.
-            found[name] = search(ledger, name, arguments.timeout, run, first=max(found.values(), default=0) or 1)
+            # The largest batches of the methods are close. Starting at the best one so far saves trials.
+            largest_batches[name] = search(
+                ledger, name, arguments.timeout, run, first=max(largest_batches.values(), default=0) or 1
+            )
         paper = PAPER.get(arguments.preset, {})
-        ledger.finish(max_batch=found, paper=paper)
+        ledger.finish(max_batch=largest_batches, paper=paper)
         ledger.publish(report_text(ledger))
     return 1 if failures(ledger) else 0
 
 
 def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) -> int:
-    """The largest batch of `method` that fits, `first` tried first; 0 if not even one sequence does."""
+    """Return the largest batch of `method` that fits, trying `first` first; 0 if not even one sequence fits."""
     info, settings = ledger.run_info, ledger.settings
     with tqdm(desc=f"max-batch, {method}", unit="trial") as progress:
 
-        def trial(batch: int) -> Tried:
+        def trial(batch: int) -> BatchTrial:
             order = {
                 "subject": info["subject"] | {"batch": batch},
                 "family": "paper",
@@ -80,19 +83,19 @@ def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) 
             progress.set_postfix(batch=batch, status=point["status"])
             progress.update()
             fits = point["status"] == Status.MEASURED.value
-            return Tried(batch, fits, point.get("static_bytes"), point.get("peak_bytes"))
+            return BatchTrial(batch, fits, point.get("static_bytes"), point.get("peak_bytes"))
 
         return largest(trial, info["limit_bytes"], info["most"], first)
 
 
 def failures(ledger: Ledger) -> dict[str, str]:
-    """Why trials ended that did not end for memory: what they bound is no limit of memory."""
+    """Return the reasons of trials that failed for reasons other than memory. Such failures are no memory limit."""
     ends = (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
     return {key: point["reason"] for key, point in ledger.points.items() if point["status"] not in ends}
 
 
 def report_text(ledger: Ledger) -> str:
-    """The table as Markdown, the paper's beside it where it has the model."""
+    """Return the table as Markdown, with the paper's figures if it has the model."""
     info = ledger.run_info
     subject = info["subject"]
     rows = [_row(ledger, method, batch) for method, batch in ledger.summary["max_batch"].items()]
@@ -105,13 +108,13 @@ def report_text(ledger: Ledger) -> str:
 
 
 def _row(ledger: Ledger, method: str, batch: int) -> dict[str, str]:
-    found, paper = ledger.summary["max_batch"], ledger.summary["paper"]
+    largest_batches, paper = ledger.summary["max_batch"], ledger.summary["paper"]
     peak: Figures = ledger.points.get(point_key(method, batch), {})
     row = {
         "method": METHODS[method].title,
         "largest batch": f"{batch}{'+' if batch == ledger.run_info['most'] else ''}",
         "peak": format_bytes(peak["peak_bytes"]) if "peak_bytes" in peak else "",
-        "x plain": f"{batch / found['none']:.2f}" if found.get("none") else "",
+        "x plain": f"{batch / largest_batches['none']:.2f}" if largest_batches.get("none") else "",
     }
     if paper:
         of_plain = f" ({paper[method] / paper['none']:.2f}x)" if method in paper else ""
@@ -120,12 +123,12 @@ def _row(ledger: Ledger, method: str, batch: int) -> dict[str, str]:
 
 
 MAX_GUESSES = 4
-"""From then on it is doubling and bisection alone, whose number of trials is bounded."""
+"""Bound on interpolated guesses. Afterwards only doubling and bisection follow, whose number of trials is bounded."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What one batch took. Bytes are None where the device refused before they could be counted."""
+class BatchTrial:
+    """Result of one trial. Bytes are None if the device ran out of memory before they were counted."""
 
     batch: int
     fits: bool
@@ -133,33 +136,39 @@ class Tried:
     peak_bytes: int | None = None
 
 
-def largest(trial: Callable[[int], Tried], limit_bytes: int, most: int, first: int = 1) -> int:
-    """The largest number from 1 to `most` that fits, 0 if none does, where all below a fitting one fit.
+def largest(trial: Callable[[int], BatchTrial], limit_bytes: int, most: int, first: int = 1) -> int:
+    """Return the largest number from 1 to `most` that fits, 0 if none fits. All numbers below a fitting one fit.
 
-    A step's bytes grow nearly in proportion to its batch, so the next trial is where they would reach the limit. Where
-    they do not, because a policy uses up whatever it is given, it goes up by 1, 2, 4, ... and then bisects.
+    A step's bytes grow nearly in proportion to its batch, so the next trial is where they would reach the limit. If
+    they do not grow, because a policy uses its whole budget, the search goes up by 1, 2, 4, ... and then bisects.
     """
-    good, bad, step, guesses = 0, most + 1, 1, 0
+    fitting, too_large, step, guesses = 0, most + 1, 1, 0
     probe = min(first, most)
     while True:
-        tried = trial(probe)
-        good, bad = (probe, bad) if tried.fits else (good, probe)
-        if bad - good == 1:
-            return good
-        guess = _batch_at(limit_bytes, tried)
-        if guess is not None and good < guess < bad and guesses < MAX_GUESSES:
+        last_trial = trial(probe)
+        fitting, too_large = (probe, too_large) if last_trial.fits else (fitting, probe)
+        if too_large - fitting == 1:
+            return fitting
+        guess = _batch_at(limit_bytes, last_trial)
+        if guess is not None and fitting < guess < too_large and guesses < MAX_GUESSES:
             probe, guesses = guess, guesses + 1
-        elif bad > most or guess == good:
-            probe, step = min(good + step, bad - 1), 2 * step
+        elif too_large > most or guess == fitting:
+            probe, step = min(fitting + step, too_large - 1), 2 * step
         else:
-            probe = (good + bad) // 2
+            probe = (fitting + too_large) // 2
 
 
-def _batch_at(limit_bytes: int, tried: Tried) -> int | None:
-    """The batch at which bytes in proportion to those of `tried` reach the limit."""
-    if tried.static_bytes is None or tried.peak_bytes is None or tried.peak_bytes <= tried.static_bytes:
+def _batch_at(limit_bytes: int, last_trial: BatchTrial) -> int | None:
+    """Return the batch at which the bytes of `last_trial`, scaled in proportion, reach the limit."""
+    if (
+        last_trial.static_bytes is None
+        or last_trial.peak_bytes is None
+        or last_trial.peak_bytes <= last_trial.static_bytes
+    ):
         return None
-    return tried.batch * (limit_bytes - tried.static_bytes) // (tried.peak_bytes - tried.static_bytes)
+    return (
+        last_trial.batch * (limit_bytes - last_trial.static_bytes) // (last_trial.peak_bytes - last_trial.static_bytes)
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Predicted against measured peak of live bytes: five models x attention x precision x budgets.
+"""Error of predicted peaks of live bytes: five models x attention x precision x budgets.
 
     adacc eval peak-accuracy
 
-Each model is profiled once. Budgets lie at even distances from the least possible peak to just below plain training's.
-A policy is solved for each and followed for three steps, whose peaks are measured by the allocator. In the first two,
-blocks are recorded once more and codecs make their maps of outlier channels; the third is as all later ones are. A peak
-of the third above its budget makes the run fail, on a GPU by more than its allocator's blocks, and so does one of any
-more than 3 % away from the prediction.
+Each model is profiled once. The budgets are evenly spaced, from the least possible peak to just below plain training's
+peak. The policy of each budget runs for three steps, whose peaks the allocator measures. In the first two steps blocks
+are recorded again, and codecs build their maps of outlier channels; the third step runs like all later ones. The run
+fails if the third peak exceeds its budget (on a GPU by more than the allocator's rounding), or if any peak differs from
+its prediction by more than 3 %.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.records import positive_int
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Family, Size, in_precision
 from adacc_hf.eval.trials.isolation import run_here
-from adacc_hf.eval.trials.limits import keeps_to
+from adacc_hf.eval.trials.limits import fits_budget
 from adacc_hf.reports.run_record import Settings, markdown_table
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 SCALE = 20.0
-"""By which similarities, at most 1, are spread: the usual inverse temperature of contrastive losses."""
+"""Factor of the similarities, which are at most 1: the usual inverse temperature of contrastive losses."""
 
 
 class Pairs(nn.Module):
-    """Tells which end belongs to which beginning, of the rows of a batch; two thirds of each row are its beginning."""
+    """Bi-encoder with a contrastive loss: matches the first two thirds of each row with its last third."""
 
     def __init__(self, encoder: BertModel) -> None:
         super().__init__()
         self.encoder = encoder
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
-        """The `loss` of a batch [B, T]; labels, which other families need, are not read."""
-        place = 2 * input_ids.shape[1] // 3
-        parts = input_ids[:, :place], input_ids[:, place:]
+        """Return the `loss` of a batch [B, T]. Labels are ignored; they are passed because other families need them."""
+        split = 2 * input_ids.shape[1] // 3
+        parts = input_ids[:, :split], input_ids[:, split:]
         begins, ends = (F.normalize(self.encoder(input_ids=part).last_hidden_state.mean(1)) for part in parts)
         rows = torch.arange(len(begins), device=begins.device)
         return SimpleNamespace(loss=F.cross_entropy(begins @ ends.T * SCALE, rows))
 
 
 class PairsFamily:
-    """Makes bi-encoders as a `Family` makes its models."""
+    """Maker of bi-encoders, with the interface of `Family`."""
 
     def model(self, size: Size, attention: str, device: str = "cpu", seed: int = 0) -> Pairs:
-        """The model in train mode, dropout on."""
+        """Return the model in train mode, dropout on."""
         config = FAMILIES["bert"].config(size)
         assert isinstance(config, BertConfig)
         config._attn_implementation = attention
@@ -77,12 +77,12 @@ MODELS: dict[str, Family | PairsFamily] = {**FAMILIES, "pairs": PairsFamily()}
 """Four families, and a bi-encoder whose step calls every block twice."""
 
 TOLERANCE = 0.03
-"""How far a measured peak may lie from the predicted one: what the project promises."""
+"""The largest accepted relative difference of a measured peak from the prediction: the project's promise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One policy's peak, predicted and measured, beside its budget."""
+    """Predicted and measured peak of one policy, and its budget."""
 
     family: str
     attention: str
@@ -91,16 +91,16 @@ class Measurement:
     predicted_bytes: int
     measured_bytes: int
     first_bytes: int
-    """The most in the first two steps."""
+    """Peak of the first two steps."""
 
     @property
     def error(self) -> float:
-        """How far the measured peak lies above the predicted one, as a part of it."""
+        """Return the relative excess of the measured peak over the predicted one."""
         return self.measured_bytes / self.predicted_bytes - 1.0
 
     @property
     def first_error(self) -> float:
-        """The same for the first two steps."""
+        """Return the relative excess of the peak of the first two steps over the predicted one."""
         return self.first_bytes / self.predicted_bytes - 1.0
 
     @property
@@ -108,15 +108,17 @@ class Measurement:
         return self.measured_bytes <= self.budget_bytes
 
     def is_good(self, device: str) -> bool:
-        is_kept = keeps_to(self.measured_bytes, self.budget_bytes, device)
-        return is_kept and max(abs(self.error), self.first_error) <= TOLERANCE
+        is_within_limit = fits_budget(self.measured_bytes, self.budget_bytes, device)
+        return is_within_limit and max(abs(self.error), self.first_error) <= TOLERANCE
 
 
 def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
-    """Measure, print the table and save the record. Returns 1 if a budget was exceeded or a prediction is off."""
+    """Measure, print the table and save the record. Return 1 if a budget was exceeded or a prediction is off."""
     parser = runner_parser("peak-accuracy", __doc__)
     for name, choices in (("family", tuple(MODELS)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices, help="which to measure")
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=choices, default=choices, help=f"values of {name} to measure (default: all)"
+        )
     parser.add_argument("--budgets", type=positive_int, default=5, help="budgets per model")
     arguments, settings = parse(parser, argv)
     size = size or Size()
@@ -146,7 +148,7 @@ def _measurements(ledger: Ledger) -> list[Measurement]:
 def measure(
     family: str, attention: str, precision: str, size: Size, num_budgets: int, settings: Settings
 ) -> list[Measurement]:
-    """The peaks of one model at `num_budgets` budgets."""
+    """Measure the peaks of one model at `num_budgets` budgets."""
     model = MODELS[family].model(size, attention, settings.device, settings.seed)
     batch = size.batches(settings.device, settings.seed)
     rows = []
@@ -171,14 +173,15 @@ def measure(
 
 
 def peak_budgets(profile: Profile, num_budgets: int) -> list[int]:
-    """Budgets from the least possible peak up, at even distances; the next one would be what plain training takes."""
+    """Return evenly spaced budgets upwards from the least possible peak. The next one would be plain training's
+    peak."""
     floor = least_peak_bytes(profile)
     plain = uniform_policy(profile, Action.RETAIN).predicted_peak_bytes
     return [floor + (plain - floor) * i // num_budgets for i in range(num_budgets)]
 
 
 def least_peak_bytes(profile: Profile) -> int:
-    """The smallest budget on the peak that can be kept to."""
+    """Return the smallest feasible budget on the peak."""
     try:
         return solve_policy(profile, 1).predicted_peak_bytes
     except InfeasibleBudgetError as error:
@@ -188,25 +191,25 @@ def least_peak_bytes(profile: Profile) -> int:
 def measured_peaks(
     model: nn.Module, batch: Batch, policy: Policy, precision: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[int]:
-    """Peak bytes of each of the first three steps under `policy`."""
+    """Measure the peak bytes of each of the first three steps under `policy`."""
     peaks = []
     with apply_policy(model, policy):
         for _ in range(3):
             model.zero_grad(set_to_none=True)
-            with precision():  # for each step anew, since it keeps casts of weights
+            with precision():  # entered for each step, since autocast caches the casts of weights until it exits
                 peaks.append(measure_step(model, batch).peak_bytes)
     return peaks
 
 
 def report_text(ledger: Ledger) -> str:
-    """The table as Markdown, the worst of it, and the reasons of what is not in it."""
+    """Return the table as Markdown, its largest errors, and the reasons of points without measurement."""
     rows = _measurements(ledger)
     reasons = [f"{case}: {point['reason']}" for case, point in ledger.points.items() if "reason" in point]
     return "\n\n".join([*([table_text(rows), summary(rows)] if rows else []), *reasons]) + "\n"
 
 
 def summary(rows: Sequence[Measurement]) -> str:
-    """One line: how far off, how often over budget."""
+    """Return a line with the largest errors and the number of exceeded budgets."""
     worst = max(rows, key=lambda row: abs(row.error))
     over = [row for row in rows if not row.is_within_budget]
     return (
@@ -217,11 +220,11 @@ def summary(rows: Sequence[Measurement]) -> str:
 
 
 def table_text(rows: Sequence[Measurement]) -> str:
-    """One line per model: the budgets' range, the error's range, and whether every budget held."""
+    """Return one line per model: the ranges of budgets and errors, and the number of budgets that were met."""
     cases: dict[tuple[str, str, str], list[Measurement]] = {}
     for row in rows:
         cases.setdefault((row.family, row.attention, row.precision), []).append(row)
-    return markdown_table([_cells(*case, found) for case, found in cases.items()])
+    return markdown_table([_cells(*case, measurements) for case, measurements in cases.items()])
 
 
 def _cells(family: str, attention: str, precision: str, rows: Sequence[Measurement]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Tokens per second against measured peak: Adacc at several budgets, and what else saves activation memory.
+"""Tokens per second against measured peak: Adacc at several budgets, and other ways to save activation memory.
 
     adacc eval peers --preset gpt2-345m --device cuda --precision bf16 --batch 16
 
-The same model, batch and training step for all, each in a process of its own; a peer that cannot run here has a row
-with the reason. From the points two things are read off, for every peer: Adacc's speed at the peer's peak, and Adacc's
-peak at the peer's speed; between points of Adacc by linear interpolation, and never beyond them.
+Model, batch and training step are equal for all methods, each of which runs in a process of its own. If a peer cannot
+run here, its row gives the reason. Two figures are derived for every peer: Adacc's speed at the peer's peak, and
+Adacc's peak at the peer's speed. They are interpolated linearly between Adacc's points, and never extrapolated.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of plain training's activation bytes for Adacc."""
 
 VARIANT_BUDGETS = (0.5, 0.25)
-"""For its variants; in torch.compile, where that has no points of its own, of what the compiler's default saves."""
+"""Budgets of Adacc's variants. In torch.compile, if no compiled peers are measured: fractions of the compiler's
+default bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One point to measure: a method, Adacc's at a budget."""
+    """Point to measure: a method, for Adacc with its budget."""
 
     method: str
     budget: float | None = None
     rival: str | None = None
-    """The peer whose measured peak is the budget."""
+    """Peer whose measured peak is the budget."""
 
     @property
     def key(self) -> str:
@@ -60,17 +61,23 @@ class Entry:
 
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
-    """Measure every peer, print the tables, save record, tables and plot. Returns 1 if a gate was red."""
+    """Measure every peer, print the tables, save record, tables and plot. Return 1 if a gradient check failed."""
     parser = runner_parser("peers", __doc__)
     add_subject(parser)
     parser.add_argument("--batch", type=positive_int, default=4, help="sequences per step")
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
-    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="Adacc's, as fractions")
     parser.add_argument(
-        "--variant-budgets", nargs="+", type=float, default=list(VARIANT_BUDGETS), help="of Adacc's variants"
+        "--budgets", nargs="+", type=float, default=list(BUDGETS), help="budgets of Adacc, as fractions"
+    )
+    parser.add_argument(
+        "--variant-budgets",
+        nargs="+",
+        type=float,
+        default=list(VARIANT_BUDGETS),
+        help="budgets of Adacc's variants, as fractions",
     )
     parser.add_argument("--rounds", type=positive_int, default=7, help="timed steps of each peer")
-    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one peer may take")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="time limit of one peer in seconds")
     arguments, settings = parse(parser, argv, clock=True)
     for option in ("budgets", "variant_budgets"):
         if not all(0.0 < budget <= 1.0 for budget in getattr(arguments, option)):
@@ -99,9 +106,9 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 
 
 def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: Sequence[float]) -> list[Entry]:
-    """The points to measure, in the order of the table.
+    """Return the points to measure, in the order of the table.
 
-    In torch.compile Adacc gets the peak of each of torch.compile's own points, where there are any.
+    If peers of torch.compile are measured, Adacc in torch.compile gets each one's peak as its budget.
     """
     entries: list[Entry] = []
     rivals = [name for name in peers if name in COMPILED_PEERS]
@@ -116,7 +123,7 @@ def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: 
 
 
 def measure(ledger: Ledger, entries: Sequence[Entry], timeout_s: float, run: Run) -> None:
-    """Fill in the points that are missing."""
+    """Measure the points that the record does not have yet."""
     info = ledger.run_info
     for entry in tqdm(entries, desc="peers", unit="peer"):
         order: dict[str, Any] = {
@@ -129,14 +136,14 @@ def measure(ledger: Ledger, entries: Sequence[Entry], timeout_s: float, run: Run
             "threads": ledger.settings.threads,
         }
         if entry.rival is not None and order["budget"] is None:
-            reason = f"{PEERS[entry.rival].title}, whose peak it is to keep to, was not measured"
+            reason = f"{PEERS[entry.rival].title}, whose peak is the budget, was not measured"
             ledger.measure(entry.key, partial(failure, Status.ERROR, reason))
         else:
             ledger.measure(entry.key, partial(run, run_trial, order, timeout_s))
 
 
 def points_of(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, list[Point]]:
-    """What was timed: points of "adacc", of its variants, each a "variant", and of the others, each a "peer"."""
+    """Return the timed points in three groups: "adacc", "variant" for its variants, "peer" for the others."""
     points: dict[str, list[Point]] = {"adacc": [], "variant": [], "peer": []}
     for entry in entries:
         figures = ledger.points[entry.key]
@@ -150,13 +157,13 @@ def points_of(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, list[Point]
 
 
 def rivals(own: Sequence[Point], peers: Sequence[Point]) -> list[dict[str, Any]]:
-    """Beside each point of Adacc the fastest eager and the fastest compiled peer that need no more memory."""
+    """Return, for each point of Adacc, the fastest eager and the fastest compiled peer that need no more memory."""
     rows = []
     for point in own:
         row: dict[str, Any] = {"adacc": point.name}
         for kind, compiled in (("eager", False), ("compiled", True)):
-            found = fastest_within([peer for peer in peers if peer.compiled is compiled], point.peak_bytes)
-            row[kind] = None if found is None else {"peer": found.name, "speed_ratio": point.speed / found.speed}
+            fastest = fastest_within([peer for peer in peers if peer.compiled is compiled], point.peak_bytes)
+            row[kind] = None if fastest is None else {"peer": fastest.name, "speed_ratio": point.speed / fastest.speed}
         rows.append(row)
     return rows
 

@@ -1,11 +1,11 @@
-"""What `adacc plan` predicts beside what others measured and published.
+"""Peaks and speeds predicted by `adacc plan`, compared with measurements that others published.
 
     adacc eval published
     adacc eval published --half open
 
-Each row of eval/published is predicted by the code of `adacc plan`, on tensors without memory; no device is needed.
-Half of the rows, drawn by a fixed seed, are held out: they are not predicted with `--half open`, which is what to look
-at while the planner is mended.
+The code of `adacc plan` predicts each row of eval/published, on tensors without memory; no device is needed. Half of
+the rows, drawn by a fixed seed, are held out. Use `--half open`, which does not predict the held-out rows, while
+changing the planner.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.published.measurements import (
     Pair,
     Row,
+    apply_second_looks,
     held_out,
     held_out_pairs,
-    looked_at_again,
     pairs,
     remains,
     rows,
@@ -42,31 +42,35 @@ from adacc_hf.reports.run_record import markdown_table
 
 HALVES = ("open", "both")
 SECOND = ", second look"
-"""What the key of a row's second prediction ends with."""
+"""Suffix of the key of a row's second prediction."""
 SPEED = ", speed"
-"""What the key of a pair's prediction ends with."""
+"""Suffix of the key of a pair's prediction."""
 GOAL_MEDIAN, GOAL_WITHIN, GOAL_SHARE = 0.05, 0.10, 0.9
-"""Median error of peaks, and an error that so many rows keep within."""
+"""Goals for the errors of peaks: their median, and an error that GOAL_SHARE of the rows stay within."""
 GOAL_POINTS = 5.0
-"""What a ratio of times may be off, in hundredths."""
+"""Goal for the error of a ratio of times, in hundredths."""
 
 Predict = Callable[..., Figures]
 
 
 class Error(NamedTuple):
-    """How far one prediction lies from its measurement."""
+    """Error of one prediction against its measurement."""
 
     row: Row
     value: float
-    """Predicted over measured, less 1."""
+    """Predicted over measured, minus 1."""
 
 
 def main(argv: Sequence[str] | None = None, predicted: Predict = predict, compared: Predict = predict_pair) -> int:
-    """Predict the rows, print the tables, save record, tables and plot. Returns 1 if a row could not be predicted."""
+    """Predict the rows, print the tables, save record, tables and plot. Return 1 if a prediction failed."""
     parser = runner_parser("published", __doc__)
-    parser.add_argument("--half", choices=HALVES, default="both", help="open leaves out the rows that are held out")
-    parser.add_argument("--rows", nargs="*", metavar="NAME", choices=rows(), help="peaks of which (default: all)")
-    parser.add_argument("--speeds", nargs="*", metavar="NAME", choices=pairs(), help="which speeds (default: all)")
+    parser.add_argument("--half", choices=HALVES, default="both", help="open: leave out the held-out rows")
+    parser.add_argument(
+        "--rows", nargs="*", metavar="NAME", choices=rows(), help="rows whose peaks to predict (default: all)"
+    )
+    parser.add_argument(
+        "--speeds", nargs="*", metavar="NAME", choices=pairs(), help="pairs whose speeds to predict (default: all)"
+    )
     arguments, settings = parse(parser, argv)
     names = list(rows()) if arguments.rows is None else arguments.rows
     speeds = list(pairs()) if arguments.speeds is None else arguments.speeds
@@ -77,35 +81,35 @@ def main(argv: Sequence[str] | None = None, predicted: Predict = predict, compar
     with open_ledger(settings, run_info, arguments.resume) as ledger:
         for name in tqdm(names, desc="published", unit="row"):
             row = rows()[name]
-            ledger.measure(name, partial(_tried, predicted, row))
-            again = looked_at_again(row)
+            ledger.measure(name, partial(_predict_or_reason, predicted, row))
+            again = apply_second_looks(row)
             if again != (row, {}):
-                ledger.measure(name + SECOND, partial(_tried, predicted, *again))
+                ledger.measure(name + SECOND, partial(_predict_or_reason, predicted, *again))
         for name in tqdm(speeds, desc="speeds", unit="pair"):
-            ledger.measure(name + SPEED, partial(_tried, compared, pairs()[name]))
+            ledger.measure(name + SPEED, partial(_predict_or_reason, compared, pairs()[name]))
         ledger.finish(goal={"median": GOAL_MEDIAN, "within": GOAL_WITHIN, "share": GOAL_SHARE, "points": GOAL_POINTS})
         save_plot(ledger)
         ledger.publish(report_text(ledger))
     return 0 if all(point["status"] == Status.MEASURED.value for point in ledger.points.values()) else 1
 
 
-def _tried(predicted: Predict, row: Row | Pair, *changes: object) -> Figures:
-    """A prediction, or why there is none: others go on."""
+def _predict_or_reason(predictor: Predict, row: Row | Pair, *changes: object) -> Figures:
+    """Return a prediction, or the reason why it failed, so that the others go on."""
     try:
-        return predicted(row, *changes)
+        return predictor(row, *changes)
     except Exception as error:
         return {"status": Status.ERROR.value, "reason": f"{type(error).__name__}: {error}"}
 
 
 def errors(ledger: Ledger, second: bool) -> list[Error]:
-    """The errors of rows that count, at their second look where there is one and it is asked for."""
-    found = []
+    """Return the errors of the rows that count. With `second`, use the second prediction if a row has one."""
+    row_errors = []
     for name in ledger.run_info["rows"]:
         row = rows()[name]
         value = _error(row, _point(ledger, name, second))
         if row.set_aside is None and value is not None:
-            found.append(Error(row, value))
-    return found
+            row_errors.append(Error(row, value))
+    return row_errors
 
 
 def _point(ledger: Ledger, name: str, second: bool) -> Figures:
@@ -118,11 +122,11 @@ def _error(row: Row, point: Figures) -> float | None:
     return (point["predicted_bytes"] + row.context_bytes) / row.measured_bytes - 1
 
 
-# The report.
+# Report
 
 
 def report_text(ledger: Ledger) -> str:
-    """Groups, rows, speeds, second looks, what is set aside and why, and sources, as Markdown."""
+    """Return the tables as Markdown: groups, rows, speeds, second looks, rows set aside with reasons, and sources."""
     tables = [
         markdown_table(_group_cells(ledger)),
         _EXPLAINED,
@@ -134,10 +138,10 @@ def report_text(ledger: Ledger) -> str:
     tables += _titled("Each pair:", _speed_cells(ledger))
     tables += _titled("What is off by more than the goal, and why:", _remaining_cells(ledger))
     tables += _titled("Why rows were looked at again:", _look_cells())
-    aside = [name for name in ledger.run_info["rows"] if rows()[name].set_aside]
-    if aside:
-        reasons = dict.fromkeys(f"{rows()[name].source}: {rows()[name].set_aside}." for name in aside)
-        tables += _titled("Set aside, and not counted:", [_row_cells(ledger, name) for name in aside])
+    names_set_aside = [name for name in ledger.run_info["rows"] if rows()[name].set_aside]
+    if names_set_aside:
+        reasons = dict.fromkeys(f"{rows()[name].source}: {rows()[name].set_aside}." for name in names_set_aside)
+        tables += _titled("Set aside, and not counted:", [_row_cells(ledger, name) for name in names_set_aside])
         tables += reasons
     tables += _titled("Published, and not predicted:", _undecidable_cells())
     tables += _titled("Sources:", _source_cells())
@@ -158,10 +162,10 @@ def _titled(title: str, cells: list[dict[str, str]]) -> list[str]:
 
 
 def _group_cells(ledger: Ledger) -> list[dict[str, str]]:
-    away = held_out(rows())
+    held_out_names = held_out(rows())
     groups: dict[str, Callable[[Row], bool]] = {
-        "open half": lambda row: row.name not in away,
-        "held-out half": lambda row: row.name in away,
+        "open half": lambda row: row.name not in held_out_names,
+        "held-out half": lambda row: row.name in held_out_names,
         "all": lambda row: True,
         "Transformers' own code": lambda row: sources()[row.source].code == "Transformers",
         "others' code": lambda row: sources()[row.source].code != "Transformers",
@@ -191,12 +195,12 @@ def _group_cells(ledger: Ledger) -> list[dict[str, str]]:
     return cells
 
 
-def _median(found: Iterable[Error]) -> str:
-    return f"{100 * statistics.median(abs(error.value) for error in found):.1f}"
+def _median(row_errors: Iterable[Error]) -> str:
+    return f"{100 * statistics.median(abs(error.value) for error in row_errors):.1f}"
 
 
-def _share(found: list[Error]) -> str:
-    return f"{sum(abs(error.value) <= GOAL_WITHIN for error in found)} of {len(found)}"
+def _share(row_errors: list[Error]) -> str:
+    return f"{sum(abs(error.value) <= GOAL_WITHIN for error in row_errors)} of {len(row_errors)}"
 
 
 def _percent(value: float | None) -> str:
@@ -206,17 +210,17 @@ def _percent(value: float | None) -> str:
 def _row_cells(ledger: Ledger, name: str) -> dict[str, str]:
     row, point = rows()[name], ledger.points[name]
     again = ledger.points.get(name + SECOND)
-    is_there = point["status"] == Status.MEASURED.value
+    is_predicted = point["status"] == Status.MEASURED.value
     return {
         "row": name,
         "half": "held out" if name in held_out(rows()) else "open",
         "source": row.source,
         "meter": row.meter,
         "measured": format_bytes(row.measured_bytes),
-        "predicted": format_bytes(point["predicted_bytes"] + row.context_bytes) if is_there else point["reason"],
+        "predicted": format_bytes(point["predicted_bytes"] + row.context_bytes) if is_predicted else point["reason"],
         "error, %": _percent(_error(row, point)),
         "second look, %": "" if again is None else _percent(_error(row, again)),
-        "moment": point["moment"] if is_there else "-",
+        "moment": point["moment"] if is_predicted else "-",
     }
 
 
@@ -225,29 +229,29 @@ def _speed_cells(ledger: Ledger) -> list[dict[str, str]]:
 
 
 def _pair_cells(pair: Pair, point: Figures) -> dict[str, str]:
-    is_there = point["status"] == Status.MEASURED.value
+    is_predicted = point["status"] == Status.MEASURED.value
     return {
         "pair": pair.name,
         "half": "held out" if pair.name in held_out_pairs() else "open",
         "modes": f"{pair.other.checkpointing} over {pair.base.checkpointing}",
         "measured": f"{pair.measured:.3f}",
-        "predicted": f"{point['ratio']:.3f}" if is_there else point["reason"],
-        "points": f"{100 * (point['ratio'] - pair.measured):+.1f}" if is_there else "-",
+        "predicted": f"{point['ratio']:.3f}" if is_predicted else point["reason"],
+        "points": f"{100 * (point['ratio'] - pair.measured):+.1f}" if is_predicted else "-",
         "set aside": pair.set_aside or "",
     }
 
 
 def _speed_groups(ledger: Ledger) -> list[dict[str, str]]:
-    """How far ratios were off by half; what is set aside is left out."""
-    away = held_out_pairs()
-    found = {}
+    """Return the errors of ratios by half, without the pairs that are set aside."""
+    held_out_names = held_out_pairs()
+    errors_by_name = {}
     for name in ledger.run_info["speeds"]:
         point = ledger.points[name + SPEED]
         if pairs()[name].set_aside is None and point["status"] == Status.MEASURED.value:
-            found[name] = abs(100 * (point["ratio"] - pairs()[name].measured))
+            errors_by_name[name] = abs(100 * (point["ratio"] - pairs()[name].measured))
     cells = []
-    for title, is_away in (("open half", (False,)), ("held-out half", (True,)), ("all", (False, True))):
-        points = [value for name, value in found.items() if (name in away) in is_away]
+    for title, is_held_out in (("open half", (False,)), ("held-out half", (True,)), ("all", (False, True))):
+        points = [value for name, value in errors_by_name.items() if (name in held_out_names) in is_held_out]
         if points:
             cells.append(
                 {
@@ -262,9 +266,10 @@ def _speed_groups(ledger: Ledger) -> list[dict[str, str]]:
 
 
 def _remaining_cells(ledger: Ledger) -> list[dict[str, str]]:
-    """Rows at their second look and pairs that miss the goal. What is held out was not looked into."""
-    away = held_out(rows()) | {name + SPEED for name in held_out_pairs()}
-    missed = {
+    """Return the rows (second predictions) and pairs that miss the goal, with the reasons. Errors of held-out rows
+    are not analysed."""
+    held_out_names = held_out(rows()) | {name + SPEED for name in held_out_pairs()}
+    errors_by_name = {
         error.row.name: f"{_percent(error.value)} %"
         for error in errors(ledger, second=True)
         if abs(error.value) > GOAL_WITHIN
@@ -272,14 +277,14 @@ def _remaining_cells(ledger: Ledger) -> list[dict[str, str]]:
     for name in ledger.run_info["speeds"]:
         cells = _pair_cells(pairs()[name], ledger.points[name + SPEED])
         if not cells["set aside"] and cells["points"] != "-" and abs(float(cells["points"])) > GOAL_POINTS:
-            missed[name + SPEED] = f"{cells['points']} points"
+            errors_by_name[name + SPEED] = f"{cells['points']} points"
     return [
         {
             "row or pair": name,
-            "off by": off,
-            "because": "held out, not looked into" if name in away else remains().get(name, "not found"),
+            "off by": error_text,
+            "because": "held out, not looked into" if name in held_out_names else remains().get(name, "not found"),
         }
-        for name, off in missed.items()
+        for name, error_text in errors_by_name.items()
     ]
 
 
@@ -310,17 +315,17 @@ def _source_cells() -> list[dict[str, str]]:
 
 
 def save_plot(ledger: Ledger) -> None:
-    """Predicted over measured, one point a row."""
-    away = held_out(rows())
+    """Plot predicted against measured bytes, one point per row."""
+    held_out_names = held_out(rows())
     series: dict[str, list[tuple[float, float]]] = {"open half": [], "held-out half": []}
     for error in errors(ledger, second=True):
         measured = error.row.measured_bytes / 2**30
-        series["held-out half" if error.row.name in away else "open half"].append(
+        series["held-out half" if error.row.name in held_out_names else "open half"].append(
             (measured, measured * (1 + error.value))
         )
-    shown = {name: points for name, points in series.items() if points}
+    nonempty_series = {name: points for name, points in series.items() if points}
     path = ledger.settings.output.with_suffix(".svg")
-    curves(path, shown, "measured GiB", "predicted GiB", line="", diagonal=True)
+    curves(path, nonempty_series, "measured GiB", "predicted GiB", line="", diagonal=True)
 
 
 if __name__ == "__main__":

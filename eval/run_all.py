@@ -1,13 +1,14 @@
-"""Every runner, one after the other, each in a process and a folder of its own.
+"""Run of all runners in sequence, each in a process and a folder of its own.
 
-On a CPU at the demo's scale; on a GPU at that of the paper's GPT-345M, what only a GPU tells first.
+The scale is the demo's on a CPU, and the paper's GPT-345M on a GPU, most important measurements first.
 
     adacc eval all
     adacc eval all --device cuda --publish eval/results/my-gpu
     adacc eval all --device cuda --minutes 9 --report DIR --resume
 
-What was cut short goes on where it stopped: with the runner that was under way, and in it at its last point. With
---minutes it is cut short on purpose, ends with status 3, and keeps what failed until somebody measures it anew.
+An interrupted run resumes at the interrupted runner, and within the runner at its last point. With --minutes the run
+stops when the time is over, with exit status 3. Points that failed are kept, and are not measured again while --minutes
+is set.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ UNCLOCKED = (
     "max-batch", "loss", "codecs", "peak-accuracy", "table1", "published", "table4", "compact-training",
 )  # fmt: skip
 SCORED = ("cloze", "downstream")
-"""Need a trained model, which table4 leaves."""
+"""Runners that need a trained model. The runner table4 trains the model."""
 
 NAMES = (*CLOCKED, *UNCLOCKED, *SCORED)
 
@@ -52,25 +53,26 @@ class Stage:
 
     runner: str
     part: str = ""
-    """What tells it from other stages of the same runner."""
+    """Suffix that distinguishes stages of the same runner."""
     options: tuple[str, ...] = ()
     most_s: float = math.inf
-    """Seconds of a slice that it gets at most, however much it has left to do."""
+    """Time limit in seconds within a slice, however much work remains."""
     toy: tuple[str, ...] = ()
-    """Options in place of those, to see the stage run to its end on the smallest of models."""
+    """Options that replace `options` with --toy, to run the stage on the smallest model."""
 
     @property
     def key(self) -> str:
-        """Its name in the record, that of its folder and of its own record."""
+        """Return the stage's key in the record, also the name of its folder and of its own record."""
         return f"{self.runner}-{self.part}" if self.part else self.runner
 
 
 _GPT_345M = ("--preset=gpt2-345m", "--precision=bf16")
 _LLAMA_1B = ("--preset=llama-1b", "--precision=bf16", "--tokens=2048")
 _SHORT = ("--timeout=150",)
-"""A point that takes longer keeps others from their turn: most take 40 to 70 seconds, by estimate."""
+"""A slow point must not delay the other runners. Most points take 40 to 70 seconds, by estimate."""
 _COMPILED = ("--timeout=270",)
-"""A compilation takes one or two minutes there. A slice has room for this, and a runner is not taken to hang."""
+"""A compilation takes one or two minutes on a GPU. The limit fits into a slice, and is below the limit for hanging
+runners."""
 _TOY = ("--preset=demo", "--tokens=64", "--precision=bf16")
 _METHODS = ("--methods", "adacc", "full", "adacc_lossless", "quantization")
 _TOY_METHODS = ("--rounds=2", "--methods", "adacc", "full")
@@ -80,7 +82,7 @@ ON_GPU: tuple[Stage, ...] = (
         runner="codecs",
         part="bandwidth",
         most_s=60.0,
-        # Each tensor has many times the bytes of a GPU's cache, 50 MiB.
+        # Each tensor has many times the bytes of a GPU cache, 50 MiB.
         options=("--only=bandwidth", "--model=gpt2-345m", "--dtype=bfloat16", "--tokens=65536"),
         toy=("--only=bandwidth", "--dtype=bfloat16", "--tokens=64", "--samples=2"),
     ),
@@ -104,7 +106,7 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(
         runner="headline",
         part="llama",
-        # Checkpointing takes 27 GiB of it, plain training 44.
+        # Checkpointing takes 27 GiB of it, plain training would take 44 GiB.
         options=(*_LLAMA_1B, *_SHORT, "--batch=4", "--limit=30GiB"),
         toy=("--preset=demo-llama", *_TOY[1:], "--batch=2", "--limit=128MiB", "--rounds=2"),
     ),
@@ -144,7 +146,7 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(
         runner="peers",
         part="compiled-adacc",
-        # At a fixed share, which is compiled once: one whose peak is a rival's takes up to five compilations.
+        # At a fixed share, which compiles once. Matching a rival's peak takes up to five compilations.
         options=(*_GPT_345M, *_COMPILED, "--batch=16", "--peers", "adacc_compiled", "--variant-budgets", "0.5"),
     ),
     Stage(
@@ -159,35 +161,42 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(runner="throughput", part="all", options=(*_GPT_345M, "--batches", "16", "64")),
     Stage(runner="loss", options=_GPT_345M),
 )
-"""What is run on a GPU before the others, in this order: the time there may end at any point, so what tells most comes
-first. Most defaults would leave a GPU idle. Where there is a limit, plain training does not keep to it; with 32
-sequences in 24 GiB and 64 in 32 GiB neither does checkpointing. Tests come after the figures: they passed on an
-emulated device."""
+"""Stages that run first on a GPU, in this order. The time on a GPU may end at any point, so the most important
+measurements come first. Most of the runners' defaults would leave a GPU idle. Where a limit is set, plain training
+exceeds it; with 32 sequences in 24 GiB and 64 in 32 GiB checkpointing exceeds it too. The tests come after the
+measurements, because they passed on an emulated device."""
 
 SAMPLE_ROWS = Path(__file__).parent / "sample_rows"
-"""A few rows of our own in the schema of Table 4's data sets: enough to see downstream work, not to rank models."""
+"""Folder with a few rows of our own in the schema of Table 4's data sets: enough to run downstream, not to rank
+models."""
 
 Execute = Callable[[Sequence[str]], int]
 
-LOOKS_S = 5.0
-"""How often a runner under way is looked at for new points."""
+POLL_INTERVAL_S = 5.0
+"""Interval in seconds between checks for new points of the current runner."""
 
 MOST_SECONDS_WITHOUT_A_POINT = 300.0
-"""After which a runner that is to run in slices counts as hanging: it would take all of them."""
+"""Time without a new point after which a runner counts as hanging, if the run has a time limit. Without this bound,
+a hanging runner would use up all slices."""
 
 
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
-    """Run what is missing, print and save what came of each. Returns 1 if one failed, 3 if the time was over before."""
+    """Run the missing stages, print and save the results. Return 1 if a stage failed, 3 if the time ended before."""
     parser = runner_parser("all", __doc__)
     every = list(dict.fromkeys([*NAMES, *(stage.runner for stage in ON_GPU)]))
-    parser.add_argument("--runners", nargs="+", choices=every, help="which, in this order (default: all)")
-    parser.add_argument("--toy", action="store_true", help="with --device cuda: its first stages at the smallest scale")
+    parser.add_argument("--runners", nargs="+", choices=every, help="runners, in this order (default: all)")
+    parser.add_argument(
+        "--toy", action="store_true", help="with --device cuda: run its first stages at the smallest scale"
+    )
     parser.add_argument(
         "--data_dir", type=Path, default=SAMPLE_ROWS, help="data sets for downstream (default: a few sample rows)"
     )
     parser.add_argument("--publish", type=Path, metavar="DIR", help="also copy records, tables and plots into DIR")
     parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="after every point, write all so far into DIR: a text and an archive"
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="after every point, write all results so far into DIR: a text and an archive",
     )
     arguments, settings = parse(parser, argv, clock=True)
     need_jsonschema()
@@ -198,7 +207,7 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
         "data_dir": str(arguments.data_dir),
         "toy": arguments.toy,
     }
-    # A stage goes on in the next slice, however long it takes: it is the runners that keep to the time.
+    # A stage resumes in the next slice, however long it takes: the runners themselves watch the time.
     with open_ledger(replace(settings, until=math.inf), run_info, arguments.resume) as ledger:
         is_over = not run_stages(ledger, stages, settings.until, arguments.report, execute)
         if not is_over:
@@ -215,30 +224,30 @@ def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> i
 
 
 def stages_of(device: str, runners: Sequence[str] | None = None, toy: bool = False) -> list[Stage]:
-    """The stages of `runners`, or all, in the order in which they are wanted."""
+    """Return the stages of `runners`, or of all runners, in the order of execution."""
     first = list(ON_GPU) if device == "cuda" else []
     if toy:
         return [replace(stage, options=stage.toy) for stage in first if stage.toy]
-    named = {stage.runner for stage in first}
-    rest = [Stage(runner=name) for name in NAMES if name not in named]
+    staged_runners = {stage.runner for stage in first}
+    rest = [Stage(runner=name) for name in NAMES if name not in staged_runners]
     stages = [*first, *rest]
     if runners is None:
         return stages
-    chosen = [[stage for stage in stages if stage.runner == name] or [Stage(runner=name)] for name in runners]
-    return [stage for some in chosen for stage in some]
+    stages_by_runner = [[stage for stage in stages if stage.runner == name] or [Stage(runner=name)] for name in runners]
+    return [stage for group in stages_by_runner for stage in group]
 
 
 def run_stages(
     ledger: Ledger, stages: Sequence[Stage], until: float, report: Path | None, execute: Execute | None
 ) -> bool:
-    """Measure the stages that are missing; whether they are all there before the time is over.
+    """Measure the missing stages. Return True if all are measured before the time is over.
 
-    One that has used up its share of the slice goes on in the next one, and the others have their turn.
+    A stage that has used up its share of the slice resumes in the next slice, so that other stages get time.
     """
-    are_all_done = True
+    are_all_measured = True
     for stage in tqdm(stages, desc="all", unit="runner"):
         if until != math.inf and stage.key in ledger.points:
-            continue  # one that failed too: the time is for those that were not tried
+            continue  # skips failed stages too: the time is for stages that were not tried
         if time.monotonic() >= until:
             return False
         stage_until = until if until == math.inf else min(until, time.monotonic() + stage.most_s)
@@ -248,12 +257,12 @@ def run_stages(
         except OutOfTimeError:
             if stage_until == until:
                 return False
-            are_all_done = False
-    return are_all_done
+            are_all_measured = False
+    return are_all_measured
 
 
 def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.inf) -> Figures:
-    """How one runner ended, and after how long. Raises OutOfTimeError where it is to go on another time."""
+    """Run one stage. Return its status and its time in seconds. Raise OutOfTimeError if it is to resume later."""
     output, name = record_path(ledger, stage.key), stage.runner
     command = ["eval", name, "--output", str(output), *_shared_options(ledger), *stage.options]
     if name in CLOCKED:
@@ -263,7 +272,7 @@ def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.
     if name in SCORED:
         model = trained_model(ledger)
         if model is None:
-            return {"status": Status.ERROR.value, "reason": "needs the model that table4 trains: run it before"}
+            return {"status": Status.ERROR.value, "reason": "needs the model that table4 trains: run table4 first"}
         command += ["--model", str(model)]
     if name == "downstream":
         command += ["--data_dir", ledger.run_info["data_dir"]]
@@ -273,20 +282,20 @@ def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.
         raise OutOfTimeError
     figures = {"seconds": time.perf_counter() - start, "record": str(output.relative_to(ledger.settings.output.parent))}
     if status == HANGING:
-        reason = f"`adacc {' '.join(command)}` left no point for {MOST_SECONDS_WITHOUT_A_POINT:g} s"
+        reason = f"`adacc {' '.join(command)}` saved no point for {MOST_SECONDS_WITHOUT_A_POINT:g} s"
         return {"status": Status.TIMEOUT.value, "reason": reason, **figures}
     if status != 0:
-        reason = f"`adacc {' '.join(command)}` ended with status {status}; its last lines say why"
+        reason = f"`adacc {' '.join(command)}` ended with status {status}: see the last lines of its output"
         return {"status": Status.ERROR.value, "reason": reason, **figures}
     try:
         check_record(read_json(output, RecordError, "record"))
-    except Exception as error:  # jsonschema's, which is imported only now; what was measured is there all the same
+    except Exception as error:  # of jsonschema, which is imported only on use; the measurements are saved all the same
         return {**failure(Status.ERROR, error), **figures}
     return {"status": Status.MEASURED.value, **figures}
 
 
 def record_path(ledger: Ledger, name: str) -> Path:
-    """Where a stage's record lies: in a folder of its own, because runners lock theirs."""
+    """Return the path of a stage's record, in a folder of its own because runners lock their folders."""
     return ledger.settings.output.parent / name / f"{name.replace('-', '_')}.json"
 
 
@@ -297,7 +306,7 @@ def _shared_options(ledger: Ledger) -> list[str]:
 
 
 def trained_model(ledger: Ledger) -> Path | None:
-    """The folder of the model that table4 trained plainly; None if it has not."""
+    """Return the folder of the model that table4 trained plainly, None if it has not trained one."""
     path = record_path(ledger, "table4")
     if not path.is_file():
         return None
@@ -306,26 +315,26 @@ def trained_model(ledger: Ledger) -> Path | None:
 
 
 HANGING = -1
-"""Stands for the exit status of a runner that was ended for leaving no point."""
+"""Status in place of the exit status of a runner that was ended because it saved no point."""
 
 
 def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, command: Sequence[str]) -> int:
-    """Run the command to its end, to that of the time, or until it hangs; save what is there after each of its points.
+    """Run the command until it ends, the time is over, or it hangs. Save the results after each new point.
 
-    What it has under way when the time is over is lost, and measured again in the next slice.
+    A point that is being measured when the time ends is lost, and measured again in the next slice.
     """
     output = record_path(ledger, stage.key)
-    seen, since = _changed(output), time.monotonic()
+    last_change, since = _modified_ns(output), time.monotonic()
     with subprocess.Popen([sys.executable, "-m", "adacc_hf.cli", *command], start_new_session=True) as process:
         try:
             while True:
                 try:
-                    return process.wait(min(LOOKS_S, max(0.0, until - time.monotonic())))
+                    return process.wait(min(POLL_INTERVAL_S, max(0.0, until - time.monotonic())))
                 except subprocess.TimeoutExpired:
                     if time.monotonic() >= until:
                         return OUT_OF_TIME
-                if (now := _changed(output)) != seen:
-                    seen, since = now, time.monotonic()
+                if (now := _modified_ns(output)) != last_change:
+                    last_change, since = now, time.monotonic()
                     if report is not None:
                         save_points(ledger.settings.output.parent, report)
                 elif until != math.inf and time.monotonic() - since > MOST_SECONDS_WITHOUT_A_POINT:
@@ -334,13 +343,13 @@ def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, co
             end_process(process)
 
 
-def _changed(path: Path) -> int | None:
-    """When a file was last written; None where there is none."""
+def _modified_ns(path: Path) -> int | None:
+    """Return the file's time of modification in ns, None if the file does not exist."""
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def publish(ledger: Ledger, folder: Path) -> None:
-    """Copy what each runner that succeeded left: record, table and plot."""
+    """Copy the record, table and plot of each runner that succeeded."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, point in ledger.points.items():
         if point["status"] == Status.MEASURED.value:
@@ -351,7 +360,7 @@ def publish(ledger: Ledger, folder: Path) -> None:
 
 
 def report_text(ledger: Ledger) -> str:
-    """One line per runner, as Markdown."""
+    """Return one line per runner, as Markdown."""
     rows = [
         {
             "runner": name,
@@ -362,7 +371,7 @@ def report_text(ledger: Ledger) -> str:
         for name, point in ledger.points.items()
     ]
     failed = [f"{name}: {point['reason']}" for name, point in ledger.points.items() if "reason" in point]
-    return "\n\n".join([markdown_table(rows) if rows else "No runner has come to its end yet.", *failed]) + "\n"
+    return "\n\n".join([markdown_table(rows) if rows else "No runner has finished yet.", *failed]) + "\n"
 
 
 if __name__ == "__main__":

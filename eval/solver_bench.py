@@ -1,10 +1,10 @@
-"""How long the policy maker takes, over budgets, for GPT-2 with fused and eager attention and for T5 (paper: 0.5 s).
+"""Time to solve a policy, over budgets, for GPT-2 with fused and eager attention and for T5 (paper: 0.5 s).
 
     adacc eval solver
 
-The models are narrow, which changes prices but not the size of the problem. T5 has several kinds of block under one
-budget. A budget that nothing fits is timed until it is refused. The gap is what any policy within the budget could gain
-on the one found at most.
+The models are narrow, which changes costs but not the size of the problem. T5 has several kinds of blocks under one
+budget. For an infeasible budget, the time until the error is measured. The gap bounds the improvement that any other
+policy within the budget could have.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from adacc_hf.solve.simple_policies import uniform_policy
 
 CASES = (
     *(
-        # 256 KiB and more for most activations, so that they are large enough to be compressed.
+        # Most activations have 256 KiB or more, large enough to be compressed.
         Workload(width=64, layers=layers, batch=8, tokens=128, attention=attention)
         for attention in ("sdpa", "eager")
         for layers in (12, 48)
@@ -39,7 +39,7 @@ CASES = (
     Workload(width=64, layers=48, batch=8, tokens=128, family="t5"),
 )
 Solves = tuple[list[float], float | None]
-"""Seconds of each solve of one budget, and the gap of its policy; None if nothing fits."""
+"""Seconds of each solve of one budget, and the gap of its policy, None if the budget is infeasible."""
 Solver = Callable[[Profile, float | int], Solves]
 
 PAPER_SECONDS = 0.5
@@ -49,10 +49,8 @@ LEAST_PERCENT = 5
 def main(argv: Sequence[str] | None = None, cases: Sequence[Workload] = CASES) -> int:
     """Time every case, print the table and save the record."""
     parser = runner_parser("solver", __doc__)
-    parser.add_argument("--step", type=positive_int, default=5, help="distance of the budgets, in percent")
-    parser.add_argument(
-        "--repeats", type=positive_int, default=3, help="solves of each budget, of which the median counts"
-    )
+    parser.add_argument("--step", type=positive_int, default=5, help="distance between budgets, in percent")
+    parser.add_argument("--repeats", type=positive_int, default=3, help="solves of each budget; the median is reported")
     arguments, settings = parse(parser, argv, clock=True)
     percents = range(LEAST_PERCENT, 101, arguments.step)
     solver = partial(solve_seconds, repeats=arguments.repeats, now=CLOCKS[arguments.clock])
@@ -71,7 +69,7 @@ def case_name(workload: Workload) -> str:
 
 
 def measure(workload: Workload, percents: Sequence[int], solver: Solver, settings: Settings) -> dict[str, Any]:
-    """Solve times of one model: over budgets on what is "stored", and over budgets on the "peak"."""
+    """Measure the solve times of one model, over budgets on the "stored" bytes and over budgets on the "peak"."""
     model = workload.model(settings.device, settings.seed)
     profile = profile_model(model, next(workload.batches(settings.device, settings.seed)))
     plain = uniform_policy(profile, Action.RETAIN)
@@ -80,18 +78,18 @@ def measure(workload: Workload, percents: Sequence[int], solver: Solver, setting
         "peak": {percent: plain.predicted_peak_bytes * percent // 100 for percent in percents},
     }
     figures = {}
-    for of, given in budgets.items():
-        label = f"{case_name(workload)}, {of}"
+    for budget_kind, budget_by_percent in budgets.items():
+        label = f"{case_name(workload)}, {budget_kind}"
         solves = {
             percent: solver(profile, budget)
-            for percent, budget in tqdm(given.items(), desc=label, unit="budget", leave=False)
+            for percent, budget in tqdm(budget_by_percent.items(), desc=label, unit="budget", leave=False)
         }
-        figures[of] = _figures(workload, profile, solves)
+        figures[budget_kind] = _figures(workload, profile, solves)
     return figures
 
 
 def solve_seconds(profile: Profile, budget: float | int, repeats: int, now: Callable[[], float]) -> Solves:
-    """Seconds of each solve, and the policy's gap."""
+    """Return the seconds of each solve, and the policy's gap."""
     seconds, gap = [], None
     for _ in range(repeats):
         start = now()
@@ -121,12 +119,12 @@ def _figures(workload: Workload, profile: Profile, solves: dict[int, Solves]) ->
 
 
 def report_text(ledger: Ledger) -> str:
-    """One line per model and kind of budget as Markdown, and the paper's bound."""
+    """Return one line per model and kind of budget as Markdown, and the paper's bound."""
     table = markdown_table(
         [
             {
                 "model": f"{name if name.startswith('t5') else f'gpt2, {name}'}, {row['num_kinds']} kinds",
-                "budget of": of,
+                "budget of": budget_kind,
                 "budgets": str(len(row["seconds"])),
                 "infeasible": str(len(row["infeasible_percents"])),
                 "median, s": f"{row['median_seconds']:.3f}",
@@ -135,7 +133,7 @@ def report_text(ledger: Ledger) -> str:
                 "gap, %": f"{100 * gap['median']:.2f} (to {100 * gap['high']:.2f})" if (gap := row.get("gap")) else "",
             }
             for name, point in ledger.points.items()
-            for of, row in point.items()
+            for budget_kind, row in point.items()
         ]
     )
     return f"{table}\n\nThe paper reports less than {ledger.summary['paper_seconds']} s.\n"

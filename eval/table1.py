@@ -1,9 +1,10 @@
-"""The paper's Table 1 from our own profile: for every activation what recomputing and compressing it costs and frees.
+"""The paper's Table 1 from our own profile: time and freed bytes of recomputing and of compressing every activation.
 
     adacc eval table1
 
-Recomputation is timed from the nearest activations, all others stored, as in the paper. The codec is the one that frees
-most per ms. What frees more bytes per ms wins; the solver, unlike this rule, sees what actions cost together.
+Recomputation is timed from the nearest activations, with all others stored, as in the paper. The codec shown frees the
+most bytes per ms. The action that frees more bytes per ms wins. Unlike this rule, the solver considers the joint cost
+of actions.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ PAPER = """The paper's Table 1, four tensors of a GPT on its GPU:
 def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
     """Profile, print the tables and save the record."""
     parser = runner_parser("table1", __doc__)
-    parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=ATTENTIONS, help="which to profile")
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=ATTENTIONS,
+        default=ATTENTIONS,
+        help="attention implementations to profile (default: all)",
+    )
     arguments, settings = parse(parser, argv)
     cases = [Workload(**{**asdict(workload), "attention": attention}) for attention in arguments.attention]
     with open_ledger(settings, {"cases": [asdict(case) for case in cases]}, arguments.resume) as ledger:
@@ -52,7 +59,7 @@ def main(argv: Sequence[str] | None = None, workload: Workload = DEMO) -> int:
 
 
 def measure(workload: Workload, settings: Settings) -> dict[str, Any]:
-    """The rows of every kind of block of one model."""
+    """Return the rows of every kind of block of one model."""
     model = workload.model(settings.device, settings.seed)
     config = AdaccConfig()
     profile = profile_model(model, next(workload.batches(settings.device, settings.seed)), config)
@@ -61,7 +68,7 @@ def measure(workload: Workload, settings: Settings) -> dict[str, Any]:
 
 
 def kind_rows(model: KindModel) -> list[dict[str, Any]]:
-    """What the actions cost for each activation that autograd saves, the largest first."""
+    """Return the costs of the actions for each activation that autograd saves, the largest first."""
     kind = model.kind
     rows = [_row(model, kind.names[row.value], row) for row in bandwidths(model) if kind.values[row.value].saved]
     return sorted(rows, key=lambda row: -row["nbytes"])
@@ -83,7 +90,7 @@ def _row(model: KindModel, label: str, row: Bandwidths) -> dict[str, Any]:
 
 
 def report_text(ledger: Ledger) -> str:
-    """A table per model as Markdown, and the paper's own."""
+    """Return a table per model as Markdown, and the paper's."""
     parts = []
     for name, point in ledger.points.items():
         parts += [f"{name}:", markdown_table([_cells(row) for row in point["activations"]])]

@@ -4,9 +4,9 @@
     adacc eval table4 --preset gpt2-117m --dataset pile --tokenizer gpt2 --bf16 \\
         --per_device_train_batch_size 32 --memory_budget 12GiB
 
-Options that are not listed here go to recipes/gpt2_pile.py, which trains every method in a process of its own; so a
-method's memory ends with it, and this folder imports nothing from recipes/. A run that was cut short goes on where it
-stopped, inside a training too, if that had left a checkpoint (--save_steps).
+Options that are not listed here go to recipes/gpt2_pile.py, which trains every method in a process of its own. So a
+method's memory is freed with its process, and this folder imports nothing from recipes/. An interrupted run resumes
+where it stopped, also within a training if the training had saved a checkpoint (--save_steps).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ TRAINING = "training"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and evaluate what is missing, print the table, save it and the record. Returns 1 if a training failed."""
+    """Train and evaluate the missing points, print the table, save table and record. Return 1 if a training failed."""
     arguments, options = _parser().parse_known_args(argv)
-    methods = _chosen(arguments.methods, METHODS, "--methods")
-    names = _chosen(arguments.tasks or _default_tasks(arguments.preset), (*PAPER_TASKS, CLOZE), "--tasks")
+    methods = _parse_names(arguments.methods, METHODS, "--methods")
+    names = _parse_names(arguments.tasks or _default_tasks(arguments.preset), (*PAPER_TASKS, CLOZE), "--tasks")
     settings = read_settings(arguments)
     recipe_path()
     tasks = load_tasks([name for name in names if name != CLOZE], arguments.data_dir)
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="adacc eval table4",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an option of the recipe must not be taken for the beginning of one of these
+        allow_abbrev=False,  # else an option of the recipe could match as a prefix of an option here
     )
     parser.add_argument("--preset", default="demo", help="model preset, or hub id or folder of a config")
     parser.add_argument("--methods", default=",".join(METHODS), help="methods, with commas (default: all)")
@@ -91,8 +91,8 @@ def _default_tasks(preset: str) -> str:
     return CLOZE if preset == "demo" else ",".join((*PAPER_TASKS, CLOZE))
 
 
-def _chosen(text: str, allowed: Sequence[str] | Mapping[str, str], option: str) -> list[str]:
-    """The names between the commas. Raises ValueError for an unknown one."""
+def _parse_names(text: str, allowed: Sequence[str] | Mapping[str, str], option: str) -> list[str]:
+    """Split the comma-separated names. Raise ValueError for an unknown name."""
     names = text.split(",")
     for name in names:
         if name not in allowed:
@@ -101,7 +101,7 @@ def _chosen(text: str, allowed: Sequence[str] | Mapping[str, str], option: str) 
 
 
 def _recipe_options(arguments: argparse.Namespace, settings: Settings) -> list[str]:
-    """The recipe's options that follow from this runner's."""
+    """Return the recipe's options that follow from this runner's options."""
     options = {
         "model": arguments.preset,
         "seed": settings.seed,
@@ -112,9 +112,9 @@ def _recipe_options(arguments: argparse.Namespace, settings: Settings) -> list[s
 
 
 def _runs(methods: Sequence[str], options: Sequence[str], settings: Settings) -> list[RecipeRun]:
-    """The trainings, in folders beside the record whose names stand for options, code and versions.
+    """Return the trainings. Each has a folder next to the record, named by a hash of options, code and versions.
 
-    So a checkpoint that is found there belongs to this very run.
+    A checkpoint in this folder thus belongs to the same run.
     """
     meta = meta_info(settings)
     key = repr([*options, meta["commit"], meta["versions"], meta["device"]])
@@ -127,7 +127,7 @@ def _runs(methods: Sequence[str], options: Sequence[str], settings: Settings) ->
 
 
 def _train_and_score(ledger: Ledger, run: RecipeRun, tasks: Tasks, arguments: argparse.Namespace) -> None:
-    """Leave the points of one method: <method>/training and <method>/<task>."""
+    """Measure the points of one method: <method>/training and <method>/<task>."""
 
     def train() -> dict[str, Any]:
         try:
@@ -145,7 +145,7 @@ def _train_and_score(ledger: Ledger, run: RecipeRun, tasks: Tasks, arguments: ar
 
 
 def report_text(ledger: Ledger) -> str:
-    """Our table as Markdown, and the paper's below it."""
+    """Return our table as Markdown, followed by the paper's."""
     info = ledger.run_info
     names = [*info["tasks"], *([CLOZE] if info["cloze"] else [])]
     heading = f"{info['preset']}, {' '.join(info['recipe_options'])}: accuracy, %"
@@ -155,18 +155,18 @@ def report_text(ledger: Ledger) -> str:
 
 
 def table_text(points: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> str:
-    """One line per method that has a score on all `tasks`."""
+    """Return one line per method that has a score on all `tasks`."""
     rows = [_cells(method, points, tasks) for method in METHODS if all(f"{method}/{task}" in points for task in tasks)]
     return markdown_table(rows) if rows else "no method was trained"
 
 
 def _cells(method: str, points: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> dict[str, str]:
     scores = {task: points[f"{method}/{task}"] for task in tasks}
-    of_paper = [scores[task] for task in PAPER_TASKS if task in scores]
+    paper_task_scores = [scores[task] for task in PAPER_TASKS if task in scores]
     cells = {"method": METHODS[method]}
     cells |= {task: percent(figures) for task, figures in scores.items()}
-    if len(of_paper) == len(PAPER_TASKS):
-        cells["Ave."] = f"{100 * average(of_paper):.2f}"
+    if len(paper_task_scores) == len(PAPER_TASKS):
+        cells["Ave."] = f"{100 * average(paper_task_scores):.2f}"
     if CLOZE in scores:
         perplexity = scores[CLOZE]["perplexity"]
         cells["cloze perplexity"] = "not finite" if perplexity is None else f"{perplexity:.1f}"
@@ -178,7 +178,7 @@ def _cells(method: str, points: Mapping[str, Mapping[str, Any]], tasks: Sequence
 
 
 def _failures(points: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line per method that could not be trained."""
+    """Return one line per method whose training failed."""
     return [f"{name}: {figures['reason']}" for name, figures in points.items() if figures.get("status") == "error"]
 
 

@@ -1,10 +1,11 @@
-"""Write the tables of README.md and docs/, and those beside committed records, from the JSON in eval/results.
+"""Write the tables of README.md and docs/, and the reports next to committed records, from the JSON in eval/results.
 
     python -m adacc_hf.eval.tables
     python -m adacc_hf.eval.tables --check
 
-In a page a table stands between <!-- table: cpu/peers#1 --> and <!-- end of table -->, named by folder and file of its
-record and by its number in the report; without a number the whole report stands there. Nothing in it is typed.
+In a page, a table is between <!-- table: cpu/peers#1 --> and <!-- end of table -->. The comment names folder and file
+of the record, and the table's number in the report; without a number the whole report is inserted. Nothing between the
+comments is written by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.reports.run_record import Spread, markdown_table
 
 ELSEWHERE = {"cloze": "downstream", "demo_comparison": "tables"}
-"""Modules with the report of a record that is not in its runner's own module."""
+"""Modules of reports that are not in their runner's own module, by runner."""
 
 REGION = re.compile(
     r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))? -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -32,13 +33,13 @@ REGION = re.compile(
 
 
 class TableError(AdaccError, ValueError):
-    """A table has no record, or is not what its record gives."""
+    """Error of a table without record, or of a wrong table number."""
 
 
 def main(argv: Sequence[str] | None = None, root: Path | None = None) -> int:
-    """Write what has changed. With --check nothing is written, and 1 is returned if something would be."""
+    """Write the changed files. With --check write nothing, and return 1 if a file is out of date."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.tables", description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if something is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is out of date")
     check = parser.parse_args(argv).check
     stale = {path: text for path, text in texts(root or checkout()) if not path.is_file() or path.read_text() != text}
     for path, text in stale.items():
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None, root: Path | None = None) -> int:
 
 
 def checkout() -> Path:
-    """The source checkout that this package is imported from. Raises TableError outside of one."""
+    """Return the source checkout that this package is imported from. Raise TableError if it is not imported from
+    one."""
     root = Path(adacc_hf.__file__).resolve().parents[1]
     if not (root / "README.md").is_file():
         raise TableError(f"{root} has no README.md: run from a source checkout (pip install -e .)")
@@ -57,7 +59,7 @@ def checkout() -> Path:
 
 
 def texts(root: Path) -> Iterator[tuple[Path, str]]:
-    """Every file that is made from records, with what should be in it."""
+    """Yield every file that is generated from records, with its text."""
     results = root / "eval" / "results"
     for path in sorted(results.rglob("*.json")):
         yield path.with_suffix(".md"), report(path)
@@ -66,41 +68,41 @@ def texts(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def report(path: Path) -> str:
-    """What is said of the record at `path`."""
+    """Return the report of the record at `path`."""
     ledger = Ledger.load(path)
     return reporter(ledger.run_info["runner"])(ledger)
 
 
 def reporter(runner: str) -> Callable[[Ledger], str]:
-    """What says in Markdown what a record of `runner` holds."""
+    """Return the function that renders a runner's record as Markdown."""
     module = ELSEWHERE.get(runner) or RUNNERS[runner.replace("_", "-")][0]
     return import_module(f"adacc_hf.eval.{module}").report_text
 
 
 def with_tables(text: str, results: Path) -> str:
-    """`text` with every region filled from its record. Raises TableError for one that has none."""
+    """Return `text` with every region filled from its record. Raise TableError for a region without record."""
 
-    def filled(region: re.Match[str]) -> str:
+    def fill_region(region: re.Match[str]) -> str:
         path = results / f"{region['name']}.json"
         if not path.is_file():
             raise TableError(
-                f"table: {region['name']} names no record: {path} does not exist; measure it, or mend the name"
+                f"table: {region['name']} names no record: {path} does not exist; measure it, or correct the name"
             )
         text = report(path)
         if region["number"]:
             tables = [part for part in text.split("\n\n") if part.startswith("|")]
             if not 1 <= int(region["number"]) <= len(tables):
                 raise TableError(
-                    f"table: {region['name']}#{region['number']} must be #1 to #{len(tables)}: mend the number"
+                    f"table: {region['name']}#{region['number']} must be #1 to #{len(tables)}: correct the number"
                 )
             text = tables[int(region["number"]) - 1].rstrip("\n") + "\n"
         return f"{region[1]}\n{text}\n{region['end']}"
 
-    return REGION.sub(filled, text)
+    return REGION.sub(fill_region, text)
 
 
 def report_text(ledger: Ledger) -> str:
-    """One line per method, as Markdown."""
+    """Return one line per method, as Markdown."""
     rows = [
         {
             "method": row["title"],

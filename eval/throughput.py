@@ -2,8 +2,9 @@
 
     adacc eval throughput --preset gpt2-345m --device cuda --precision bf16 --batches 1 4 8 16 32
 
-Every point runs in a process of its own. What exceeds the memory limit is shown as such: on a GPU the allocator refuses
-it, on a CPU the live bytes of a step are counted. Adacc's budget is the limit. Nothing is timed on wrong gradients.
+Every point runs in a process of its own. A point that exceeds the memory limit is marked in the table: on a GPU the
+allocator refuses the request, on a CPU the live bytes of a step are counted. Adacc's budget is the limit. If gradients
+are wrong, nothing is timed.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from adacc_hf.eval.trials.trial import run_trial
 from adacc_hf.reports.run_record import markdown_table
 
 PAPER = {"full": (1.01, 1.37), "quantization": (1.09, 1.28)}
-"""Adacc's tokens per second over those of another method, least and most (section 4.2, on V100 GPUs)."""
+"""Adacc's tokens per second over another method's in the paper, lowest and highest (section 4.2, on V100 GPUs)."""
 
 Run = Callable[..., Figures]
 
 
 def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
-    """Measure every point, print the table, save record, table and plot. Returns 1 if a gate was red."""
+    """Measure every point, print the table, save record, table and plot. Return 1 if a gradient check failed."""
     parser = runner_parser("throughput", __doc__)
     add_subject(parser)
     add_limit(parser)
     parser.add_argument("--batches", type=positive_int, nargs="+", default=[1, 2, 4, 8], help="batch sizes")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--rounds", type=positive_int, default=5, help="timed steps of each point")
-    parser.add_argument("--timeout", type=positive_int, default=1800, help="seconds that one point may take")
+    parser.add_argument("--timeout", type=positive_int, default=1800, help="time limit of one point in seconds")
     arguments, settings = parse(parser, argv, clock=True)
     limit = limit_bytes(arguments)
     run_info = {
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 
 
 def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
-    """Fill in the points that are missing."""
+    """Measure the points that the record does not have yet."""
     info, settings = ledger.run_info, ledger.settings
     keys = [(method, batch) for batch in info["batches"] for method in info["methods"]]
     for method, batch in tqdm(keys, desc="throughput", unit="point"):
@@ -84,18 +85,18 @@ def point_key(method: str, batch: int) -> str:
 
 
 def speed_ratios(ledger: Ledger, other: str) -> dict[int, float]:
-    """By batch size, Adacc's tokens per second over the other method's, where both were timed."""
-    found = {}
+    """Return Adacc's tokens per second over the other method's, by batch size, where both were timed."""
+    ratios = {}
     for batch in ledger.run_info["batches"]:
         points = [ledger.points.get(point_key(name, batch), {}) for name in ("adacc", other)]
         if all("tokens_per_second" in point for point in points):
             own, others = (point["tokens_per_second"]["median"] for point in points)
-            found[batch] = own / others
-    return found
+            ratios[batch] = own / others
+    return ratios
 
 
 def report_text(ledger: Ledger) -> str:
-    """The tables as Markdown, and the paper's figures beside ours."""
+    """Return the tables as Markdown, and the paper's figures."""
     info = ledger.run_info
     subject = info["subject"]
     heading = (
@@ -129,7 +130,7 @@ def _table(ledger: Ledger, cell: str) -> str:
 
 
 def save_plot(ledger: Ledger) -> None:
-    """Tokens per second against batch size, beside the record."""
+    """Plot tokens per second against batch size."""
     series: dict[str, list[tuple[float, float]]] = {}
     missing: dict[str, list[float]] = {}
     for method in ledger.run_info["methods"]:

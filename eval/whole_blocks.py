@@ -1,10 +1,10 @@
-"""Blocks that no replay serves well, under a budget that has room for half of them: loops over experts, unseen kernels.
+"""Blocks that replay badly, with memory for half of them: loops over experts, and kernels that write by address.
 
     adacc eval whole-blocks --clock cpu
 
-A loop over experts runs other operators for other data, so that its block runs plainly or under torch's checkpoint.
-What kernels fill that write by address no dispatcher sees: where an autograd Function launches them, it runs again. All
-methods train on the same batch in turn; their gradients are compared with plain training's first.
+A loop over experts runs other operators for other data, so its block runs plainly or under torch's checkpoint. Kernels
+that write by address are invisible to dispatchers: an autograd Function that launches them is run again as a whole. All
+methods train on the same batch in turn. First their gradients are compared with plain training's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HALF, LEAST = "Adacc, half", "Adacc, least peak"
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large models and batches are."""
+    """Sizes of models and batches."""
 
     width: int = 256
     layers: int = 6
@@ -54,15 +54,15 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, and what half of its room is."""
+    """Model, and a budget with memory for half of its blocks."""
 
     build: Callable[[Scale], PreTrainedModel] = field(repr=False)
     budget: Callable[[Profile], float | int] = field(repr=False)
-    """For `solve_policy`."""
+    """Function from the profile to the budget of `solve_policy`."""
 
 
 def _middle_peak(profile: Profile) -> int:
-    """Bytes of a step half-way between the peaks of torch's checkpoint around all blocks and around none."""
+    """Return the peak half-way between torch's checkpoint around all blocks and plain training, in bytes."""
     plain, least = uniform_policy(profile, "retain"), checkpoint_policy(profile)
     return (plain.predicted_peak_bytes + least.predicted_peak_bytes) // 2
 
@@ -94,7 +94,7 @@ def _qwen3_moe(scale: Scale) -> PreTrainedModel:
 
 
 def _loop(model_class: Any, config: Any) -> PreTrainedModel:
-    """A model that runs its experts one after the other."""
+    """Return a model that runs its experts one after the other."""
     return model_class._from_config(config, attn_implementation="sdpa", experts_implementation="eager").train()
 
 
@@ -123,9 +123,9 @@ def main(argv: Sequence[str] | None = None, cases: Mapping[str, Case] = CASES, s
 
 
 def measure(case: Case, scale: Scale, num_rounds: int, clock: str, settings: Settings) -> Figures:
-    """The figures of every method: its time, its peak, and what its policy does with blocks and activations.
+    """Measure every method: its time, its peak, and its policy's numbers of blocks and activations by action.
 
-    Raises RedGateError on gradients that are not those of plain training.
+    Raise WrongResultError if gradients differ from plain training's.
     """
     torch.manual_seed(settings.seed)
     model = case.build(scale)
@@ -159,7 +159,7 @@ def measure(case: Case, scale: Scale, num_rounds: int, clock: str, settings: Set
 
 
 def report_text(ledger: Ledger) -> str:
-    """A table for each case, as Markdown."""
+    """Return a table for each case, as Markdown."""
     parts = []
     for name, point in ledger.points.items():
         budget = point["budget"]

@@ -1,4 +1,4 @@
-"""Compiles the C++ of this package where it runs, once: libraries are kept in $XDG_CACHE_HOME/adacc_hf."""
+"""Compiler of this package's C++ code. Libraries are built once per machine, in $XDG_CACHE_HOME/adacc_hf."""
 
 import hashlib
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def build(source: Path, flags: Sequence[str], facts: Sequence[str] = ()) -> Path:
-    """The path of the shared library of `source`, compiled unless it is there already.
+    """Return the path of the shared library of `source`, compiled if it does not exist yet.
 
-    `facts` are what it depends on besides the source, the flags and the compiler. Raises FileNotFoundError without a
-    compiler, CalledProcessError if it fails, and RuntimeError or OSError without a folder to keep the library in.
+    `facts` are dependencies in addition to the source, the flags and the compiler. Raises FileNotFoundError without a
+    compiler, CalledProcessError if the compiler fails, and RuntimeError or OSError without a writable cache folder.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise FileNotFoundError("neither g++ nor clang++ found; install one or set CXX")
+        raise FileNotFoundError("neither g++ nor clang++ found: install one or set CXX")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     key = hashlib.sha256("\n".join([source.read_text(), *flags, version, *facts]).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adacc_hf"
@@ -25,9 +25,9 @@ def build(source: Path, flags: Sequence[str], facts: Sequence[str] = ()) -> Path
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / target.name
+            temporary_file = Path(scratch) / target.name
             subprocess.run(
-                [compiler, *flags, str(source), "-o", str(built)], check=True, capture_output=True, text=True
+                [compiler, *flags, str(source), "-o", str(temporary_file)], check=True, capture_output=True, text=True
             )
-            built.replace(target)  # atomic: several processes may compile at once
+            temporary_file.replace(target)  # atomic: several processes may compile at once
     return target

@@ -1,9 +1,9 @@
-"""Loads _cpu.cpp, compiled at first use, and wraps its functions.
+"""Python interface of _cpu.cpp, which is compiled at first use.
 
-Why C++ and not torch: measured on 24 MiB of float32 and 12 MiB of bfloat16, encoding took 30 and 131 times as long as
-a copy by the plain reference, 4.1 and 3.9 times by torch.compile of it (which needs the same compiler and tens of
-seconds to start), and 1.0 to 1.4 times by this. Compiling takes about two seconds, once per machine: the library is
-kept in $XDG_CACHE_HOME/adacc_hf. Without a compiler the references serve, and one warning says so.
+C++ is used because it is fastest. On 24 MiB of float32 and 12 MiB of bfloat16, encoding took 30 and 131 times as long
+as a copy by the plain reference, 4.1 and 3.9 times by torch.compile of the reference (which needs the same compiler and
+tens of seconds to start), and 1.0 to 1.4 times by this code. Compiling takes about two seconds, once per machine: the
+library is stored in $XDG_CACHE_HOME/adacc_hf. Without a compiler the plain references are used, with one warning.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from adacc_hf.kernels._layout import even_groups, peak_dtype
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("_cpu.cpp")
-# -march=native: the library is built where it runs. -fopenmp: found by its name, it shares torch's thread pool.
+# -march=native, because the library is built where it runs. -fopenmp is torch's OpenMP by name, so threads are shared.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # _cpu.cpp knows them by their places here
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # _cpu.cpp identifies dtypes by their index here
 MAX_GROUP = _symmetric.GROUP_SIZES[-1]
 TO_BUILD = "Install g++, point CXX to a compiler, or XDG_CACHE_HOME to a writable folder"
 BYTES_PER_THREAD = 256 * 1024  # below this, waking a thread costs more than it saves
@@ -49,38 +49,38 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions, or None, with one logged warning, where they cannot be built."""
+    """Return the compiled library, or None, with one logged warning, if it cannot be built."""
     try:
-        loaded = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor()])))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
+        compiled_library = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor()])))
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: no home folder exists
         logger.warning(
-            "codecs run as plain torch on the CPU, ten and more times slower, since their C++ could not be built: %s. "
-            "%s",
+            "codecs run as plain torch on the CPU, at least ten times slower, because their C++ could not be built: "
+            "%s. %s",
             (getattr(error, "stderr", None) or str(error)).strip(),
             TO_BUILD,
         )
         return None
     for name, arguments in _SIGNATURES.items():
-        function = getattr(loaded, name)
+        function = getattr(compiled_library, name)
         function.argtypes, function.restype = arguments, None
-    return loaded
+    return compiled_library
 
 
 @cache
 def _functions() -> ctypes.CDLL:
-    """The library, for tensors that are `usable` by it."""
-    loaded = library()
-    assert loaded is not None
-    return loaded
+    """Return the library. Call this only for tensors for which `is_usable` is True."""
+    compiled_library = library()
+    assert compiled_library is not None
+    return compiled_library
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the functions below can take this tensor, if it is of a dtype that they know."""
+def is_usable(tensor: Tensor) -> bool:
+    """Return True if the functions below can process the tensor, provided that its dtype is in DTYPES."""
     return tensor.is_cpu and library() is not None
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return the processor's description, which -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -106,11 +106,11 @@ def encode_groups(
     keep: Tensor | None = None,
     channels: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [rows, G] and peaks [A] of a contiguous tensor, as `_symmetric.encode_ref`.
+    """Return codes uint8 [rows, G] and peaks [A] of a contiguous tensor, as `_symmetric.encode_ref` does.
 
-    keep [channels + G], integers of the width of the elements, is 0 for channels to take as zeros, else -1.
+    keep [channels + G], integers as wide as the elements, is 0 for channels to replace by zeros, else -1.
     """
-    if group_size > MAX_GROUP:  # only rows of token_int4: the functions complete no group longer than their buffer
+    if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
     numel = flat_N.numel()
     groups = even_groups(numel, group_size) if bits == 4 else -(-numel // group_size)
@@ -134,14 +134,14 @@ def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor
 
 
 def gather_channels(x_RC: Tensor, indices: Tensor) -> Tensor:
-    """[R, K]: the channels of a contiguous matrix with these int32 indices."""
+    """Return [R, K]: the channels of a contiguous matrix with these int32 indices."""
     raw = torch.empty(x_RC.shape[0], indices.shape[0], dtype=x_RC.dtype, device="cpu")
     _copy_channels(x_RC, raw, indices, gather=True)
     return raw
 
 
 def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
-    """Write raw channels [R, K] back to their places in a contiguous matrix."""
+    """Write raw channels [R, K] to their columns in a contiguous matrix."""
     _copy_channels(out_RC, raw, indices, gather=False)
 
 
@@ -155,7 +155,7 @@ def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> 
 def encode_asymmetric(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 [A/2, G], offsets [A] and half ranges [A], as `asymmetric_int4.encode_ref`."""
+    """Return codes uint8 [A/2, G], offsets [A] and half ranges [A], as `asymmetric_int4.encode_ref` does."""
     groups = even_groups(flat_N.numel(), group_size)
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
     offsets = torch.empty(groups, dtype=flat_N.dtype, device="cpu")
@@ -179,7 +179,7 @@ def decode_asymmetric(
 
 
 def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [A/2, G, C] and peaks [A, C] of a contiguous matrix, one peak for G rows of a column."""
+    """Return codes uint8 [A/2, G, C] and peaks [A, C] of a contiguous matrix, one peak per G rows of a column."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
@@ -223,7 +223,7 @@ def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, fa
 
 
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Bits uint8 [ceil(N / 8)], and the pattern [1] of set elements if asked for, as `bitmask.encode_ref`."""
+    """Return bits uint8 [ceil(N / 8)] and, if requested, the pattern [1] of set elements, as `bitmask.encode_ref`."""
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")
     pattern = torch.empty(1, dtype=patterns_N.dtype, device="cpu") if with_pattern else None
@@ -235,7 +235,7 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Fill a contiguous tensor with 0 and the pattern, or 0 and 1."""
+    """Fill a contiguous tensor with 0 and the pattern, or with 0 and 1 without a pattern."""
     _functions().adacc_unpack_bits(
         out_N.data_ptr(), packed.data_ptr(), _pointer(pattern), out_N.numel(), packed.numel(),
         out_N.element_size(), _threads(out_N.nbytes),

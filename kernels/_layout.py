@@ -1,8 +1,7 @@
-"""Tensors of any strides seen as flat memory, and back.
+"""Conversion of tensors with any strides to flat memory, and back.
 
-A dense tensor (some permutation of a contiguous one) is read and written in memory order, without a copy. Any other
-(a slice with gaps, an expanded or overlapping view) goes through a contiguous copy; decode writes it back with its
-own strides.
+A dense tensor (a permutation of a contiguous one) is read and written in memory order without a copy. Any other tensor
+(a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores its strides.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their span of memory without gap or overlap."""
+    """Return True if the elements fill their span of memory without gap or overlap."""
     expected = 1
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step != expected:
@@ -32,13 +31,13 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def has_dense_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements are dense and the last dimension is the innermost one in memory."""
+    """Return True if the elements are dense and the last dimension is the innermost one in memory."""
     return is_dense(size, stride) and (not size or size[-1] == 1 or stride[-1] == 1)
 
 
 @lru_cache(maxsize=4096)
 def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements may share memory: a dimension steps no farther than those with smaller steps reach."""
+    """Return True if elements may share memory: a dimension's step is within the reach of dimensions with less step."""
     reach = 0
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step <= reach:
@@ -48,25 +47,25 @@ def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """[R, C]: the last dimension is the columns, all others are the rows; a scalar is [1, 1]."""
+    """Return [R, C]: the last dimension has the columns, all others the rows; a scalar is [1, 1]."""
     columns = shape[-1] if shape else 1
     return prod(shape[:-1]), columns
 
 
 def even_groups(count: int, group_size: int) -> int:
-    """The number of groups that `count` elements take, padded to an even number."""
+    """Return the number of groups for `count` elements, padded to an even number."""
     return -(-count // (2 * group_size)) * 2
 
 
 def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit dtype in which the peaks of a tensor are stored."""
+    """Return the 16-bit dtype in which a tensor's peaks are stored."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
-    """[N] contiguous: a view in memory order where that is possible, else a contiguous copy.
+    """Return [N] contiguous: a view in memory order if possible, else a contiguous copy.
 
-    With keep_rows, elements of one last-dimension row stay together, as row-wise and channel-wise codecs need.
+    With keep_rows, elements of a row (the last dimension) stay together, for row-wise and channel-wise codecs.
     """
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -77,15 +76,15 @@ def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """[R, C] contiguous, in the order of `as_flat` with keep_rows: a view where that is possible."""
+    """Return [R, C] contiguous, in the order of `as_flat` with keep_rows: a view if possible."""
     shape = rows_and_columns(tensor.shape)
     return tensor.view(shape) if tensor.is_contiguous() else as_flat(tensor, keep_rows=True).view(shape)
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
-    """A fresh tensor of the payload's layout, whose elements `fill` writes into what it is given.
+    """Return a new tensor of the payload's layout, filled by `fill`.
 
-    That is [N] in the order of `as_flat`, or with keep_rows [R, C] in that of `as_matrix`.
+    `fill` writes into [N] in the order of `as_flat`, or with keep_rows into [R, C] in the order of `as_matrix`.
     """
     size, stride, dtype, device = payload.size, payload.stride, payload.dtype, payload.tensors[0].device
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -93,19 +92,19 @@ def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = 
     if has_dense_rows(size, stride) if keep_rows else is_dense(size, stride):
         fill(out.as_strided(shape, (*shape[1:], 1)))
         return out
-    filled = torch.empty(shape, dtype=dtype, device=device)
-    fill(filled)
+    contiguous = torch.empty(shape, dtype=dtype, device=device)
+    fill(contiguous)
     if not is_overlapping(size, stride):
-        return out.copy_(filled.view(size))
+        return out.copy_(contiguous.view(size))
     positions = _memory_positions(size, stride, device)
-    # Overlapping elements were equal before encoding, so it does not matter which of them is written last.
+    # Overlapping elements were equal before encoding, so the order of writes does not matter.
     span = out.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,))
-    span.index_put_((positions,), filled.view(-1))
+    span.index_put_((positions,), contiguous.view(-1))
     return out
 
 
 def _memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [N]: the memory offset, in elements, of every element in dimension order."""
+    """Return int64 [N]: the memory offset, in elements, of every element in dimension order."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for length, step in zip(size, stride, strict=True):
         positions = positions[..., None] + torch.arange(length, device=device) * step

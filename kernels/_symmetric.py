@@ -1,16 +1,16 @@
-"""The formulas of the symmetric codecs, and their references in plain torch.
+"""Formulas of the symmetric codecs, and their references in plain torch.
 
 Shapes: a tensor is seen as x_AGB, A groups of G elements in each of B columns, with one peak per [A, B]. Group-wise
 codecs have B = 1, token_int4 has one row per group, channel_int4 has B = channels.
 
 A group is stored as its peak (the element of largest magnitude, in 16 bits) and one code per element. A code is the
-element in steps of the scale, moved up so that it is not negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes
-1..255 with 128 for zero. A byte holds the 4-bit codes of group a (low) and group a + A/2 (high), A padded to an even
-number, so that packing joins two contiguous halves and never shuffles neighbours.
+element in steps of the scale, shifted to be non-negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes 1..255
+with 128 for zero. A byte holds the 4-bit codes of group a (low) and group a + A/2 (high), with A padded to an even
+number. Packing therefore joins two contiguous halves and never shuffles neighbours.
 
-Why peaks in 16 bits: a float16 or bfloat16 peak is an element of the tensor, so it is exact; a float32 peak is cut to
-bfloat16 towards zero, which keeps its range (up to 3e38) and never decodes to more than the peak, so nothing
-overflows. Codes are computed from the stored peak; what the cut costs is that the top 2^-7 of the range is clipped.
+Peaks have 16 bits. A float16 or bfloat16 peak is an element of the tensor, so it is exact. A float32 peak is truncated
+towards zero to bfloat16, which keeps its range (up to 3e38) and never decodes to more than the peak, so nothing
+overflows. Codes are computed from the stored peak. The truncation clips the top 2^-7 of the range.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PEAK_BYTES = 2
 ROUNDINGS = ("nearest", "stochastic")
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # powers of two for Triton; below 16 the peaks outweigh the codes
-# Factor from peak to scale. "signed" keeps the sign of the peak, so that the peak itself is -8 steps.
+# Factor from peak to scale. "signed" keeps the peak's sign, so that the peak is -8 steps exactly.
 SCALE_FACTORS = {"signed": -1 / 8, "paper": 1 / 8, "max7": 1 / 7}
 INT8_SCALE_FACTOR = 1 / 127
 # bits of a code -> (code of zero, smallest, largest)
 CODE_RANGES = {4: (8, 0, 15), 8: (128, 1, 255)}
-# Groups whose peak is below this decode to zero: the reciprocal of their scale could overflow float32.
+# Groups with a smaller peak decode to zero, because the reciprocal of their scale could overflow float32.
 TINY_PEAK = 2.0**-100
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 EncodeGroups = Callable[[Tensor, "Tensor | float"], tuple[Tensor, ...]]
-"""From groups [A, G, B] and what to add to their steps to codes uint8 [A, G, B] and what else is stored of each."""
+"""Function from groups [A, G, B] and the offset added to their steps, to codes uint8 [A, G, B] and further tensors."""
 
 
 def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: int, scales: tuple[str, ...]) -> None:
@@ -48,37 +48,37 @@ def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: 
 
 
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
-    """`x` with zeros, or copies of its last element, appended along its first dimension up to `length`."""
+    """Append zeros, or copies of the last element, along the first dimension of `x` up to `length`."""
     missing = length - x.shape[0]
-    if isinstance(missing, int) and missing == 0:  # a size that is known only when it runs may be 0 or not
+    if isinstance(missing, int) and missing == 0:  # a symbolic size is padded always, because it may be 0 or not
         return x
     shape = (missing, *x.shape[1:])
     return torch.cat([x, x[-1:].expand(shape) if with_last else x.new_zeros(shape)])
 
 
 def cut_to_bfloat16(x: Tensor) -> Tensor:
-    """float32 to bfloat16, towards zero."""
+    """Convert float32 to bfloat16, truncating towards zero."""
     return (x.contiguous().view(torch.int32) & -65536).view(torch.float32).bfloat16()
 
 
 def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
-    """[A, B] in 16 bits: the element of largest magnitude, or its magnitude. NaN counts as the largest."""
+    """Return [A, B] in 16 bits: the element of largest magnitude, or its magnitude. NaN counts as the largest."""
     high, low = x_AGB.amax(1).float(), x_AGB.amin(1).float()
-    # Of two equal magnitudes the negative one wins, here and in every other implementation.
+    # If two magnitudes are equal, the negative element is the peak, here and in every other implementation.
     peaks = torch.where(-low >= high, low, high) if signed else torch.maximum(high, -low)
     return cut_to_bfloat16(peaks) if x_AGB.dtype == torch.float32 else peaks.to(x_AGB.dtype)
 
 
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
-    """float32 reciprocals of the scales; 0 (every code is that of zero) where the peak is tiny, infinite or NaN."""
+    """Return float32 reciprocals of the scales. They are 0, so that codes are zero's, for tiny or non-finite peaks."""
     peaks = peaks.float()
     magnitude = peaks.abs()
-    usable = (magnitude >= TINY_PEAK) & (magnitude <= FLOAT32_MAX)
-    return torch.where(usable, (peaks * factor).reciprocal(), 0.0)
+    is_usable = (magnitude >= TINY_PEAK) & (magnitude <= FLOAT32_MAX)
+    return torch.where(is_usable, (peaks * factor).reciprocal(), 0.0)
 
 
 def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
-    """float32 [count] in [0, 1): a hash of the element's index and the seed, so that no generator is touched.
+    """Return float32 [count] in [0, 1): a hash of the element's index and the seed, so that no generator is used.
 
     u(i) = lowbias32(i + seed mod 2^32) >> 8, times 2^-24.
     """
@@ -90,14 +90,14 @@ def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
 
 
 def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Tensor | float:
-    """What to add to steps before the fraction is cut off: the code of zero, and one half or noise in [0, 1)."""
+    """Return the offset added to steps before truncation: the code of zero, plus one half or noise in [0, 1)."""
     if rounding == "nearest":
         return 0.5 + zero
     return noise_ref(x.numel(), seed, x.device).view(x.shape) + zero
 
 
 def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8, [A/2, G, B] if 4 bits (A is even) or [A, G, B] if 8, and 16-bit peaks [A, B].
+    """Return codes uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8, and 16-bit peaks [A, B].
 
     The sign of the peak is kept if the factor is negative. Codes of non-finite elements are unspecified.
     """
@@ -109,21 +109,21 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
 
 
 def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """4-bit codes packed two a byte [A/2, G, B], and what else `encode` makes."""
-    is_strided = x_AGB.dim() > 2  # then Inductor keeps a peak and the codes that need it apart in any case
+    """Return 4-bit codes packed two per byte, [A/2, G, B], and the other tensors that `encode` returns."""
+    is_strided = x_AGB.dim() > 2  # Inductor computes peaks and codes of strided groups in separate kernels anyway
     encode_all = packed_at_once if is_strided or x_AGB.device.type == "cpu" else packed_side_by_side
     return encode_all(encode, x_AGB, offset)
 
 
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """As `packed_ref`, all groups in one go: what a CPU does best. A GPU needs two kernels that read all of x."""
+    """Pack all groups at once. Fastest on a CPU; a GPU would need two kernels that read all of x."""
     codes, *rest = encode(x_AGB, offset)
     half = codes.shape[0] // 2
     return codes[:half] | (codes[half:] << 4), *rest
 
 
 def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """As `packed_ref`, both halves of the groups at a time: what Inductor makes one kernel of for a GPU."""
+    """Pack with both halves of the groups encoded side by side, which Inductor compiles to one kernel for a GPU."""
     half = x_AGB.shape[0] // 2
     offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)
     low, *rest_of_low = encode(x_AGB[:half], offsets[0])
@@ -139,11 +139,11 @@ def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) 
 
 
 def decode_ref(codes: Tensor, peaks_AB: Tensor, bits: int, factor: float, dtype: torch.dtype) -> Tensor:
-    """[A, G, B] from codes and peaks. Every element of a group with a non-finite peak is non-finite."""
+    """Return [A, G, B] from codes and peaks. Every element of a group with a non-finite peak is non-finite."""
     steps = (unpack_ref(codes) if bits == 4 else codes).float() - CODE_RANGES[bits][0]
     return (steps * (peaks_AB.float() * factor)[:, None]).to(dtype)
 
 
 def unpack_ref(packed: Tensor) -> Tensor:
-    """uint8 [A, ...] codes from uint8 [A/2, ...]."""
+    """Return uint8 codes [A, ...] from packed uint8 [A/2, ...]."""
     return torch.cat([packed & 15, packed >> 4])

@@ -1,11 +1,11 @@
 """Asymmetric group-wise INT4 (paper 3.2, eq. 3) over the flat tensor, for softmax and score.
 
 `scale="paper"` is eq. 3: offset (max + min) / 2 and scale (max - min) / 16, which clips the maximum by one step.
-`scale="range15"`, the default, has offset min and scale (max - min) / 15: nothing is clipped, and the zeros that causal
-masking puts into softmax decode to exact zeros. Codes are 0..15, with the paper's -8..7 moved up by 8.
+`scale="range15"`, the default, has offset min and scale (max - min) / 15. Nothing is clipped, and the zeros of causally
+masked softmax decode to exact zeros. Codes are 0..15, the paper's -8..7 shifted by 8.
 
-Offsets are kept in the tensor's own dtype, in which the minimum is exact. Kept beside them is half the range, cut to
-bfloat16 towards zero so that decoding never exceeds the maximum. All arithmetic is on halves of the elements, since
+Offsets are stored in the tensor's dtype, in which the minimum is exact. Half of the range is stored in bfloat16,
+truncated towards zero so that decoding never exceeds the maximum. All arithmetic is on halves of the elements, because
 the whole range may exceed float32.
 """
 
@@ -24,7 +24,7 @@ OFFSET_CODES = {"range15": 0.0, "paper": 8.0}
 
 
 def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 [A/2, G], offsets [A] in the tensor's dtype, half ranges bfloat16 [A]; A is even.
+    """Return codes uint8 [A/2, G], offsets [A] in the tensor's dtype, and half ranges bfloat16 [A]; A is even.
 
     The last group is completed with copies of the last element. Codes of non-finite elements are unspecified.
     """
@@ -46,7 +46,7 @@ def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor
 
 
 def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:
-    """[N] from the tensors of `encode_ref`."""
+    """Return [N] from the tensors of `encode_ref`."""
     half_scale_A = half_ranges.float() * SCALE_FACTORS[scale]
     steps = _symmetric.unpack_ref(codes).float() - OFFSET_CODES[scale]
     x_AG = (steps * half_scale_A[:, None] + offsets.float()[:, None] * 0.5) * 2.0

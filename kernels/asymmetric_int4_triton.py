@@ -23,13 +23,13 @@ from adacc_hf.kernels._triton import (
 
 @triton.jit
 def _least(a, b):
-    """The lesser of two, NaN if either is: one instruction, where `tl.min` loses NaN."""
+    """Return the lesser of two, NaN if either is: one instruction, whereas `tl.min` loses NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _greatest(a, b):
-    """The greater of two, NaN if either is."""
+    """Return the greater of two, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -49,7 +49,7 @@ def _encode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """int32 codes [T, G] of the groups from first_group on, whose offsets and half ranges are stored."""
+    """Store the offsets and half ranges of T groups from first_group on, and return their int32 codes [T, G]."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -64,7 +64,7 @@ def _encode_half(
     tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
     steps = (x * 0.5 - (widened(offset) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
     shifted = steps + rounding_offset(first + local, seed, zero, STOCHASTIC)
-    # The middle is rounded and may lie far off a narrow range. No element is below the minimum.
+    # The rounded middle may lie far outside of a narrow range, so codes are clipped. No element is below the minimum.
     return clipped_codes(shifted, 0.0, 15.0) if MIDDLE else codes_up_to(shifted, 15.0)
 
 
@@ -85,17 +85,29 @@ def _encode_kernel(
     G: tl.constexpr,
 ):
     first_row = tl.program_id(0) * T
-    left = rows - first_row
+    groups_left = rows - first_row
     low = _encode_half(
-        x_ptr, offsets_ptr, half_ranges_ptr, first_row, left, numel, factor, zero, seed, MIDDLE, STOCHASTIC, T, G
+        x_ptr, offsets_ptr, half_ranges_ptr, first_row, groups_left, numel, factor, zero, seed, MIDDLE, STOCHASTIC, T, G
     )
     high = _encode_half(
-        x_ptr, offsets_ptr, half_ranges_ptr, first_row + rows, left, numel, factor, zero, seed, MIDDLE, STOCHASTIC, T, G
+        x_ptr,
+        offsets_ptr,
+        half_ranges_ptr,
+        first_row + rows,
+        groups_left,
+        numel,
+        factor,
+        zero,
+        seed,
+        MIDDLE,
+        STOCHASTIC,
+        T,
+        G,
     )
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
     codes = (low | (high << 4)).to(tl.uint8)
-    tl.store(codes_ptr + first_row.to(tl.int64) * G + local, codes, mask=group < left)
+    tl.store(codes_ptr + first_row.to(tl.int64) * G + local, codes, mask=group < groups_left)
 
 
 @triton.jit
@@ -119,8 +131,8 @@ def _decode_half(
     half_range = widened(tl.load(half_ranges_ptr + first_group + group, mask=group < groups_left, other=0.0))
     offset = widened(tl.load(offsets_ptr + first_group + group, mask=group < groups_left, other=0.0))
     x = ((codes.to(tl.float32) - zero) * (half_range * factor)[:, None] + (offset * 0.5)[:, None]) * 2.0
-    there = (group[:, None] < groups_left) & (local < numel - first)
-    tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=there)
+    is_valid = (group[:, None] < groups_left) & (local < numel - first)
+    tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=is_valid)
 
 
 @jit
@@ -137,18 +149,20 @@ def _decode_kernel(
     G: tl.constexpr,
 ):
     first_row = tl.program_id(0) * T
-    left = rows - first_row
+    groups_left = rows - first_row
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
-    packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < left, other=0).to(tl.int32)
-    _decode_half(out_ptr, packed & 15, offsets_ptr, half_ranges_ptr, first_row, left, numel, factor, zero, T, G)
-    _decode_half(out_ptr, packed >> 4, offsets_ptr, half_ranges_ptr, first_row + rows, left, numel, factor, zero, T, G)
+    packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < groups_left, other=0).to(tl.int32)
+    _decode_half(out_ptr, packed & 15, offsets_ptr, half_ranges_ptr, first_row, groups_left, numel, factor, zero, T, G)
+    _decode_half(
+        out_ptr, packed >> 4, offsets_ptr, half_ranges_ptr, first_row + rows, groups_left, numel, factor, zero, T, G
+    )
 
 
 def encode(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `asymmetric_int4.encode_ref`; zero is the code of the offset."""
+    """Encode as `asymmetric_int4.encode_ref` does. `zero` is the code of the offset."""
     numel = flat_N.shape[0]
     groups = even_groups(numel, group_size)
     codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """One bit per element, lossless: boolean masks, and masks of two values 0 and c such as dropout's 0 and 1/(1-p).
 
-Bit j of byte k is element k + j * bytes of the flat tensor, so that packing joins eight contiguous eighths. Whether an
-element is set is read from its bit pattern, so c may be negative, infinite or NaN (an additive attention mask); the
-one pattern c is kept beside the bits.
+Bit j of byte k is element k + j * bytes of the flat tensor, so packing joins eight contiguous eighths. An element is
+set if its bit pattern is not 0, so c may be negative, infinite or NaN (an additive attention mask). The one pattern c
+is stored with the bits.
 """
 
 from math import prod
@@ -14,7 +14,7 @@ from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat
 from adacc_hf.kernels.codecs import MASK, Codec, Kernels, register
 
-# Integers of an element's width; bool has one, so that its patterns are 0 and 1.
+# Integer dtypes by element width. The patterns of bool, with width 1, are 0 and 1.
 PATTERN_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (
     *(torch.bool, torch.uint8, torch.float64),
@@ -24,10 +24,10 @@ DTYPES = (
 
 
 def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Bits uint8 [ceil(N / 8)], and if asked for the pattern [1] of set elements, 0 if there are none."""
+    """Return bits uint8 [ceil(N / 8)] and, if requested, the pattern [1] of set elements, 0 without set elements."""
     num_bytes = -(-patterns_N.shape[0] // 8)
     padded = _symmetric.pad_to(patterns_N, 8 * num_bytes)
-    # In whole integers: compiled for a CPU, bytes and booleans take 14 ms for 2**20 elements, and these 0.1.
+    # int32, because code compiled for a CPU takes 14 ms for 2**20 bytes or booleans, and 0.1 ms for int32.
     bits = (padded != 0).view(8, num_bytes).to(torch.int32)
     joined = bits[0]
     for j in range(1, 8):
@@ -41,14 +41,14 @@ def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
-    """[N] patterns: uint8 0 and 1 where no pattern is given."""
+    """Return [N] patterns; without a pattern, uint8 0 and 1."""
     bits = torch.cat([(packed >> j) & 1 for j in range(8)])[:numel]
     return bits.to(pattern[0].dtype) * pattern[0] if pattern else bits
 
 
 @register
 class Bitmask(Codec):
-    """1 bit per element and the set elements' value. Lossless on what `accepts` lets through."""
+    """Codec with 1 bit per element plus the set elements' value. Lossless on tensors that `accepts` allows."""
 
     name = "bitmask"
     lossless = True
@@ -61,7 +61,7 @@ class Bitmask(Codec):
 
     @torch.no_grad()
     def accepts(self, tensor: Tensor) -> bool:
-        """Whether there are at most two distinct values, one of them 0. Synchronises. -0.0 is not 0."""
+        """Return True if there are at most two distinct values, one of them 0. Synchronises. -0.0 is not 0."""
         if not self.supports(tuple(tensor.shape), tensor.dtype):
             return False
         if tensor.dtype == torch.bool or tensor.numel() == 0:
@@ -86,15 +86,16 @@ class Bitmask(Codec):
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         patterns_N = decode_ref(prod(size), *tensors)
-        # Bytes seen as booleans, put into arithmetic, are code that Inductor's C++ does not compile.
+        # A comparison, because Inductor's C++ code for bytes viewed as booleans in arithmetic does not compile.
         return (patterns_N != 0 if dtype == torch.bool else patterns_N.view(dtype)).view(size)
 
 
 def _mask_in_memory(tensor: Tensor) -> Tensor:
-    """[N] elements of a mask, which a compiled graph for a GPU writes to memory before they are packed.
+    """Return [N] elements of a mask. A compiled graph for a GPU writes them to memory before packing.
 
-    A byte is packed of eight places. Inductor would read there what the mask is made of, random numbers of four bytes,
-    and have them written instead. On a CPU it makes masks anew: writing bytes is what takes it long there.
+    A byte is packed from eight distant elements. If the mask were not in memory, Inductor would read its inputs at
+    these places, random numbers of four bytes, and would write these to memory instead. On a CPU masks are recomputed,
+    because writing bytes is slow there.
     """
     if tensor.device.type == "cpu" or not tensor.is_contiguous():
         return tensor.reshape(-1)
@@ -102,5 +103,5 @@ def _mask_in_memory(tensor: Tensor) -> Tensor:
 
 
 def _patterns(flat_N: Tensor) -> Tensor:
-    """[N] bit patterns as signed integers of the elements' width."""
+    """Return [N] bit patterns as signed integers of the elements' width."""
     return flat_N.view(PATTERN_DTYPES[flat_N.element_size()])

@@ -23,13 +23,13 @@ def _encode_kernel(
     any_set = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
     for j in tl.static_range(8):
         start = first + j * tl.full([], num_bytes, tl.int64)
-        there = (local < num_bytes - first) & (local < numel - start)
-        x = tl.load(x_ptr + start + local, mask=there, other=0)
+        is_valid = (local < num_bytes - first) & (local < numel - start)
+        x = tl.load(x_ptr + start + local, mask=is_valid, other=0)
         packed |= (x != 0).to(tl.int32) << j
         any_set |= x
     tl.store(packed_ptr + first + local, packed.to(tl.uint8), mask=local < num_bytes - first)
     if pattern_ptr is not None:
-        # Set elements have one pattern c, so the maximum and the minimum are each 0 or c, and all programs write c.
+        # Set elements have one pattern c. The maximum and the minimum are each 0 or c, and all programs write c.
         pattern = (tl.max(any_set, axis=0) | tl.min(any_set, axis=0)).to(x_ptr.dtype.element_ty)
         tl.store(pattern_ptr, pattern, mask=pattern != 0)
 
@@ -51,13 +51,13 @@ def _decode_kernel(
         pattern = tl.load(pattern_ptr + tl.arange(0, 1))
     for j in tl.static_range(8):
         start = first + j * tl.full([], num_bytes, tl.int64)
-        there = (local < num_bytes - first) & (local < numel - start)
+        is_valid = (local < num_bytes - first) & (local < numel - start)
         x = tl.where(((packed >> j) & 1) != 0, pattern, tl.zeros_like(pattern))
-        tl.store(out_ptr + start + local, x, mask=there)
+        tl.store(out_ptr + start + local, x, mask=is_valid)
 
 
 def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """As `bitmask.encode_ref`, but the pattern of a tensor with no set element is unspecified."""
+    """Encode as `bitmask.encode_ref` does, but with an unspecified pattern if no element is set."""
     numel = patterns_N.shape[0]
     packed = patterns_N.new_empty(cdiv(numel, 8), dtype=torch.uint8)
     pattern = patterns_N.new_empty(1) if with_pattern else None

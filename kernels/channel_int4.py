@@ -1,9 +1,9 @@
-"""Channel-wise symmetric INT4 (paper 3.2), for Q, K and V in the layout they are saved in.
+"""Channel-wise symmetric INT4 (paper 3.2), for Q, K and V in the layout in which they are saved.
 
-A channel is an index of the last dimension. One scale serves `group_size` consecutive rows of one channel rather than
-all rows: the scale is then known within one tile, so that encoding reads the tensor once, and it follows the data
-more closely. Rows are taken in memory order: heads that attention transposed are encoded where they lie. Only a view
-whose last dimension is not the innermost in memory is copied first.
+A channel is an index of the last dimension. One scale is for `group_size` consecutive rows of a channel, not for all
+rows. The scale is then known within one tile, so encoding reads the tensor once, and it adapts to the data more
+closely. Rows are in memory order, so transposed attention heads are encoded without a copy. Only a view whose last
+dimension is not the innermost in memory is copied first.
 """
 
 import torch
@@ -17,7 +17,7 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [A/2, G, C] and 16-bit peaks [A, C], A groups of G rows."""
+    """Return codes uint8 [A/2, G, C] and 16-bit peaks [A, C], for A groups of G rows."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     x_AGC = _symmetric.pad_to(x_RC, groups * group_size).view(groups, group_size, columns)
@@ -25,7 +25,7 @@ def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """[R, C] from the tensors of `encode_ref`."""
+    """Return [R, C] from the tensors of `encode_ref`."""
     rows, columns = shape
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype).view(-1, columns)[:rows]
 

@@ -1,7 +1,7 @@
 """Triton kernels of channel_int4: one launch to encode, one to decode.
 
-A program handles G rows of COLUMNS columns, and the G rows half the tensor away with which they share bytes. Programs
-with neighbouring numbers handle neighbouring columns, so that those which run at a time read whole pages of memory.
+A program handles G rows of COLUMNS columns, and the G rows half the tensor away, which share bytes with the former.
+Consecutive programs handle neighbouring columns, so that concurrent programs read whole pages of memory.
 """
 
 import torch
@@ -25,16 +25,16 @@ from adacc_hf.kernels._triton import (
     widened,
 )
 
-# Columns of a program: a cache line of bfloat16 where it encodes, at least the codes of a 128-bit store elsewhere.
+# Columns per program: for encoding a cache line of bfloat16, for decoding at least the codes of a 128-bit access.
 ENCODED_COLUMNS, LEAST_COLUMNS = 64, 16
-# Elements of each half that a thread encodes. What it takes to find a peak among the threads that share a column, and
-# to divide by it, is the same for any number of them: with 16 elements a thread that was two thirds of all it did.
+# Elements of each half that a thread encodes. Reducing a peak over the threads that share a column, and dividing by it,
+# has a fixed cost: with 16 elements per thread it was two thirds of the thread's work.
 ENCODED_ELEMENTS = 64
 
 
 @triton.jit
 def _first_places(columns, COLUMNS: tl.constexpr):
-    """The pair of groups and the first column of a program."""
+    """Return a program's pair of groups and its first column."""
     blocks = (columns + COLUMNS - 1) // COLUMNS
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks * COLUMNS
 
@@ -44,7 +44,7 @@ def _encode_half(
     x_ptr, peaks_ptr, group, first_column, rows, columns, factor, seed, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr,
     G: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """int32 codes [G, COLUMNS] of a group of rows, whose peaks are stored."""
+    """Store the peaks of a group of rows, and return its int32 codes [G, COLUMNS]."""
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     index = row.to(tl.int64) * columns + column[None, :]
@@ -78,8 +78,8 @@ def _encode_kernel(
     high = _encode_half(
         x_ptr, peaks_ptr, pair + pairs, first_column, rows, columns, factor, seed, STOCHASTIC, SIGNED, G, COLUMNS
     )
-    # Stored in another shape: in the same one, Triton would give a thread as many columns to encode as it stores codes
-    # at once, twice to four times what it loads at once, and each thread divides for every column that it has.
+    # The codes are stored in another shape. In the same shape, Triton would assign a thread as many columns to encode
+    # as codes that it stores at once, twice to four times as many as it loads at once, with a division per column.
     flat = tl.arange(0, G * COLUMNS)
     row, column = pair * G + flat // COLUMNS, first_column + flat % COLUMNS
     codes = (low | (high << 4)).to(tl.uint8).reshape(G * COLUMNS)
@@ -122,7 +122,7 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """As `channel_int4.encode_ref`."""
+    """Encode as `channel_int4.encode_ref` does."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = x_RC.new_empty(groups // 2, group_size, columns, dtype=torch.uint8)

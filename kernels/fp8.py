@@ -10,7 +10,7 @@ INT8 is better for elements of similar size, FP8 for small elements next to a la
 `group_size` does not apply: each code has an exponent of its own, so the group size matters less.
 
 Rounding is integer arithmetic, here and in the kernels, and tested against torch's `.to(torch.float8_e4m3fn)`. Triton's
-own cast does not compile for sm_80, goes by way of float16 on sm_89, and rounds some midpoints up in the interpreter.
+own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the interpreter.
 It would limit compiled graphs in the same way, and does not round stochastically.
 """
 
@@ -27,32 +27,32 @@ EXPONENT = 0x7F800000  # the bits of a float32's exponent
 LEAST_NORMAL = 121 << 23  # 2^-6 as a float32
 UNIT = 136 << 23  # 2^9, the number of codes' steps in 1.0 below the least normal number
 LARGEST_CODE = 126
-HALF_SCALE = 2.0**8  # a code, moved into a float16, stands for 2^-8 times its number
+HALF_SCALE = 2.0**8  # the bits of a code, moved into a float16, represent 2^-8 times the code's number
 
 
 def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
-    """Return uint8 E4M3 codes of float32 elements of at most 452, to nearest even, or up where noise is above the rest.
+    """Return uint8 E4M3 codes of float32 elements of at most 452, rounded to nearest even or stochastically by noise.
 
     Elements beyond 448 take the code of 448. Codes of non-finite elements are unspecified.
     """
     bits = scaled.view(torch.int32)
-    # The exponent of each element, counted from the least normal number: below it the steps no longer shrink.
+    # The exponent of each element above that of the least normal number. Below that number, steps no longer shrink.
     above = ((bits & EXPONENT) - LEAST_NORMAL).clamp(min=0)
     steps = scaled.abs() * (UNIT - above).view(torch.float32)  # exact: a power of two
-    whole = steps.round() if noise is None else (steps + noise).floor()
+    rounded_steps = steps.round() if noise is None else (steps + noise).floor()
     # A mantissa that rounds up to 16 steps carries into the exponent, as the addition does.
-    magnitude = ((above >> 20) + whole.to(torch.int32)).clamp(max=LARGEST_CODE)
+    magnitude = ((above >> 20) + rounded_steps.to(torch.int32)).clamp(max=LARGEST_CODE)
     return (magnitude | ((bits >> 24) & 128)).to(torch.uint8)
 
 
 def numbers_ref(codes: Tensor) -> Tensor:
-    """Return the float32 numbers that E4M3 codes stand for, divided by `HALF_SCALE`: exact."""
+    """Return the float32 numbers of E4M3 codes, divided by `HALF_SCALE`: exact."""
     wide = codes.to(torch.int32)
     return (((wide & 128) << 8) | ((wide & 127) << 7)).to(torch.int16).view(torch.float16).float()
 
 
 def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [R, C] and 16-bit peaks [A], A groups of G elements or fewer, row by row."""
+    """Return codes uint8 [R, C] and 16-bit peaks [A], for A groups of at most G elements, row by row."""
     rows, columns = x_RC.shape
     x_AG = _groups(x_RC, group_size)
     peaks = _symmetric.peaks_ref(x_AG, signed=False)
@@ -85,14 +85,14 @@ def _groups(x_RC: Tensor, group_size: int) -> Tensor:
 
 
 def _rows(x_AG: Tensor, rows: int, columns: int) -> Tensor:
-    """Return [R, C] in memory of its own: the groups of each row side by side, without the padding of the last one."""
+    """Return [R, C] in separate memory: the groups of each row side by side, without the padding of the last one."""
     missing = _missing(columns, x_AG.shape[1])
     x_RW = x_AG.reshape(rows, columns + missing)
     return x_RW if _is_zero(missing) else x_RW[:, :columns].clone()
 
 
 def _is_zero(number: int) -> bool:
-    """Return True if the number is 0 for certain. A compiled graph may know it only when it runs."""
+    """Return True if the number is certainly 0. A compiled graph may know the number only when it runs."""
     return isinstance(number, int) and number == 0
 
 
@@ -110,9 +110,10 @@ class Fp8(Codec):
 
     name = "fp8"
     suits = frozenset({"input"})
-    # INT8 is the better codec unless a few elements are very large. On the block inputs of small GPT-2 and LLaMA models
-    # its relative error is 0.005 to 0.006 and that of FP8 0.026, for 1.5 % more bytes (none with groups of 128 as here)
-    # and no more time. With two channels of 4096 300 times as large as the others it is 0.015 against 0.005.
+    # INT8 is the better codec unless a few elements are very large. On the block inputs of small GPT-2 and LLaMA
+    # models, the relative error of INT8 is 0.005 to 0.006 and that of FP8 is 0.026, and INT8 takes 1.5 % more bytes
+    # (none with groups of 128 as here) and no more time. If two of 4096 channels are 300 times as large as the others,
+    # the error of INT8 is 0.015 and that of FP8 is 0.005.
     instead_of = Int8.name
     triton = "fp8_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)

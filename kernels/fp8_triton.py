@@ -1,7 +1,7 @@
 """Triton kernels of fp8: one launch to encode, one to decode.
 
-Rounding is integer arithmetic, since Triton's own cast to FP8 asks for sm_89: see `fp8.py`. Rows of whole groups are
-groups of one long row; other rows end in a group of fewer elements.
+Rounding is integer arithmetic, because Triton's own cast to FP8 needs sm_89: see `fp8.py`. If rows consist of whole
+groups, they are treated as one long row. Other rows end in a group of fewer elements.
 """
 
 import torch
@@ -28,7 +28,7 @@ from adacc_hf.kernels.fp8 import FACTOR
 
 @triton.jit
 def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
-    """Return the program's groups [T], and the int64 indices of their elements [T, G] with a mask of what is there."""
+    """Return the program's groups [T], the int64 indices of their elements [T, G], and a mask of valid elements."""
     first_group = tl.program_id(0) * T
     group = first_group + tl.arange(0, T)
     if RAGGED:
@@ -36,27 +36,27 @@ def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.conste
         row = group // per_row
         column = ((group - row * per_row) * G)[:, None] + tl.arange(0, G)[None, :]
         index = (row.to(tl.int64) * columns)[:, None] + column
-        there = (column < columns) & (group[:, None] < groups)
+        is_valid = (column < columns) & (group[:, None] < groups)
     else:
         first = first_group.to(tl.int64) * G
         local = tl.arange(0, T)[:, None] * G + tl.arange(0, G)[None, :]
         index = first + local
-        there = local < columns - first
-    return group, index, there
+        is_valid = local < columns - first
+    return group, index, is_valid
 
 
 @triton.jit
 def _codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
-    """Return uint8 codes as `fp8.codes_ref` does, with the same names."""
+    """Return uint8 codes as `fp8.codes_ref` does, with the same variable names."""
     bits = scaled.to(tl.int32, bitcast=True)
     above = tl.maximum((bits & 0x7F800000) - (121 << 23), 0)
     steps = tl.abs(scaled) * ((136 << 23) - above).to(tl.float32, bitcast=True)
     if STOCHASTIC:
-        whole = tl.minimum(steps + rounding_offset(index, seed, 0.0, True), 16.0).to(tl.int32)
+        rounded_steps = tl.minimum(steps + rounding_offset(index, seed, 0.0, True), 16.0).to(tl.int32)
     else:
-        # Added to 2^23, whose last place is 1, a number is rounded to nearest even.
-        whole = (steps + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    magnitude = tl.minimum((above >> 20) + whole, 126)
+        # Adding 2^23, whose last place is 1, rounds a number to nearest even.
+        rounded_steps = (steps + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    magnitude = tl.minimum((above >> 20) + rounded_steps, 126)
     return (magnitude | ((bits >> 24) & 128)).to(tl.uint8)
 
 
@@ -74,12 +74,12 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    group, index, there = _places(groups, columns, RAGGED, T, G)
-    x = tl.load(x_ptr + index, mask=there, other=0.0)
+    group, index, is_valid = _places(groups, columns, RAGGED, T, G)
+    x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups)
     scaled = widened(x) * inverse_of(peak, factor)[:, None]
-    tl.store(codes_ptr + index, _codes(scaled, index, seed, STOCHASTIC), mask=there)
+    tl.store(codes_ptr + index, _codes(scaled, index, seed, STOCHASTIC), mask=is_valid)
 
 
 @jit
@@ -94,13 +94,13 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    group, index, there = _places(groups, columns, RAGGED, T, G)
-    codes = tl.load(codes_ptr + index, mask=there, other=0).to(tl.int32)
+    group, index, is_valid = _places(groups, columns, RAGGED, T, G)
+    codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
-    # A code, moved into a float16, stands for 2^-8 times its number.
+    # The bits of a code, moved into a float16, represent 2^-8 times the code's number.
     numbers = (((codes & 128) << 8) | ((codes & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     x = numbers * (peak * factor * 256.0)[:, None]
-    tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=is_valid)
 
 
 def _shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:

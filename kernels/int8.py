@@ -1,4 +1,4 @@
-"""Symmetric group-wise INT8 over the flat tensor, for activations that INT4 would hurt."""
+"""Symmetric group-wise INT8 over the flat tensor, for activations for which INT4 is too coarse."""
 
 from math import prod
 
@@ -13,14 +13,14 @@ FACTOR = _symmetric.INT8_SCALE_FACTOR
 
 
 def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [A, G], 128 for zero, and 16-bit peaks [A]."""
+    """Return codes uint8 [A, G], 128 for zero, and 16-bit peaks [A]."""
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)
     return _symmetric.encode_ref(x_AG, BITS, FACTOR, rounding, seed)
 
 
 def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
-    """[N] from the tensors of `encode_ref`."""
+    """Return [N] from the tensors of `encode_ref`."""
     return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[:numel]
 
 

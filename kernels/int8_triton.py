@@ -39,12 +39,12 @@ def _encode_kernel(
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
     x = tl.load(x_ptr + first + local, mask=local < numel - first, other=0.0)
-    left = groups - first_group
+    groups_left = groups - first_group
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
-    tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < left)
+    tl.store(peaks_ptr + first_group + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups_left)
     shifted = widened(x) * inverse_of(peak, factor)[:, None] + rounding_offset(first + local, seed, 128.0, STOCHASTIC)
     codes = clipped_codes(shifted, 1.0, 255.0).to(tl.uint8)
-    tl.store(codes_ptr + first + local, codes, mask=group[:, None] < left)
+    tl.store(codes_ptr + first + local, codes, mask=group[:, None] < groups_left)
 
 
 @jit
@@ -62,15 +62,15 @@ def _decode_kernel(
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
-    left = groups - first_group
-    codes = tl.load(codes_ptr + first + local, mask=group[:, None] < left, other=0)
-    peak = widened(tl.load(peaks_ptr + first_group + group, mask=group < left, other=0.0))
+    groups_left = groups - first_group
+    codes = tl.load(codes_ptr + first + local, mask=group[:, None] < groups_left, other=0)
+    peak = widened(tl.load(peaks_ptr + first_group + group, mask=group < groups_left, other=0.0))
     x = (codes.to(tl.float32) - 128.0) * (peak * factor)[:, None]
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=local < numel - first)
 
 
 def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """As `int8.encode_ref`."""
+    """Encode as `int8.encode_ref` does."""
     numel = flat_N.shape[0]
     groups = cdiv(numel, group_size)
     codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """Outlier-separated INT4 (paper 3.2, eq. 1 and 2), for Linear, LayerNorm and GELU activations.
 
-The channels (last dimension) with the largest absolute sums are set to zero and kept raw beside their indices; the
-rest is symmetric group-wise INT4 over the flat tensor. The number of channels is fixed, so payloads have static
-shapes; which channels they are is state, chosen by `fit` at tracking iterations.
+The channels (last dimension) with the largest absolute sums are stored raw with their indices, and replaced by zeros.
+The rest is symmetric group-wise INT4 over the flat tensor. The number of channels is fixed, so payloads have static
+shapes. The choice of channels is state, set by `fit` at tracking iterations.
 """
 
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """The channels that are kept raw, in the forms that the implementations read."""
+    """Channels that are stored raw, in the forms that the kernels read."""
 
     channels: int
-    """C, of which K are outliers."""
+    """C, the number of all channels."""
     indices: Tensor
-    """int32 [K], ascending."""
+    """int32 [K], the raw channels in ascending order."""
     keep: Tensor
-    """[C + group_size], integers as wide as the elements, period C: 0 for an outlier, else -1."""
+    """[C + group_size], integers as wide as the elements with period C: 0 for a raw channel, else -1."""
 
 
 SUMMED_ELEMENTS = 2**16
-"""Elements whose magnitudes a CPU holds at once. They stay in its cache, which took 0.6 ms instead of 11 for 1024 x
-3072 in float32; and no second tensor of the input's size is made."""
+"""Elements whose magnitudes a CPU computes at once. They stay in the cache: 0.6 ms instead of 11 for 1024 x 3072
+float32 elements, and no second tensor of the input's size is allocated."""
 
 
 @torch.no_grad()
 def channel_sums(tensor: Tensor) -> Tensor:
-    """float32 [C]: the sum of magnitudes of every channel, S_h in the paper's eq. 1."""
+    """Return float32 [C], the sum of magnitudes of every channel: S_h in the paper's eq. 1."""
     x_RC = as_matrix(tensor)
     if x_RC.is_cuda:
         from adacc_hf.kernels import outlier_int4_triton
@@ -52,18 +52,18 @@ def channel_sums(tensor: Tensor) -> Tensor:
 
 
 def zscores(sums_C: Tensor) -> Tensor:
-    """float32 [C]: how many standard deviations each channel's sum is above the mean (eq. 1); 0 if all are equal."""
+    """Return float32 [C], each channel's sum in standard deviations above the mean (eq. 1); 0 if all are equal."""
     deviation = sums_C.std(correction=0)
     return torch.where(deviation > 0, (sums_C - sums_C.mean()) / deviation, 0.0)
 
 
 def count_outliers(tensor: Tensor, threshold: float = 3.0) -> int:
-    """The number of channels with a Z-score above `threshold`. Synchronises: for tracking iterations only."""
+    """Count the channels with a Z-score above `threshold`. Synchronises: for tracking iterations only."""
     return int((zscores(channel_sums(tensor)) > threshold).sum())
 
 
 def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: int) -> Outliers:
-    """The `count` channels with the largest sums. Does not synchronise."""
+    """Return the `count` channels with the largest sums. Does not synchronise."""
     channels = sums_C.shape[0]
     indices = sums_C.topk(count).indices.sort().values
     keep = torch.full((channels,), -1, dtype=torch.int16 if element_bytes == 2 else torch.int32, device=sums_C.device)
@@ -75,7 +75,7 @@ def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: 
 def encode_ref(
     x_RC: Tensor, indices: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
 ) -> tuple[Tensor, ...]:
-    """Codes [A/2, G], peaks [A], and with indices [K] also the raw channels [R, K] and a copy of the indices."""
+    """Return codes [A/2, G] and peaks [A], and with indices [K] also the raw channels [R, K] and the indices' copy."""
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
         raw = (x_RC.index_select(1, indices), indices.clone())
@@ -88,7 +88,7 @@ def encode_ref(
 def decode_ref(
     shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor
 ) -> Tensor:
-    """[R, C] from the tensors of `encode_ref`."""
+    """Return [R, C] from the tensors of `encode_ref`."""
     rows, columns = shape
     x_AG = _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)
     x_RC = x_AG.view(-1)[: rows * columns].view(rows, columns)
@@ -100,8 +100,10 @@ def decode_ref(
 
 
 def _is_at(indices: Tensor, columns: int) -> Tensor:
-    """bool [K, C]: whether the k-th index is this column. Reading by a mask fuses with its neighbours in a compiled
-    graph; writing at indices does not."""
+    """Return bool [K, C], True where the column is the k-th index.
+
+    In a compiled graph, selecting by this mask fuses with neighbouring operators; writing at indices does not.
+    """
     return indices[:, None] == torch.arange(columns, device=indices.device)
 
 
@@ -125,7 +127,7 @@ def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *ra
 class OutlierInt4(Codec):
     """INT4 in groups, with `num_outliers` raw channels; num_outliers=0 is plain symmetric group-wise INT4.
 
-    `zscore_threshold` is carried for whoever chooses num_outliers by `count_outliers`; encoding does not read it.
+    `zscore_threshold` is an option for callers that choose num_outliers by `count_outliers`. Encoding does not read it.
     """
 
     name = "outlier_int4"
@@ -181,8 +183,8 @@ class OutlierInt4(Codec):
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
         outliers = self._fitted(x)
-        chosen = (outliers.indices, outliers.keep) if outliers else (None, None)
-        return kernels.encode(x, *chosen, self.group_size, self._factor, self.rounding, self.seed)
+        fitted = (outliers.indices, outliers.keep) if outliers else (None, None)
+        return kernels.encode(x, *fitted, self.group_size, self._factor, self.rounding, self.seed)
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
         kernels.decode(out, self._factor, *tensors)
@@ -193,7 +195,7 @@ class OutlierInt4(Codec):
         return encode_ref(x, indices, self.group_size, self._factor, self.rounding, self.seed)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """As `encode` right after `fit`: a graph keeps no state, so it chooses its outliers from every tensor anew."""
+        """Encode as `encode` does right after `fit`. Graphs are stateless, so outliers are chosen from every tensor."""
         x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
         indices = None
         if self.num_outliers:
@@ -205,17 +207,17 @@ class OutlierInt4(Codec):
         return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
 
     def _fitted(self, tensor: Tensor) -> Outliers | None:
-        """The raw channels, chosen from `tensor` if never chosen before; None if there are to be none."""
+        """Return the raw channels, chosen from `tensor` if not chosen before; None if num_outliers is 0."""
         if not self.num_outliers:
             return None
         if self._outliers is None:
             self.fit(tensor)
         assert self._outliers is not None
-        fitted = self._outliers.channels, self._outliers.keep.element_size()
-        given = rows_and_columns(tuple(tensor.shape))[1], tensor.element_size()
-        if fitted != given:
+        expected = self._outliers.channels, self._outliers.keep.element_size()
+        actual = rows_and_columns(tuple(tensor.shape))[1], tensor.element_size()
+        if expected != actual:
             raise ValueError(
-                f"codec {self.name!r} was fitted to {fitted[0]} channels of {fitted[1]} bytes an element and got "
-                f"{given[0]} of {given[1]}; use one codec object per activation, or fit it again"
+                f"codec {self.name!r} was fitted to {expected[0]} channels of {expected[1]} bytes per element and got "
+                f"{actual[0]} of {actual[1]}: use one codec object per activation, or call fit again"
             )
         return self._outliers

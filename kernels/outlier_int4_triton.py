@@ -1,6 +1,6 @@
 """Triton kernels of outlier_int4: one launch to encode, one to decode, one for the channel sums.
 
-Program p encodes groups [p * T, (p + 1) * T) and their partners half the tensor away, with which they share bytes.
+Program p encodes groups [p * T, (p + 1) * T) and the groups half the tensor away, which share bytes with the former.
 """
 
 import torch
@@ -27,14 +27,14 @@ from adacc_hf.kernels._triton import (
     widened,
 )
 
-SUM_ROWS = 64  # rows that one program sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
+SUM_ROWS = 64  # rows per program of the sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
 SUM_COLUMNS = 128
-LEAST_PADDED = 16  # outliers that kernels are compiled for: few kernels for the few that most tensors have
+LEAST_PADDED = 16  # least number of outliers that kernels are compiled for, because most tensors have few
 
 
 @triton.jit
 def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexpr):
-    """int64 row and int32 column of a group's first element. Dividing 64-bit numbers takes a hundred instructions."""
+    """Return the int64 row and int32 column of a group's first element. Avoids slow 64-bit division if possible."""
     if ROW_OF_GROUPS:
         groups = (channels // G).to(tl.uint32)
         row, column = group.to(tl.uint32) // groups, (group.to(tl.uint32) % groups).to(tl.int32) * G
@@ -46,7 +46,7 @@ def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _half_a_tensor_on(row, column, half_rows, half_columns, channels):
-    """The row and the column that lie half the tensor after these."""
+    """Return the row and the column of the element half the tensor further on."""
     column += half_columns
     wraps = (column >= channels).to(tl.int32)
     return row + half_rows + wraps, column - wraps * channels
@@ -57,9 +57,9 @@ def _outliers_cleared(
     x, keep_ptr, first_column, channels, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, T: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """x [T, G] from a column on, with every bit of outlier channels cleared.
+    """Return x [T, G], starting at a column, with every bit of outlier channels cleared.
 
-    ROW_OF_GROUPS says that groups divide rows: then no group goes around, and `keep` is read 128 bits at a time.
+    ROW_OF_GROUPS is True if groups divide rows. Then no group wraps around, and `keep` is read 128 bits at a time.
     Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64, ...
     """
     within = tl.arange(0, G)[None, :]
@@ -81,10 +81,10 @@ def _raw_places(
     indices_ptr, first_group, low_row, low_column, high_row, high_column, rows, numel, channels,
     num_outliers, PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Where a program's outliers lie in the tensor, where among the raw values, and which of these places exist.
+    """Return the outliers' offsets in the tensor, their offsets among the raw values, and a mask of valid outliers.
 
-    All [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the outliers of its own
-    groups: their elements are in its cache, and no other program writes there.
+    All are [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the outliers of its own
+    groups, because their elements are in its cache and no other program writes there.
     """
     half = tl.arange(0, 2)[:, None, None]
     first = (first_group + half * rows).to(tl.int64) * G
@@ -103,7 +103,7 @@ def _encode_half(
     PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """int32 codes [T, G] of the groups from first_group on, whose peaks are stored."""
+    """Store the peaks of T groups from first_group on, and return their int32 codes [T, G]."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -142,27 +142,27 @@ def _encode_kernel(
     G: tl.constexpr,
 ):
     first_row = tl.program_id(0) * T
-    left = rows - first_row
+    groups_left = rows - first_row
     low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
     high_row, high_column = _half_a_tensor_on(low_row, low_column, half_rows, half_columns, channels)
     low = _encode_half(
-        x_ptr, peaks_ptr, keep_ptr, first_row, low_column, left, numel, channels, factor, seed,
+        x_ptr, peaks_ptr, keep_ptr, first_row, low_column, groups_left, numel, channels, factor, seed,
         PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
     )  # fmt: skip
     high = _encode_half(
-        x_ptr, peaks_ptr, keep_ptr, first_row + rows, high_column, left, numel, channels, factor, seed,
+        x_ptr, peaks_ptr, keep_ptr, first_row + rows, high_column, groups_left, numel, channels, factor, seed,
         PADDED_OUTLIERS, TILE_ROWS, ROW_OF_GROUPS, STOCHASTIC, SIGNED, T, G,
     )  # fmt: skip
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
     codes = (low | (high << 4)).to(tl.uint8)
-    tl.store(codes_ptr + first_row.to(tl.int64) * G + local, codes, mask=group < left)
+    tl.store(codes_ptr + first_row.to(tl.int64) * G + local, codes, mask=group < groups_left)
     if PADDED_OUTLIERS > 0:
-        place, raw_place, there = _raw_places(
+        place, raw_place, is_valid = _raw_places(
             indices_ptr, first_row, low_row, low_column, high_row, high_column, rows, numel, channels,
             num_outliers, PADDED_OUTLIERS, TILE_ROWS, T, G,
         )  # fmt: skip
-        tl.store(raw_ptr + raw_place, tl.load(x_ptr + place, mask=there), mask=there)
+        tl.store(raw_ptr + raw_place, tl.load(x_ptr + place, mask=is_valid), mask=is_valid)
         if first_row == 0:
             k = tl.arange(0, PADDED_OUTLIERS)
             index = tl.load(indices_ptr + k, mask=k < num_outliers, other=0)
@@ -203,22 +203,22 @@ def _decode_kernel(
     G: tl.constexpr,
 ):
     first_row = tl.program_id(0) * T
-    left = rows - first_row
+    groups_left = rows - first_row
     group = tl.arange(0, T)[:, None]
     local = group * G + tl.arange(0, G)[None, :]
-    packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < left, other=0).to(tl.int32)
-    _decode_half(out_ptr, packed & 15, peaks_ptr, first_row, left, numel, factor, T, G)
-    _decode_half(out_ptr, packed >> 4, peaks_ptr, first_row + rows, left, numel, factor, T, G)
+    packed = tl.load(codes_ptr + first_row.to(tl.int64) * G + local, mask=group < groups_left, other=0).to(tl.int32)
+    _decode_half(out_ptr, packed & 15, peaks_ptr, first_row, groups_left, numel, factor, T, G)
+    _decode_half(out_ptr, packed >> 4, peaks_ptr, first_row + rows, groups_left, numel, factor, T, G)
     if PADDED_OUTLIERS > 0:
         low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
         high_row, high_column = _half_a_tensor_on(low_row, low_column, half_rows, half_columns, channels)
-        place, raw_place, there = _raw_places(
+        place, raw_place, is_valid = _raw_places(
             indices_ptr, first_row, low_row, low_column, high_row, high_column, rows, numel, channels,
             num_outliers, PADDED_OUTLIERS, TILE_ROWS, T, G,
         )  # fmt: skip
-        raw = tl.load(raw_ptr + raw_place, mask=there)
-        tl.debug_barrier()  # other threads of this program have just written zeros there
-        tl.store(out_ptr + place, raw, mask=there)
+        raw = tl.load(raw_ptr + raw_place, mask=is_valid)
+        tl.debug_barrier()  # other threads of this program have just written zeros to the outliers
+        tl.store(out_ptr + place, raw, mask=is_valid)
 
 
 @jit
@@ -247,7 +247,7 @@ def encode(
     rounding: str,
     seed: int,
 ) -> tuple[Tensor, ...]:
-    """As `outlier_int4.encode_ref`; indices and keep as in `outlier_int4.Outliers`."""
+    """Encode as `outlier_int4.encode_ref` does. `indices` and `keep` are as in `outlier_int4.Outliers`."""
     rows_R, channels = x_RC.shape
     groups = even_groups(x_RC.numel(), group_size)
     codes = x_RC.new_empty(groups // 2, group_size, dtype=torch.uint8)
@@ -255,7 +255,7 @@ def encode(
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
         raw = (x_RC.new_empty(rows_R, indices.shape[0]), torch.empty_like(indices))
-    larger = 2 if raw else 1  # to find a tile's outliers takes as many instructions for a larger tile
+    larger = 2 if raw else 1  # finding a tile's outliers takes the same number of instructions for a larger tile
     tile = groups_per_program(group_size, larger * TILE_ELEMENTS)
     programs = max(cdiv(groups // 2, tile), 1 if raw else 0)  # even an empty tensor has indices to copy
     launch(
@@ -282,7 +282,7 @@ def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Te
 
 
 def channel_sums(x_RC: Tensor) -> Tensor:
-    """float32 [C]: sums of magnitudes. Summed in a fixed order, so that equal tensors get equal outliers."""
+    """Return float32 [C], sums of magnitudes in a fixed order, so that equal tensors get equal outliers."""
     rows, columns = x_RC.shape
     programs = cdiv(rows, SUM_ROWS)
     partial = x_RC.new_empty(programs, columns, dtype=torch.float32)
@@ -292,7 +292,7 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
-    """What the kernels are compiled for. TILE_ROWS: how many rows a program's groups may touch, at most."""
+    """Return the compile-time constants of the kernels. TILE_ROWS is the most rows that a program's groups touch."""
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}
     if raw:
         constants["ROW_OF_GROUPS"] = channels % group_size == 0

@@ -1,6 +1,6 @@
 """Naive per-token symmetric INT4: the "Quantization" baseline of the paper's evaluation (figure 3(b)(i)).
 
-One scale per row, the row being the last dimension, with no care for outliers.
+Each row, the last dimension, has one scale. Outliers are not treated specially.
 """
 
 import torch
@@ -14,13 +14,13 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [A/2, C] and 16-bit peaks [A], A being the rows padded to an even number."""
+    """Return codes uint8 [A/2, C] and 16-bit peaks [A], A being the rows padded to an even number."""
     x_AC = _symmetric.pad_to(x_RC, x_RC.shape[0] + x_RC.shape[0] % 2)
     return _symmetric.encode_ref(x_AC, BITS, factor, rounding, seed)
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """[R, C] from the tensors of `encode_ref`."""
+    """Return [R, C] from the tensors of `encode_ref`."""
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)[: shape[0]]
 
 
@@ -43,7 +43,7 @@ class TokenInt4(Codec):
     keeps_rows = True
 
     def __init__(self, scale: str = "paper", rounding: str = "nearest", seed: int = 0) -> None:
-        group_size = _symmetric.GROUP_SIZES[0]  # has none: a row is its group
+        group_size = _symmetric.GROUP_SIZES[0]  # a valid placeholder: the group is a row
         _symmetric.check_options(self.name, group_size, scale, rounding, seed, tuple(_symmetric.SCALE_FACTORS))
         self.scale = scale
         self.rounding = rounding

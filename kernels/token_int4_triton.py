@@ -1,7 +1,7 @@
 """Triton kernels of token_int4: one launch to encode, one to decode.
 
-A program handles whole rows, and the rows half the tensor away with which they share bytes. Rows of up to MAX_BLOCK
-elements are held in registers; longer ones are read twice, in chunks, the second time mostly from cache.
+A program handles whole rows, and the rows half the tensor away, which share bytes with the former. Rows of up to
+MAX_BLOCK elements stay in registers. Longer rows are read twice, in chunks, the second time mostly from the cache.
 """
 
 import torch
@@ -32,7 +32,7 @@ MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 @triton.jit
 def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """[T, BLOCK] elements from row `first` and column `start` on, zeros beyond the edges; and their flat indices."""
+    """Return [T, BLOCK] elements from row `first` and column `start` on, 0 beyond the edges, and their flat indices."""
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
     index = row.to(tl.int64) * columns + column
@@ -41,7 +41,7 @@ def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
-    """float32 [T]: reciprocal scales from keys [T, BLOCK]; the peaks of rows below `last` are stored."""
+    """Store the peaks of rows below `last` and return float32 [T] reciprocal scales, both from keys [T, BLOCK]."""
     peak = stored_peak(tl.max(keys, axis=1), dtype)
     row = first + tl.arange(0, T)
     tl.store(peaks_ptr + row, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=row < last)
@@ -50,7 +50,7 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 
 @triton.jit
 def _codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
-    """int32 codes of x [T, BLOCK]."""
+    """Return int32 codes of x [T, BLOCK]."""
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
     return codes_up_to(widened(x) * inverse[:, None] + offset, 15.0)
 
@@ -110,8 +110,8 @@ def _encode_long_kernel(
     high_x, high_index = _load(x_ptr, high, rows, columns, 0, T, BLOCK)
     low_keys = peak_keys(low_x, SIGNED)
     high_keys = peak_keys(high_x, SIGNED)
-    # Up to an argument, so that one kernel serves rows of any length; the interpreter of Triton 3.6 cannot do that with
-    # `range`.
+    # The bound is an argument, so that one kernel serves rows of any length. A `while` loop, because the interpreter of
+    # Triton 3.6 does not support `range` with such a bound.
     start = BLOCK
     while start < columns:
         start = tl.multiple_of(start, BLOCK)
@@ -167,17 +167,17 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """As `token_int4.encode_ref`."""
+    """Encode as `token_int4.encode_ref` does."""
     rows, columns = x_RC.shape
     pairs = cdiv(rows, 2)
     codes = x_RC.new_empty(pairs, columns, dtype=torch.uint8)
     peaks = x_RC.new_empty(2 * pairs, dtype=peak_dtype(x_RC.dtype))
-    whole = columns <= MAX_BLOCK
-    # Chunks are small because the long kernel keeps two of them: blocks of 8192 spilled registers on sm_100.
-    block = max(next_power_of_2(columns), LEAST_BLOCK) if whole else TILE_ELEMENTS
+    fits_registers = columns <= MAX_BLOCK
+    # Chunks are small because the long kernel holds two of them: blocks of 8192 spilled registers on sm_100.
+    block = max(next_power_of_2(columns), LEAST_BLOCK) if fits_registers else TILE_ELEMENTS
     tile = max(1, TILE_ELEMENTS // block)
     launch(
-        _encode_kernel if whole else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
+        _encode_kernel if fits_registers else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
         rows, columns, pairs, factor, seed,
         tile=tile * block, STOCHASTIC=rounding == "stochastic", SIGNED=factor < 0, T=tile, BLOCK=block,
     )  # fmt: skip

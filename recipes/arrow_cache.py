@@ -1,4 +1,4 @@
-"""Rows from a generator, kept as an Arrow file that is reused as long as its key is the same."""
+"""Cache of generated rows as an Arrow file, which is reused if its key is the same."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,11 +10,12 @@ from datasets.exceptions import DatasetGenerationError
 def cached_rows(
     generator: Callable[..., Iterator[dict[str, Any]]], features: Features, cache_dir: str, key: str, **kwargs: Any
 ) -> Dataset:
-    """The rows of `generator(**kwargs)`; `key` (hex digits) stands for all that they depend on.
+    """Return the rows of `generator(**kwargs)`, from the cache if possible.
 
-    An error of the generator comes out as itself, and leaves no file behind.
+    `key` (hex digits) identifies everything that the rows depend on. Exceptions of the generator are raised unchanged,
+    and no file is left then.
     """
     try:
         return Dataset.from_generator(generator, features, cache_dir, gen_kwargs=kwargs, fingerprint=key)
-    except DatasetGenerationError as error:  # datasets' wrapper says nothing that its cause does not
+    except DatasetGenerationError as error:  # the wrapper exception has no information beyond its cause
         raise (error.__cause__ or error) from None

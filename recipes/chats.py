@@ -1,4 +1,4 @@
-"""Chats to train on: the rows of a jsonl file; and the demo's tokenizer and tiny model, made on the spot."""
+"""Training chats from a jsonl file, and the demo's tokenizer and tiny model."""
 
 import hashlib
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import is_conversational, is_conversational_from_value
 
 ROWS = '{"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
-# The demo's tokenizer has one special token. The generation marks are for --assistant_only_loss.
+# The demo's tokenizer has one special token. --assistant_only_loss needs the generation marks.
 CHAT_TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}\
 {% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}\
 {% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}\
@@ -19,29 +19,31 @@ CHAT_TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}\
 
 
 def load_chats(path: str, text_field: str) -> Dataset:
-    """The rows of a jsonl file. Raises FileNotFoundError or ValueError for what TRL could not train on."""
+    """Load the rows of a jsonl file. Raises FileNotFoundError, or ValueError if TRL cannot train on the rows."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--chats={path}: no such file; check the path (relative to {Path.cwd()})")
     try:
         rows = load_dataset("json", data_files=path, split="train")
         first = {name: value for name, value in next(iter(rows), {}).items() if value is not None}
-    except (DatasetGenerationError, ValueError, StopIteration) as error:  # the last is what an empty file ends in
+    except (DatasetGenerationError, ValueError, StopIteration) as error:  # StopIteration if the file is empty
         reason = str(error.__cause__ or error) or "it is empty"
-        raise ValueError(f"--chats={path} is no jsonl file ({reason}); write one row a line: {ROWS}") from error
-    kinds = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {text_field})
-    kind = next((kind for kind in kinds if kind <= first.keys()), set())
+        raise ValueError(f"--chats={path} is not a jsonl file ({reason}); write one row per line: {ROWS}") from error
+    schemas = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {text_field})
+    schema = next((schema for schema in schemas if schema <= first.keys()), set())
     is_chat = is_conversational(first) or is_conversational_from_value(first)
-    if not kind or (kind in kinds[:2] and not is_chat) or (kind == kinds[3] and not isinstance(first[text_field], str)):
-        raise ValueError(f"--chats={path} has rows of {sorted(first) or 'nothing'}; write rows {ROWS}")
-    if any(rows.data.column(name).null_count for name in kind):
+    has_chat_key, has_text_key = schema in schemas[:2], schema == schemas[3]
+    if not schema or (has_chat_key and not is_chat) or (has_text_key and not isinstance(first[text_field], str)):
+        raise ValueError(f"--chats={path} has rows with the keys {sorted(first) or '(none)'}; write rows {ROWS}")
+    if any(rows.data.column(name).null_count for name in schema):
         raise ValueError(
-            f"--chats={path} has rows without {' and '.join(sorted(kind))}, which the first has; drop them"
+            f"--chats={path} has rows without {' and '.join(sorted(schema))}, which the first row has; remove these "
+            f"rows"
         )
     return rows
 
 
 def demo_tokenizer(chats: Dataset, cache_dir: Path) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of the chats, with a chat template."""
+    """Return a byte-level BPE tokenizer trained on the chats, with a chat template."""
     texts = [text for row in chats for text in strings_in(row)]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     tokenizer = trained_tokenizer(Dataset.from_dict({"text": texts}), key, 512, len(texts), cache_dir)
@@ -50,14 +52,14 @@ def demo_tokenizer(chats: Dataset, cache_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def strings_in(part: object) -> list[str]:
-    """All strings in a row, however deep."""
+    """Return all strings in a row, at any depth of nesting."""
     if isinstance(part, (dict, list)):
         return [text for inner in (part.values() if isinstance(part, dict) else part) for text in strings_in(inner)]
     return [part] if isinstance(part, str) else []
 
 
-def demo_model(tokenizer: PreTrainedTokenizerBase, longest: int, seed: int) -> LlamaForCausalLM:
-    """A LLaMA of 0.9 million random weights, with room for `longest` tokens."""
+def demo_model(tokenizer: PreTrainedTokenizerBase, context_length: int, seed: int) -> LlamaForCausalLM:
+    """Return a LLaMA with 0.9 million random weights and a context of `context_length` tokens."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         num_hidden_layers=4,
@@ -66,7 +68,7 @@ def demo_model(tokenizer: PreTrainedTokenizerBase, longest: int, seed: int) -> L
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=len(tokenizer),
-        max_position_embeddings=longest,
+        max_position_embeddings=context_length,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

@@ -1,9 +1,9 @@
-"""A cloze set after LAMBADA's pattern from anyone's own text: guess a passage's last word, which stood there before.
+"""Cloze test in the style of LAMBADA from any text: guess a passage's last word, which occurs earlier in the passage.
 
     python recipes/cloze_passages.py --dataset held_out.jsonl
     adacc eval cloze --model FOLDER --passages cloze.jsonl
 
-Take documents that the model was not trained on.
+Use documents that the model was not trained on.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path
 from text_files import checked_files, read_file
 
 CLOZE_FILE = "cloze.jsonl"
-"""The passages' name in a run folder."""
+"""Name of the file of passages in a run folder."""
 
 NUM_PASSAGES = 500
-"""The standard error of an accuracy is then 2.2 points at most."""
+"""Default number of passages. It gives a standard error of the accuracy of at most 2.2 points."""
 
 PASSAGE_CHARACTERS = 400
-"""About as long as LAMBADA's passages."""
+"""Default length of a passage, about the length of LAMBADA's passages."""
 
-LEAST_LETTERS = 4
-"""Shorter words are mostly grammar, and guessed from the words beside them."""
+MIN_LETTERS = 4
+"""Minimum length of an answer. Shorter words are mostly grammatical, and can be guessed from the neighbouring words."""
 
 _WORD = re.compile(r"\w+")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make the passages of a file of documents."""
+    """Create cloze passages from files of documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="file or folder of documents, as for gpt2_pile.py")
     parser.add_argument("--output", type=Path, default=Path(CLOZE_FILE), help=f"default: {CLOZE_FILE}")
@@ -48,19 +48,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 def cloze_passages(
     documents: Iterable[str], num_passages: int, passage_characters: int = PASSAGE_CHARACTERS
 ) -> list[str]:
-    """At most `num_passages` passages of at most `passage_characters`, taken evenly from all that the documents offer.
+    """Return at most `num_passages` passages of at most `passage_characters`, sampled evenly from all passages.
 
-    The last word has four letters or more and occurs earlier in the passage. No two passages share text. Raises
-    ValueError where the documents offer none.
+    The last word of a passage has four letters or more and occurs earlier in the passage. No two passages share text.
+    Raises ValueError if the documents contain no suitable passage.
     """
-    found = [passage for document in documents for passage in _passages(document, passage_characters)]
-    if not found:
+    candidates = [passage for document in documents for passage in _passages(document, passage_characters)]
+    if not candidates:
         raise ValueError(
-            f"the documents offer no passage of {passage_characters} characters that ends in a word which occurs in it "
-            "before; hold out more text"
+            f"the documents offer no passage of {passage_characters} characters whose last word occurs earlier in the "
+            "passage; hold out more text"
         )
-    kept = min(num_passages, len(found))
-    return [found[place * len(found) // kept] for place in range(kept)]
+    count = min(num_passages, len(candidates))
+    return [candidates[index * len(candidates) // count] for index in range(count)]
 
 
 def save_passages(passages: Iterable[str], path: Path) -> None:
@@ -70,34 +70,35 @@ def save_passages(passages: Iterable[str], path: Path) -> None:
 
 
 def _passages(document: str, characters: int) -> Iterator[str]:
-    """From each stretch of `characters` the longest passage, if there is one of half that length."""
+    """Yield the longest passage of each chunk of `characters`, if the passage fills at least half of the chunk."""
     words = list(_WORD.finditer(document))
-    by_stretch = groupby(words, key=lambda word: word.start() // characters)
-    for stretch, group in by_stretch:
-        passage = _longest_passage(document, [word for word in group if word.end() <= (stretch + 1) * characters])
+    by_chunk = groupby(words, key=lambda word: word.start() // characters)
+    for chunk, group in by_chunk:
+        passage = _longest_passage(document, [word for word in group if word.end() <= (chunk + 1) * characters])
         if passage is not None and len(passage) >= characters // 2:
             yield passage
 
 
 def _longest_passage(document: str, words: list[re.Match[str]]) -> str | None:
-    """From the first of the words up to the last that will do."""
-    first: dict[str, int] = {}
-    for place, word in enumerate(words):
-        first.setdefault(word.group(), place)
-    for place in reversed(range(len(words))):
-        word = words[place]
-        if first[word.group()] < place and _can_be_asked(document, word):
+    """Return the text from the first word up to the last suitable answer, or None without a suitable answer."""
+    first_index: dict[str, int] = {}
+    for index, word in enumerate(words):
+        first_index.setdefault(word.group(), index)
+    for index in reversed(range(len(words))):
+        word = words[index]
+        if first_index[word.group()] < index and _is_suitable_answer(document, word):
             return document[words[0].start() : word.end()]
     return None
 
 
-def _can_be_asked(document: str, word: re.Match[str]) -> bool:
-    """Whether it is long enough, of letters only, and after one space.
+def _is_suitable_answer(document: str, word: re.Match[str]) -> bool:
+    """Return True if the word is long enough, consists of letters, and follows a single space.
 
-    At the start of a line lm-eval would take the indentation for a part of the answer.
+    The single space excludes words at the start of a line, where lm-eval would count the indentation as a part of the
+    answer.
     """
-    before = document[max(0, word.start() - 2) : word.start()]
-    return len(word.group()) >= LEAST_LETTERS and word.group().isalpha() and re.fullmatch(r"\S ", before) is not None
+    preceding = document[max(0, word.start() - 2) : word.start()]
+    return len(word.group()) >= MIN_LETTERS and word.group().isalpha() and re.fullmatch(r"\S ", preceding) is not None
 
 
 if __name__ == "__main__":

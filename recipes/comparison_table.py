@@ -1,4 +1,4 @@
-"""The comparison as a table: printed, as Markdown, and as JSON with the settings and versions it was made with."""
+"""Table of a comparison of methods: as text, as Markdown, and as JSON with the settings and versions."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,22 +13,22 @@ from adacc_hf.reports.run_record import Settings, Spread, make_record, markdown_
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """What one method costs and reaches."""
+    """Memory, speed and losses of one method."""
 
     title: str
     folder: str
-    """The run's folder within the comparison's."""
+    """Name of the run's folder, in the folder of the comparison."""
     activation_bytes: int
-    """What forward leaves behind for backward: the peak of stored activations."""
+    """Peak of the activation bytes that forward stores for backward."""
     peak_bytes: int
-    """Peak of live tensor bytes over forward and backward, parameters and gradients included."""
+    """Peak of live tensor bytes over forward and backward, including parameters and gradients."""
     relative_throughput: Spread
-    """Tokens per second divided by plain training's, round by round."""
+    """Tokens per second divided by plain training's in the same round."""
     final_train_loss: float
     validation_loss: float
 
     def cells(self) -> dict[str, str]:
-        """The row as a reader sees it, by column heading."""
+        """Return the formatted cells of the row by column heading."""
         return {
             "method": self.title,
             "peak activation bytes": format_bytes(self.activation_bytes),
@@ -39,7 +39,7 @@ class ComparisonRow:
         }
 
     def numbers(self) -> dict[str, float]:
-        """The row's figures by column."""
+        """Return the numbers of the row by column."""
         return {
             "activation_bytes": self.activation_bytes,
             "peak_bytes": self.peak_bytes,
@@ -50,12 +50,12 @@ class ComparisonRow:
 
 
 def table_text(rows: list[ComparisonRow]) -> str:
-    """The table as Markdown with aligned columns, which reads well in a terminal too."""
+    """Return the table as Markdown with aligned columns, readable in a terminal."""
     return markdown_table([row.cells() for row in rows])
 
 
 def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArguments) -> None:
-    """Writes comparison.md and comparison.json into `folder`; the latter is a record like those of `adacc eval`."""
+    """Write comparison.md and comparison.json into `folder`. The JSON file has the format of `adacc eval` records."""
     settings = Settings(
         runner="demo_comparison",
         seed=args.training.seed,
@@ -71,7 +71,7 @@ def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArgumen
     points = {row.folder: asdict(row) for row in rows}
     record = make_record(settings, run_info, {"points": points}, "complete")
     note = f"{_conditions(args, record['meta_info']['device'])}. Tokens/s: median (20th to 80th percentile) of whole "
-    note += "training steps taken in turn."
+    note += "training steps, with the methods in turn."
     write_json(settings.output, record)
     (folder / "comparison.md").write_text(f"{table_text(rows)}\n\n{note}\n", encoding="utf-8")
 

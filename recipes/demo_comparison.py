@@ -1,8 +1,8 @@
-"""Every method on the same model, seed and data, and one table of what it costs and what it reaches.
+"""Comparison of all methods on the same model, seed and data: one table of memory, speed and losses.
 
 The losses come from one training run per method, one after the other. Bytes and speed are measured afterwards on the
-trained models: bytes on one batch, speed on whole training steps taken in turn (method by method, round by round), so
-that a busy machine slows all methods alike.
+trained models: bytes on one batch, speed on whole training steps. Each round of the timing runs one step of every
+method, so that a busy machine slows all methods alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ WARMUP_ROUNDS, TIMED_ROUNDS = 2, 7
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One row of the comparison: a method at a budget, and the folder of its run."""
+    """Method with a budget, one row of the comparison, and the folder of its run."""
 
     title: str
     folder: str
@@ -43,14 +43,14 @@ CONTENDERS = (
     Contender(title="Adacc at 50 % of plain", folder="adacc-50", method="adacc", memory_budget="0.5"),
     Contender(title="Adacc at 25 % of plain", folder="adacc-25", method="adacc", memory_budget="0.25"),
 )
-BASE = "plain"  # the row that throughput is relative to
-REPORTED = "adacc-50"  # the row whose policy the report shows
+BASELINE = "plain"  # folder of the row that throughput is relative to
+REPORTED = "adacc-50"  # folder of the row whose policy the report shows
 
 
 def compare_methods(run: PreparedRun) -> dict[str, float]:
-    """Trains and measures every contender, prints the table and saves it in the run folder.
+    """Train and measure every contender, print the table and save it in the run folder.
 
-    Returns every figure of the table under "<folder>/<column>".
+    Return the numbers of the table, with the keys "<folder>/<column>".
     """
     output_dir = Path(run.args.training.output_dir)
     finished = {}
@@ -67,7 +67,7 @@ def compare_methods(run: PreparedRun) -> dict[str, float]:
 
 
 def example_batch(run: PreparedRun) -> Batch:
-    """What the Trainer hands to the model for one training batch: [B, T] ids and labels, and the number of labels."""
+    """Return a training batch in the Trainer's format: [B, T] ids and labels, and the number of labels."""
     training = run.args.training
     batch = stack_sequences(list(run.data.train.take(training.per_device_train_batch_size)))
     batch["num_items_in_batch"] = torch.tensor(batch["labels"][:, 1:].numel())
@@ -75,7 +75,7 @@ def example_batch(run: PreparedRun) -> Batch:
 
 
 def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[ComparisonRow]:
-    """The table's rows, in the order of CONTENDERS."""
+    """Return the table's rows, in the order of CONTENDERS."""
     memory = {folder: step_memory(result, batch) for folder, result in finished.items()}
     throughput = relative_throughput(finished, batch)
     return [
@@ -93,8 +93,8 @@ def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[Compar
 
 
 def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
-    """The bytes of one forward and backward, as they are once the first steps at this shape are over."""
-    with in_force(result) as model:
+    """Measure the bytes of one forward and backward, after warm-up steps."""
+    with training_method(result) as model:
         for _ in range(WARMUP_ROUNDS):
             model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)
@@ -102,8 +102,8 @@ def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
 
 
 @contextmanager
-def in_force(result: FinishedRun) -> Iterator[PreTrainedModel]:
-    """The trained model in training mode, keeping activations the way it was trained."""
+def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
+    """Put the trained model into training mode, and apply the method of its training while the context is open."""
     model = result.model
     model.train()
     model.zero_grad(set_to_none=True)
@@ -119,20 +119,23 @@ def in_force(result: FinishedRun) -> Iterator[PreTrainedModel]:
 
 
 def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[str, Spread]:
-    """Each method's tokens per second divided by plain training's in the same round."""
+    """Return each method's tokens per second divided by plain training's in the same round."""
     with ExitStack() as stack:
-        steps = {name: training_step(stack.enter_context(in_force(result)), batch) for name, result in finished.items()}
+        steps = {
+            name: training_step(stack.enter_context(training_method(result)), batch)
+            for name, result in finished.items()
+        }
         device = batch["input_ids"].device
         rounds = [
             {name: seconds_of(step, device) for name, step in steps.items()}
             for _ in range(WARMUP_ROUNDS + TIMED_ROUNDS)
         ]
     timed = rounds[WARMUP_ROUNDS:]
-    return {name: Spread.of([seconds[BASE] / seconds[name] for seconds in timed]) for name in finished}
+    return {name: Spread.of([seconds[BASELINE] / seconds[name] for seconds in timed]) for name in finished}
 
 
 def training_step(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
-    """A function that takes one whole training step: forward, backward, AdamW."""
+    """Return a function that runs one training step: forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:

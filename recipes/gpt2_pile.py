@@ -1,11 +1,11 @@
 """Train a GPT under a memory budget, by one of the paper's methods.
 
     accelerate launch recipes/gpt2_pile.py                      the demo: a small GPT-2 on Python's standard library
-    accelerate launch recipes/gpt2_pile.py --method compare     the same by every method, and one table
+    accelerate launch recipes/gpt2_pile.py --method compare     the demo by every method, and one table
     accelerate launch recipes/gpt2_pile.py --model gpt2-345m --dataset pile --tokenizer gpt2 --bf16 \
         --per_device_train_batch_size 32 --memory_budget 20GiB
 
-Settings that cannot work end the run with one message and exit status 2.
+Invalid settings end the run with one message and exit status 2.
 """
 
 import sys
@@ -19,12 +19,12 @@ from adacc_hf.artifacts.units import format_bytes
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """The final metrics of the run that `argv` (default: the command line) asks for."""
+    """Run the recipe with the settings in `argv` (default: the command line), and return the final metrics."""
     return train(prepare_run(parse_arguments(sys.argv[1:] if argv is None else argv)))
 
 
 def train(run: PreparedRun) -> dict[str, float]:
-    """Trains by the method of the settings, reports, and prints one closing line."""
+    """Train with the method in the settings, write the report, and print one closing line."""
     method, output_dir = run.args.method, run.args.training.output_dir
     if method.method == "compare":
         return compare_methods(run)
@@ -37,7 +37,7 @@ def train(run: PreparedRun) -> dict[str, float]:
 
 
 def closing_line(run: PreparedRun, finished: FinishedRun) -> str:
-    """What was trained, what it reached, and where it lies."""
+    """Return a summary of the run: model, method, steps, losses, speed, stored bytes, and output folder."""
     metrics = finished.metrics
     parts = [
         f"{run.args.model.model}, {run.args.method.method}: {metrics['steps']} steps",
@@ -51,19 +51,19 @@ def closing_line(run: PreparedRun, finished: FinishedRun) -> str:
 
 
 def command_line() -> int:
-    """Runs the recipe; the exit status is 2 after an error in the settings, told in one message."""
+    """Run the recipe, and return the exit status: 2 after an invalid setting, which is reported in one message."""
     try:
         run = prepare_run(parse_arguments(sys.argv[1:]))
     except (ValueError, OSError) as error:
-        return _tell(error)
+        return _print_error(error)
     try:
         train(run)
-    except AdaccError as error:  # a budget that no policy fits, or a model without blocks: known only now
-        return _tell(error)
+    except AdaccError as error:  # for example: no policy fits the budget, or the model has no blocks
+        return _print_error(error)
     return 0
 
 
-def _tell(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
     print(f"gpt2_pile.py: error: {error}", file=sys.stderr)
     return 2
 

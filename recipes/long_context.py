@@ -1,12 +1,13 @@
-"""Train a LLaMA-like model on long sequences: first the plan, then the run under the budget that was planned for.
+"""Train a LLaMA-like model on long sequences: print the plan first, then train within the planned budget.
 
     python recipes/long_context.py                              the demo: 1024 tokens, under a minute on a CPU
     python recipes/long_context.py --model llama-1b --seq_len 65536 --device h100 --bf16 --plan_only
     accelerate launch recipes/long_context.py --model meta-llama/Llama-3.2-1B --from_pretrained \
         --tokenizer meta-llama/Llama-3.2-1B --dataset books/ --seq_len 32768 --bf16
 
-The plan is that of `adacc plan`; it needs neither the device nor weights. Documents are joined and cut to full length.
-Settings that cannot work, and a plan that does not fit, end the run with one message and exit status 2.
+The plan is the same as of `adacc plan`, which needs neither the device nor weights. Documents are concatenated and cut
+into sequences of full length. Invalid settings, and a plan that does not fit, end the run with one message and exit
+status 2.
 """
 
 import sys
@@ -28,12 +29,12 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.command import to_text
 from adacc_hf.estimate.devices import NAMES
 from adacc_hf.estimate.model_presets import checked_seq_len, fresh_model, load_config
-from adacc_hf.torch_glue.distributed import from_first_rank
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 
 @dataclass(kw_only=True)
 class RecipeArguments:
-    """What is trained on what, and within which memory."""
+    """Settings of the recipe: model, data, and memory budget."""
 
     model: str = field(
         default="demo-llama",
@@ -41,48 +42,55 @@ class RecipeArguments:
     )
     from_pretrained: bool = field(default=False, metadata={"help": "Start from the weights of a hub id or folder."})
     rope_theta: float | None = field(
-        default=None, metadata={"help": "Base of the rotary positions; a larger one stretches them over more tokens."}
+        default=None, metadata={"help": "Base of the rotary positions; a larger base supports longer sequences."}
     )
-    attn_implementation: Literal["sdpa", "eager"] = field(default="sdpa", metadata={"help": "How attention runs."})
+    attn_implementation: Literal["sdpa", "eager"] = field(
+        default="sdpa", metadata={"help": "Attention implementation: fused (sdpa) or not (eager)."}
+    )
     dataset: str = field(
         default="stdlib",
-        metadata={"help": "A .txt, .jsonl or .jsonl.zst file, a folder of them, or stdlib (Python's)."},
+        metadata={
+            "help": "A .txt, .jsonl or .jsonl.zst file, a folder of such files, or stdlib (the source text of Python's "
+            "standard library)."
+        },
     )
-    max_documents: int | None = field(default=None, metadata={"help": "First documents used (the demo: 100)."})
+    max_documents: int | None = field(
+        default=None, metadata={"help": "Use only this many documents, the first ones (the demo: 100)."}
+    )
     tokenizer: str = field(
-        default="train", metadata={"help": "Hub id or folder of a tokenizer, or train: a byte-level BPE of the text."}
+        default="train",
+        metadata={"help": "Hub id or folder of a tokenizer, or train to train a byte-level BPE on the text."},
     )
     seq_len: int = field(default=32768, metadata={"help": "Tokens per sequence (the demo: 1024)."})
     device: str = field(
-        default="auto", metadata={"help": f"What to plan for: auto (what is here), or one of {', '.join(NAMES)}."}
+        default="auto", metadata={"help": f"Device to plan for: auto (this machine's), or one of {', '.join(NAMES)}."}
     )
     memory_budget: str = field(
         default="auto",
         metadata={
-            "help": "auto (the device's memory less 5 percent), a size such as 20GiB for the peak of a step, or a "
-            "fraction of plain training's activation bytes such as 0.5 (the demo's), planned as the peak it takes."
+            "help": "auto (the device's memory minus 5 percent), a size such as 20GiB for the peak of a step, or a "
+            "fraction of plain training's activation bytes such as 0.5 (the demo's), converted to a peak by the plan."
         },
     )
     actions: str = field(
         default="retain,compress,recompute",
-        metadata={"help": "What may be done with activations; retain,recompute is bit-equal to plain training."},
+        metadata={"help": "Allowed actions on activations; retain,recompute is bit-equal to plain training."},
     )
     plan_only: bool = field(default=False, metadata={"help": "Print the plan and stop."})
     find_largest: bool = field(
         default=False,
-        metadata={"help": "Look for the largest batch and the longest sequence too: a dozen traces more."},
+        metadata={"help": "Also search for the largest batch and the longest sequence, in about a dozen more traces."},
     )
     cache_dir: str = field(default="runs/cache", metadata={"help": "Folder for prepared text; safe to delete."})
 
 
 HAS_GPU = torch.cuda.is_available()
-# The Trainer's own default pins memory, and warns where there is no device to pin it for.
 DEFAULTS = {
     "output_dir": "runs/long-context",
     "per_device_train_batch_size": 1,
     "bf16": HAS_GPU,
-    "dataloader_drop_last": True,  # every batch is full: one size, one policy
-    "dataloader_pin_memory": HAS_GPU,
+    "dataloader_drop_last": True,  # all batches have the same size, so that one policy is enough
+    "dataloader_pin_memory": HAS_GPU,  # the Trainer pins memory by default, and warns if there is no GPU
 }
 DEMO_DEFAULTS = {
     "seq_len": 1024,
@@ -96,7 +104,7 @@ DEMO_DEFAULTS = {
 
 
 def parse_settings(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments]:
-    """The settings on the command line. Raises ValueError for one that cannot be."""
+    """Parse the command line. Raises ValueError for an invalid setting."""
     parser = HfArgumentParser((RecipeArguments, TrainingArguments), description=__doc__, allow_abbrev=False)
     is_demo = not any(text.partition("=")[0] == "--model" for text in argv)
     parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
@@ -104,10 +112,13 @@ def parse_settings(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments]
 
 
 def long_config(recipe: RecipeArguments) -> PretrainedConfig:
-    """The model's configuration with room for the sequence. Raises ValueError for positions that cannot be longer."""
+    """Return the model's configuration with a context of at least `seq_len`.
+
+    Raises ValueError if the model's positions cannot be extended.
+    """
     config = load_config(recipe.model)
     if getattr(config, "rope_parameters", None) is None or config.is_encoder_decoder:
-        raise ValueError(f"--model={recipe.model} has no rotary positions to make longer; choose a LLaMA-like model")
+        raise ValueError(f"--model={recipe.model} has no rotary positions to extend; choose a LLaMA-like model")
     if recipe.rope_theta is not None:
         config.rope_parameters["rope_theta"] = recipe.rope_theta
     config.max_position_embeddings = max(config.max_position_embeddings, recipe.seq_len)
@@ -116,7 +127,7 @@ def long_config(recipe: RecipeArguments) -> PretrainedConfig:
 
 
 def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig) -> int:
-    """The bytes to train within, once the plan was printed. Raises ValueError where it does not fit."""
+    """Print the plan, and return the budget in bytes. Raises ValueError if the plan does not fit."""
     run = Run(
         model=recipe.model,
         config=config,
@@ -132,8 +143,8 @@ def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config:
     if not planned.forecasts["adacc"].fits:
         raise ValueError(
             f"--seq_len={recipe.seq_len} does not fit: the least possible peak is "
-            f"{format_bytes(planned.forecasts['adacc'].peak_bytes)}, the budget {format_bytes(budget)}; shorten it, "
-            f"raise --memory_budget, launch on more devices with FSDP, or choose a smaller --model"
+            f"{format_bytes(planned.forecasts['adacc'].peak_bytes)}, the budget {format_bytes(budget)}; lower "
+            f"--seq_len, raise --memory_budget, launch on more devices with FSDP, or choose a smaller --model"
         )
     return budget
 
@@ -141,7 +152,7 @@ def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config:
 def make_trainer(
     recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig, callback: AdaccCallback | None
 ) -> Trainer:
-    """The Trainer on the text. Raises ValueError or OSError that names what cannot work."""
+    """Build the Trainer with model, tokenizer and data. Raises ValueError or OSError that names the invalid setting."""
     cache_dir = Path(recipe.cache_dir)
     with training.main_process_first(desc="preparing the data"):
         documents, digest = load_documents(recipe.dataset, cache_dir)
@@ -159,7 +170,7 @@ def make_trainer(
     if len(sequences) < batch_size:
         raise ValueError(
             f"--dataset={recipe.dataset} fills {len(sequences)} sequences of --seq_len={recipe.seq_len} tokens, less "
-            f"than one batch of {batch_size}; pass more text, or lower --per_device_train_batch_size or --seq_len"
+            f"than one batch of {batch_size}; use more text, or lower --per_device_train_batch_size or --seq_len"
         )
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
@@ -183,7 +194,7 @@ def make_trainer(
 
 
 def train(trainer: Trainer, callback: AdaccCallback, seq_len: int) -> Trainer:
-    """Trains, saves the model, and prints one closing line."""
+    """Train, save the model, and print one closing line."""
     metrics = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint).metrics
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -193,7 +204,7 @@ def train(trainer: Trainer, callback: AdaccCallback, seq_len: int) -> Trainer:
 
 
 def closing_line(trainer: Trainer, callback: AdaccCallback, speed: float) -> str:
-    """What was reached at which speed, what was decided, and what that takes."""
+    """Return a summary of the run: steps, loss, speed, policy, and stored bytes compared with plain training."""
     logs = trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
     parts = [f"{trainer.state.global_step} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}, {speed:.0f} tokens/s"]
@@ -213,26 +224,26 @@ def closing_line(trainer: Trainer, callback: AdaccCallback, speed: float) -> str
 
 
 def command_line() -> int:
-    """Runs the recipe; the exit status is 2 after an error in the settings, told in one message."""
+    """Run the recipe, and return the exit status: 2 after an invalid setting, which is reported in one message."""
     try:
         recipe, training = parse_settings(sys.argv[1:])
         config = long_config(recipe)
-        budget = from_first_rank(lambda: planned_budget(recipe, training, config))
+        budget = broadcast_from_first_rank(lambda: planned_budget(recipe, training, config))
         if recipe.plan_only:
             return 0
         callback = AdaccCallback(memory_budget=budget, actions=tuple(recipe.actions.split(",")))
         trainer = make_trainer(recipe, training, config, callback)
     except (ValueError, OSError, AdaccError) as error:
-        return tell(error)
+        return print_error(error)
     try:
         train(trainer, callback, recipe.seq_len)
-    except AdaccError as error:  # a budget that no policy fits after all
-        return tell(error)
+    except AdaccError as error:  # no policy fits the budget, although the plan fitted
+        return print_error(error)
     return 0
 
 
-def tell(error: Exception) -> int:
-    """Prints the error as one message."""
+def print_error(error: Exception) -> int:
+    """Print the error as one message, and return the exit status."""
     print(f"long_context.py: error: {error}", file=sys.stderr)
     return 2
 

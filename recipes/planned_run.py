@@ -1,4 +1,4 @@
-"""The plan for a run of the Trainer: that of `adacc plan`, with TrainingArguments and the launch as they are."""
+"""Plan of a Trainer run: the plan of `adacc plan`, with settings from TrainingArguments and the launcher."""
 
 import os
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from adacc_hf import AdaccConfig, solve_policy
 from adacc_hf.artifacts.units import parse_bytes
 from adacc_hf.estimate.devices import NAMES, Device, find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Workload
-from adacc_hf.estimate.planning import Planned, Request, plan
+from adacc_hf.estimate.planning import Request, TrainingPlan, plan
 from adacc_hf.estimate.static_memory import Sharding
 
 OPTIMIZERS = {
@@ -23,26 +23,26 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-"""What the planner calls the Trainer's optimizers."""
+"""The planner's names of the Trainer's optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is planned, beside TrainingArguments."""
+    """Settings of the planned run that are not in TrainingArguments."""
 
     model: str
     config: PretrainedConfig
     attention: str
     seq_len: int
     device: str
-    """A name of the planner's, or auto."""
+    """Name from the planner's table of devices, or auto."""
     adacc: AdaccConfig
     find_largest: bool
 
 
-def plan_run(run: Run, training: TrainingArguments) -> Planned:
-    """What `adacc plan` says of the run. Raises ValueError for what cannot be planned."""
-    device = device_here() if run.device == "auto" else find_device(run.device)
+def plan_run(run: Run, training: TrainingArguments) -> TrainingPlan:
+    """Return the plan of `adacc plan` for the run. Raises ValueError if the run cannot be planned."""
+    device = local_device() if run.device == "auto" else find_device(run.device)
     if training.optim not in OPTIMIZERS:
         raise ValueError(
             f"--optim={training.optim.value} is not known to the planner; choose from {', '.join(OPTIMIZERS)}"
@@ -76,22 +76,23 @@ def plan_run(run: Run, training: TrainingArguments) -> Planned:
         raise ValueError(f"--memory_budget={run.adacc.memory_budget}: `adacc plan` says: {error}") from error
 
 
-def device_here() -> Device:
-    """The first GPU as the planner knows it, with the memory that it has, or else the CPU."""
+def local_device() -> Device:
+    """Return the planner's entry for the first GPU, with its actual memory, or for the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return find_device("cpu")
     properties = torch.cuda.get_device_properties(0)
     words = properties.name.lower().replace("rtx ", "rtx").replace("-", " ").split()
-    known = next((name for name in NAMES if name in words), None)
-    if known is None:
+    device_name = next((name for name in NAMES if name in words), None)
+    if device_name is None:
         raise ValueError(
-            f"--device=auto has no rates of {properties.name}; choose what is nearest of {', '.join(NAMES)}"
+            f"--device=auto: the table of devices has no {properties.name}; choose the most similar device of "
+            f"{', '.join(NAMES)}"
         )
-    return replace(find_device(known), memory_bytes=properties.total_memory)
+    return replace(find_device(device_name), memory_bytes=properties.total_memory)
 
 
 def sharding_of(training: TrainingArguments) -> Sharding:
-    """How the ranks of this launch share the model."""
+    """Return the sharding method and the number of ranks of this launch."""
     if training.world_size == 1:
         return Sharding()
     method = "fsdp" if training.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"

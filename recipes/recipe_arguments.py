@@ -1,4 +1,4 @@
-"""The command line: the recipe's own settings, all TrainingArguments, and defaults that fit the chosen model."""
+"""Command line of the recipe: its own settings, all TrainingArguments, and defaults for the chosen model."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "c
 
 @dataclass(kw_only=True)
 class ModelArguments:
-    """Which model is trained."""
+    """Settings of the model to train."""
 
     model: str = field(
         default="demo",
@@ -25,19 +25,20 @@ class ModelArguments:
         default=False, metadata={"help": "Start from the weights of a hub id or folder instead of random ones."}
     )
     attn_implementation: Literal["sdpa", "eager"] = field(
-        default="sdpa", metadata={"help": "Attention in one fused operator, or in the single steps of the paper."}
+        default="sdpa",
+        metadata={"help": "Attention in one fused operator (sdpa), or in separate operators as in the paper (eager)."},
     )
 
 
 @dataclass(kw_only=True)
 class DataArguments:
-    """Which text it is trained on."""
+    """Settings of the training text and its tokenizer."""
 
     dataset: str = field(
         default="stdlib",
         metadata={
             "help": "pile (streamed from the hub), stdlib (the source text of the running Python's standard library, "
-            "no download), or a file: .txt (documents end at lines holding only <|endoftext|>, or else at blank "
+            "no download), or a file: .txt (documents are separated by lines with only <|endoftext|>, or else by blank "
             'lines), .jsonl or .jsonl.zst with rows {"text": ...}; or a folder of such files.'
         },
     )
@@ -47,25 +48,30 @@ class DataArguments:
     )
     tokenizer: str = field(
         default="train",
-        metadata={"help": "Hub id or folder of a tokenizer, or train: byte-level BPE on the chosen text, cached."},
+        metadata={
+            "help": "Hub id or folder of a tokenizer, or train to train a byte-level BPE on the chosen text (cached)."
+        },
     )
-    vocab_size: int = field(default=50257, metadata={"help": "Tokens of a trained tokenizer; at least 257."})
+    vocab_size: int = field(default=50257, metadata={"help": "Vocabulary size of a trained tokenizer; at least 257."})
     tokenizer_documents: int = field(
-        default=20_000, metadata={"help": "Training documents that a trained tokenizer reads at most."}
+        default=20_000, metadata={"help": "Maximum number of training documents for a trained tokenizer."}
     )
     seq_len: int | None = field(
-        default=None, metadata={"help": "Tokens per sequence; left out, the longest the model can take."}
+        default=None, metadata={"help": "Tokens per sequence (default: the model's context length)."}
     )
     validation_fraction: float = field(
-        default=0.05, metadata={"help": "Share of the documents held out, between 0 and 1 (stdlib and files)."}
+        default=0.05, metadata={"help": "Fraction of the documents held out, between 0 and 1 (stdlib and files)."}
     )
     validation_documents: int = field(
-        default=2000, metadata={"help": "First documents of the stream held out (--dataset pile)."}
+        default=2000, metadata={"help": "Number of documents held out, from the start of the stream (--dataset pile)."}
     )
-    max_eval_sequences: int = field(default=1000, metadata={"help": "Validation sequences used at most."})
+    max_eval_sequences: int = field(default=1000, metadata={"help": "Maximum number of validation sequences."})
     cloze_passages: int = field(
         default=0,
-        metadata={"help": "Cloze passages made of held-out documents, left in the run folder for `adacc eval cloze`."},
+        metadata={
+            "help": "Number of cloze passages to make from held-out documents. They are saved in the run folder for "
+            "`adacc eval cloze`."
+        },
     )
     cache_dir: str = field(
         default="runs/cache", metadata={"help": "Folder for prepared text and trained tokenizers; safe to delete."}
@@ -83,40 +89,40 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class MethodArguments:
-    """How activations are kept for the backward pass."""
+    """Settings of the method that stores activations for the backward pass."""
 
     method: Method = field(
         default="adacc",
         metadata={
-            "help": "none: keep all; full: recompute whole blocks (gradient checkpointing); quantization: compress "
-            "all to per-token INT4; adacc: choose per activation; adacc_no_outlier: the same, outliers not set apart; "
-            "compact: CompAct's optimizer; adacc_compact: both; "
-            "compare: train once per method with the same seed and data, adacc at half and at a quarter of plain's "
-            "activation bytes, and print one table."
+            "help": "none: retain all activations; full: recompute whole blocks (gradient checkpointing); "
+            "quantization: compress all activations to per-token INT4; adacc: choose per activation; "
+            "adacc_no_outlier: adacc without separate outlier channels; compact: CompAct's optimizer; "
+            "adacc_compact: adacc and compact together; compare: train once per method with the same seed and data, "
+            "adacc at half and at a quarter of plain training's activation bytes, and print one table."
         },
     )
     memory_budget: str = field(
         default="auto",
         metadata={
-            "help": "Of adacc methods: auto (the device's free memory), a fraction of plain training's activation "
-            "bytes such as 0.5, or an absolute peak such as 20GiB or 21474836480."
+            "help": "Budget of adacc methods: auto (the device's free memory), a fraction of plain training's "
+            "activation bytes such as 0.5, or an absolute peak such as 20GiB or 21474836480."
         },
     )
     compact_rank: str = field(
         default="0.25",
         metadata={
-            "help": "Of compact and adacc_compact: a part of each layer's inputs, such as 0.25, or a number of them, "
-            "such as 8. CompAct's paper pretrains with --learning_rate 0.01."
+            "help": "Rank of compact and adacc_compact: a fraction of each layer's inputs, such as 0.25, or a number "
+            "of them, such as 8. CompAct's paper pretrains with --learning_rate 0.01."
         },
     )
     report: bool = field(
-        default=True, metadata={"help": "Leave report.md and report.html with the policy in the run folder."}
+        default=True, metadata={"help": "Write report.md and report.html with the policy into the run folder."}
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeArguments:
-    """All settings of one run."""
+    """All settings of one run, by group."""
 
     model: ModelArguments
     data: DataArguments
@@ -124,7 +130,7 @@ class RecipeArguments:
     training: TrainingArguments
 
 
-# The demo: every method trains in half a minute on 2 CPU cores, and the loss falls by more than half a nat.
+# For the demo: every method trains in half a minute on 2 CPU cores, and the loss falls by more than half a nat.
 _DEMO_DEFAULTS = {
     "vocab_size": PRESETS["demo"].vocab_size,
     "max_eval_sequences": 32,
@@ -149,9 +155,9 @@ _PRETRAINING_DEFAULTS = {
 
 
 def parse_arguments(argv: list[str]) -> RecipeArguments:
-    """The settings on the command line, completed by the defaults of the chosen model.
+    """Parse the command line, with the defaults of the chosen model.
 
-    Raises ValueError for a setting out of range; argparse itself exits with status 2 for one that it cannot parse.
+    Raises ValueError for a setting out of range. If argparse cannot parse a setting, it exits with status 2.
     """
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, MethodArguments, TrainingArguments), description=__doc__, allow_abbrev=False
@@ -163,20 +169,21 @@ def parse_arguments(argv: list[str]) -> RecipeArguments:
 
 
 def _defaults_for(argv: list[str]) -> dict[str, object]:
-    """The defaults that depend on --model and --method, which are therefore read first."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--model", default="demo")
-    early.add_argument("--method", default="adacc")
-    known, _ = early.parse_known_args(argv)
-    defaults = _DEMO_DEFAULTS if known.model == "demo" else _PRETRAINING_DEFAULTS
-    # The Trainer's own default pins memory, and warns where there is no device to pin it for.
-    machine = {"dataloader_pin_memory": torch.cuda.is_available()}
-    return {**defaults, **machine, "output_dir": f"runs/{Path(known.model).name}-{known.method}"}
+    """Return the defaults that depend on --model and --method, which are parsed first."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--method", default="adacc")
+    arguments, _ = parser.parse_known_args(argv)
+    defaults = _DEMO_DEFAULTS if arguments.model == "demo" else _PRETRAINING_DEFAULTS
+    # The Trainer pins memory by default, and warns if there is no GPU.
+    machine_defaults = {"dataloader_pin_memory": torch.cuda.is_available()}
+    output_dir = f"runs/{Path(arguments.model).name}-{arguments.method}"
+    return {**defaults, **machine_defaults, "output_dir": output_dir}
 
 
 def _check_resume(checkpoint: str | None) -> None:
     if checkpoint is not None and not Path(checkpoint, "trainer_state.json").is_file():
         raise FileNotFoundError(
-            f"--resume_from_checkpoint={checkpoint} is no checkpoint folder (it has no trainer_state.json); "
-            "name a checkpoint-<step> folder of an earlier run"
+            f"--resume_from_checkpoint={checkpoint} is not a checkpoint folder (trainer_state.json is missing); "
+            "pass a checkpoint-<step> folder of an earlier run"
         )

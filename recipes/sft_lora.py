@@ -1,12 +1,12 @@
-"""Teach a language model to chat by LoRA or QLoRA under a memory budget: TRL's SFTTrainer with one callback more.
+"""Fine-tune a language model on chats by LoRA or QLoRA under a memory budget: TRL's SFTTrainer with one more callback.
 
     python recipes/sft_lora.py                                  the demo: a tiny LLaMA, under a minute on a CPU
     accelerate launch recipes/sft_lora.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 \
         --chats my_chats.jsonl --max_length 4096 --per_device_train_batch_size 4 --memory_budget 24GiB
 
-`--load_in_4bit` makes it QLoRA, `--use_peft false` trains all weights. Every setting of TRL's SFTConfig and ModelConfig
-may be given, on the command line or as `--config settings.yaml`. Settings that cannot work end the run with one message
-and exit status 2. It takes pip install 'adacc-hf[recipes,sft]', and bitsandbytes for QLoRA.
+`--load_in_4bit` selects QLoRA, `--use_peft false` trains all weights. All settings of TRL's SFTConfig and ModelConfig
+are accepted, on the command line or with `--config settings.yaml`. Invalid settings end the run with one message and
+exit status 2. The recipe needs pip install 'adacc-hf[recipes,sft]', and bitsandbytes for QLoRA.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 @dataclass(kw_only=True)
 class RecipeArguments:
-    """What TRL's own settings do not say."""
+    """Settings of the recipe, in addition to TRL's."""
 
     chats: str = field(
         default=str(Path(__file__).parent / "data" / "chats.jsonl"),
@@ -37,13 +37,13 @@ class RecipeArguments:
     memory_budget: str = field(
         default="auto",
         metadata={
-            "help": "auto (what the device has), a size such as 20GiB for the peak of a step, or a fraction of plain "
-            "training's activation bytes such as 0.5 (the demo's)."
+            "help": "auto (the device's free memory), a size such as 20GiB for the peak of a step, or a fraction of "
+            "plain training's activation bytes such as 0.5 (the demo's)."
         },
     )
     actions: str = field(
         default="retain,compress,recompute",
-        metadata={"help": "What may be done with activations; retain,recompute is bit-equal to plain training."},
+        metadata={"help": "Allowed actions on activations; retain,recompute is bit-equal to plain training."},
     )
     cache_dir: str = field(default="runs/cache", metadata={"help": "Folder for the demo's tokenizer; safe to delete."})
 
@@ -54,14 +54,14 @@ DEFAULTS = {
     "use_peft": True,
     "packing": True,
     "bf16": torch.cuda.is_available(),
-    "dataloader_pin_memory": torch.cuda.is_available(),  # the Trainer warns where there is no device to pin for
-    # TRL switches torch's checkpointing on. The callback decides in its place; off, no log line has to say so.
+    "dataloader_pin_memory": torch.cuda.is_available(),  # the Trainer warns if there is no GPU
+    # TRL enables torch's checkpointing by default. The callback would disable it, and log that.
     CHECKPOINTING: False,
 }
 DEMO_DEFAULTS = {
     "memory_budget": "0.5",
     "max_length": 256,
-    # TRL packs chats as they fit and puts the rows of a batch end to end. Padded, batches have one size and one policy.
+    # TRL packs chats by size and concatenates the rows of a batch. Padded, all batches have one size and one policy.
     "pad_to_multiple_of": "256",
     "dataloader_drop_last": True,
     "max_steps": 30,
@@ -73,7 +73,7 @@ DEMO_DEFAULTS = {
 
 
 def parse_settings(argv: list[str]) -> Settings:
-    """The settings on the command line or in `--config`. Raises ValueError for one that cannot be."""
+    """Parse the command line and the file of `--config`. Raises ValueError for an invalid setting."""
     parser = TrlParser((RecipeArguments, SFTConfig, ModelConfig), description=__doc__, allow_abbrev=False)
     is_demo = not any(text.partition("=")[0] in ("--model_name_or_path", "--config") for text in argv)
     parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
@@ -81,12 +81,12 @@ def parse_settings(argv: list[str]) -> Settings:
 
 
 def make_callback(recipe: RecipeArguments) -> AdaccCallback:
-    """The one line that this recipe adds to a usual one. Raises ValueError for a budget or action that there is not."""
+    """Create the callback, the only addition to a usual script. Raises ValueError for an invalid budget or action."""
     return AdaccCallback(memory_budget=parse_budget(recipe.memory_budget), actions=tuple(recipe.actions.split(",")))
 
 
 def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTrainer:
-    """TRL's trainer on the chats. Raises ValueError or OSError for what cannot work, before anything is trained."""
+    """Build TRL's trainer on the chats. Raises ValueError or OSError for invalid settings, before training starts."""
     recipe, training, model = settings
     check_quantization(model)
     chats = load_chats(recipe.chats, training.dataset_text_field)
@@ -116,7 +116,7 @@ def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTra
 
 
 def check_quantization(model: ModelConfig) -> None:
-    """Raises ValueError where weights cannot be quantized."""
+    """Raise ValueError if the settings ask for quantized weights, and quantization is impossible."""
     name = "--load_in_4bit" if model.load_in_4bit else "--load_in_8bit"
     if not (model.load_in_4bit or model.load_in_8bit):
         return
@@ -124,16 +124,16 @@ def check_quantization(model: ModelConfig) -> None:
         raise ValueError(f"{name} quantizes the weights of a hub id or folder; name one with --model_name_or_path")
     if not model.use_peft:
         raise ValueError(
-            f"{name} freezes the weights, and --use_peft=False leaves nothing to train; leave out one of them"
+            f"{name} freezes the weights, and --use_peft=False leaves nothing to train; leave out one of the options"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(f"{name} needs bitsandbytes: pip install bitsandbytes, or leave it out to train by LoRA")
+        raise ValueError(f"{name} needs bitsandbytes: pip install bitsandbytes, or leave out {name} to train by LoRA")
 
 
 def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
-    """Trains, saves the adapter (or the model), and prints one closing line."""
-    resumed = trainer.args.resume_from_checkpoint
-    seconds = trainer.train(resume_from_checkpoint=resumed).metrics["train_runtime"]
+    """Train, save the adapter (or the model), and print one closing line."""
+    checkpoint = trainer.args.resume_from_checkpoint
+    seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
     trainer.save_model()
     if trainer.is_world_process_zero():
         print(closing_line(trainer, callback, seconds))
@@ -141,7 +141,7 @@ def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
 
 
 def closing_line(trainer: SFTTrainer, callback: AdaccCallback, seconds: float) -> str:
-    """What was reached at which speed, what was decided, and what that stores."""
+    """Return a summary of the run: steps, loss, speed, policy, and stored bytes compared with plain training."""
     logs = trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
     tokens = max((entry["num_tokens"] for entry in logs if "num_tokens" in entry), default=0)
@@ -158,22 +158,22 @@ def closing_line(trainer: SFTTrainer, callback: AdaccCallback, seconds: float) -
 
 
 def command_line() -> int:
-    """Runs the recipe; the exit status is 2 after an error in the settings, told in one message."""
+    """Run the recipe, and return the exit status: 2 after an invalid setting, which is reported in one message."""
     try:
         settings = parse_settings(sys.argv[1:])
         callback = make_callback(settings[0])
         trainer = make_trainer(settings, [callback])
     except (ValueError, OSError) as error:
-        return tell(error)
+        return print_error(error)
     try:
         train(trainer, callback)
-    except AdaccError as error:  # a budget that no policy fits, or a model without blocks: known only now
-        return tell(error)
+    except AdaccError as error:  # for example: no policy fits the budget, or the model has no blocks
+        return print_error(error)
     return 0
 
 
-def tell(error: Exception) -> int:
-    """Prints the error as one message."""
+def print_error(error: Exception) -> int:
+    """Print the error as one message, and return the exit status."""
     print(f"sft_lora.py: error: {error}", file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""The data of a run, from its settings: tokenizer, training sequences, validation sequences."""
+"""Data of a run: tokenizer, training sequences and validation sequences."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,22 +15,22 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """What the Trainer needs; rows are {"input_ids": [seq_len] int64}."""
+    """Tokenizer and data sets for the Trainer. Rows are {"input_ids": [seq_len] int64}."""
 
     tokenizer: PreTrainedTokenizerBase
     train: Dataset | IterableDataset
     validation: Dataset
     held_out: Dataset | IterableDataset
-    """The documents, {"text": str}, that `validation` was made from; nothing of them is trained on."""
+    """Documents, {"text": str}, of the `validation` sequences. They are not used for training."""
 
 
 def load_text_data(
     args: DataArguments, seq_len: int, main_process_first: Callable[..., AbstractContextManager[None]]
 ) -> TextData:
-    """The data that `args` asks for, in sequences of `seq_len` tokens.
+    """Load the data in `args`, in sequences of `seq_len` tokens.
 
-    Under several processes the first one fills the caches (`TrainingArguments.main_process_first`).
-    Raises ValueError or FileNotFoundError naming the setting.
+    If there are several processes, the first one fills the caches (`TrainingArguments.main_process_first`). Raises
+    ValueError or FileNotFoundError that names the invalid setting.
     """
     with main_process_first(desc="preparing the data"):
         train, validation, text_key = _split_documents(args)
@@ -45,7 +45,7 @@ def load_text_data(
 def _split_documents(
     args: DataArguments,
 ) -> tuple[Dataset, Dataset, str] | tuple[IterableDataset, IterableDataset, str]:
-    """Training and validation documents, and a key that stands for the training text in caches."""
+    """Return training documents, validation documents, and a key that identifies the training text in caches."""
     if args.dataset == "pile":
         train, validation = split_stream(stream_pile(args.pile_id), args.validation_documents)
         return train, validation, f"{args.pile_id} from {args.validation_documents}"
@@ -61,6 +61,6 @@ def _tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: 
 
 
 def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
-    """The first sequences, in memory if they come from a stream: evaluation needs a length and a fixed set."""
+    """Return the first sequences. Load a stream's sequences into memory, because evaluation needs a fixed length."""
     first = sequences.take(num_sequences)
     return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

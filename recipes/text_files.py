@@ -1,4 +1,4 @@
-"""The documents of one text file: .txt, .jsonl or .jsonl.zst. Errors name the file and the line."""
+"""Reader of the documents in a text file: .txt, .jsonl or .jsonl.zst. Errors name the file and the line."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ _READ_BYTES = 1 << 20
 
 
 def checked_file(dataset: str) -> Path:
-    """The path behind `--dataset FILE`. Raises FileNotFoundError or ValueError if it cannot be a text file."""
+    """Return the path of `--dataset FILE`. Raises FileNotFoundError or ValueError if it is not a text file."""
     path = Path(dataset)
     if not path.name.endswith(FILE_SUFFIXES):
         raise ValueError(
@@ -25,38 +25,38 @@ def checked_file(dataset: str) -> Path:
 
 
 def checked_files(dataset: str) -> list[Path]:
-    """The file behind `--dataset`, or all such files of a folder, in a fixed order; empty ones are left out."""
+    """Return the file of `--dataset`, or all non-empty text files of a folder, in a fixed order."""
     folder = Path(dataset)
     if not folder.is_dir():
         return [checked_file(dataset)]
     files = (path for path in folder.rglob("*") if path.name.endswith(FILE_SUFFIXES) and path.is_file())
-    found = sorted(path for path in files if path.stat().st_size > 0)
-    if not found:
+    text_files = sorted(path for path in files if path.stat().st_size > 0)
+    if not text_files:
         raise ValueError(
             f"--dataset={dataset} is a folder without text; put files there that end in {', '.join(FILE_SUFFIXES)}"
         )
-    return found
+    return text_files
 
 
 def read_file(path: str) -> Iterator[str]:
-    """The file's documents; those without text are left out. Raises ValueError where none is left."""
+    """Yield the file's non-empty documents. Raises ValueError if all documents are empty."""
     documents = _txt_documents(path) if path.endswith(".txt") else _jsonl_documents(path)
-    found = False
+    has_text = False
     for text in documents:
         if text.strip():
-            found = True
+            has_text = True
             yield text
-    if not found:
+    if not has_text:
         raise ValueError(f"--dataset={path} holds no text: every document in it is empty; pass a file with text")
 
 
 def _txt_documents(path: str) -> Iterator[str]:
-    """Documents end at a line that holds only <|endoftext|>, or, in a file without such lines, at blank lines."""
-    marked = any(line.strip() == END_OF_TEXT for _, line in _text_lines(path))
-    border = END_OF_TEXT if marked else ""
+    """Yield the documents. Separators are the lines with only <|endoftext|>, or blank lines in a file without these."""
+    has_marks = any(line.strip() == END_OF_TEXT for _, line in _text_lines(path))
+    separator = END_OF_TEXT if has_marks else ""
     document: list[str] = []
     for _, line in _text_lines(path):
-        if line.strip() == border:
+        if line.strip() == separator:
             yield "".join(document)
             document = []
         else:
@@ -65,7 +65,7 @@ def _txt_documents(path: str) -> Iterator[str]:
 
 
 def _jsonl_documents(path: str) -> Iterator[str]:
-    """The "text" of each row: the Pile's schema, {"text": str, ...}; blank lines are allowed."""
+    """Yield the "text" of each row. Rows have the Pile's schema, {"text": str, ...}; blank lines are allowed."""
     for number, line in _text_lines(path):
         if line.strip():
             yield _text_of_row(line, f"--dataset={path}, line {number}")
@@ -77,13 +77,13 @@ def _text_of_row(line: str, where: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        found = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise ValueError(f'{where} has no "text" string (it has {found}); each line must be {{"text": "...", ...}}')
+        content = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise ValueError(f'{where} has no "text" string (it has {content}); each line must be {{"text": "...", ...}}')
     return row["text"]
 
 
 def _text_lines(path: str) -> Iterator[tuple[int, str]]:
-    """The file's lines with their numbers from 1, newline included and CR LF read as LF."""
+    """Yield (line number from 1, line) with the newline included and CR LF converted to LF."""
     lines = _zst_lines(path) if path.endswith(".zst") else _plain_lines(path)
     for number, line in enumerate(lines, start=1):
         try:
@@ -110,9 +110,9 @@ def _zst_lines(path: str) -> Iterator[bytes]:
 
 
 def _zst_chunks(path: str) -> Iterator[bytes]:
-    """The decompressed bytes of all frames.
+    """Yield the decompressed bytes of all frames.
 
-    Written out because zstandard.open stops after the first frame and takes a file that was cut short for a whole one.
+    zstandard.open cannot be used: it stops after the first frame, and does not detect a truncated file.
     """
     try:
         import zstandard
@@ -122,7 +122,7 @@ def _zst_chunks(path: str) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while data := file.read(_READ_BYTES):
             while data:
-                # The Pile's shards were written with long windows, which the default limit refuses.
+                # The Pile's shards have windows above the default limit.
                 frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
                 try:
                     yield frame.decompress(data)

@@ -1,4 +1,4 @@
-"""From documents to training sequences: hold out by document, encode, join with <|endoftext|>, cut to length."""
+"""Training sequences from documents: hold out documents, encode, concatenate with <|endoftext|>, cut to length."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -11,14 +11,14 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
 Documents = TypeVar("Documents", Dataset, IterableDataset)
-_ENCODE_BATCH = 256  # documents per tokenizer call: enough for its threads, little enough memory
+_ENCODE_BATCH = 256  # documents per tokenizer call: enough for the tokenizer's threads, with little memory
 
 
 def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
-    """(training, validation) documents; equal texts always land on the same side.
+    """Split into (training, validation) documents. Equal texts are always in the same part.
 
-    The documents with the smallest hashes are held out, so the choice depends on the texts alone: not on their order,
-    not on a seed. Raises ValueError where nothing would be left to train on.
+    The documents with the smallest hashes are held out, so that the split depends only on the texts, not on their order
+    or a seed. Raises ValueError if no training document would be left.
     """
     hashes = [_text_hash(text) for text in documents["text"]]
     num_validation = max(1, round(validation_fraction * len(hashes)))
@@ -34,14 +34,14 @@ def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[D
 
 
 def split_stream(documents: IterableDataset, validation_documents: int) -> tuple[IterableDataset, IterableDataset]:
-    """(training, validation) parts of a stream: its first documents are the validation part."""
+    """Split a stream into (training, validation) parts. The first documents are the validation part."""
     return documents.skip(validation_documents), documents.take(validation_documents)
 
 
 def encode_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """Documents as {"input_ids": list[int]}, each ended by the tokenizer's end-of-text token.
+    """Encode documents as {"input_ids": list[int]}, each with the tokenizer's end-of-text token at the end.
 
-    Raises ValueError if the tokenizer has no such token.
+    Raises ValueError if the tokenizer has no end-of-text token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -59,38 +59,38 @@ def encode_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -
 
 
 def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
-    """All tokens in order, cut into sequences of exactly `seq_len`; the last seq_len - 1 tokens at most are left over.
+    """Yield all tokens in order, in sequences of exactly `seq_len`. At most seq_len - 1 tokens at the end are dropped.
 
     Example: [[1, 2, 3], [4, 5]] with seq_len 2 gives [1, 2], [3, 4].
     """
     buffer: list[int] = []
     for tokens in documents:
         buffer.extend(tokens)
-        whole = len(buffer) - len(buffer) % seq_len
-        for start in range(0, whole, seq_len):
+        num_packed = len(buffer) - len(buffer) % seq_len
+        for start in range(0, num_packed, seq_len):
             yield buffer[start : start + seq_len]
-        del buffer[:whole]
+        del buffer[:num_packed]
 
 
 def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
-    """The sequences of `seq_len` tokens, [seq_len] int64 each: an Arrow cache for a Dataset, a stream for a stream.
+    """Return sequences of `seq_len` tokens, [seq_len] int64 each: cached as Arrow for a Dataset, streamed for a stream.
 
-    `part` names the text in the ValueError that is raised where it does not fill one sequence.
+    Raises ValueError if the text does not fill one sequence. `part` names the text in the message.
     """
     features = Features({"input_ids": List(Value("int32"), length=seq_len)})
     kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}
     if isinstance(encoded, IterableDataset):
         return IterableDataset.from_generator(_packed_rows, features, kwargs).with_format("torch")
-    # The rows depend on nothing else; datasets would hash the whole object instead.
+    # The rows depend only on these two. Without a key, datasets would hash the whole object.
     key = hashlib.sha256(f"packed {encoded._fingerprint} {seq_len}".encode()).hexdigest()
     return cached_rows(_packed_rows, features, cache_dir, key, **kwargs).with_format("torch")
 
 
 def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The batch of packed rows, [B, T]; labels are the inputs, because the model shifts them.
+    """Return a batch of packed rows, [B, T]. Labels are equal to the inputs, because the model shifts them.
 
-    There is no padding, so no attention mask either; and unlike transformers' language-modelling collator this one
-    lets the model learn <|endoftext|>.
+    There is no attention mask, because there is no padding. Unlike transformers' collator for language modelling, this
+    one keeps the labels of <|endoftext|>.
     """
     input_ids = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}
@@ -102,14 +102,14 @@ def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) ->
     first = next(sequences, None)
     if first is None:
         raise ValueError(
-            f"--seq_len={seq_len} is longer than all {part} text of --dataset together; shorten it, pass more text"
+            f"--seq_len={seq_len} is longer than all {part} text of --dataset together; lower --seq_len, use more text"
             + (", or raise --validation_fraction" if part == "validation" else "")
         )
     yield from ({"input_ids": sequence} for sequence in chain([first], sequences))
 
 
 def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    # split_special_tokens: a text that mentions <|endoftext|> must not end the document there.
+    # split_special_tokens: the string <|endoftext|> within a text must not end the document.
     encoded = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True, verbose=False)
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
 

@@ -1,4 +1,4 @@
-"""Tokenizers: one from the hub or a folder, or a byte-level BPE trained on the text at hand and cached."""
+"""Tokenizers: loaded from the hub or a folder, or a byte-level BPE trained on the run's text and cached."""
 
 import hashlib
 import shutil
@@ -16,7 +16,7 @@ MIN_VOCAB_SIZE = 257  # the 256 bytes and <|endoftext|>
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or folder. Raises ValueError where there is none."""
+    """Load the tokenizer of a hub id or folder. Raises ValueError if it cannot be loaded."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -29,14 +29,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def trained_tokenizer(
     documents: Dataset | IterableDataset, text_key: str, vocab_size: int, num_documents: int, cache_dir: Path
 ) -> PreTrainedTokenizerBase:
-    """The byte-level BPE of the first `num_documents` documents, from the cache if it was trained before.
+    """Return a byte-level BPE trained on the first `num_documents` documents, from the cache if possible.
 
-    `text_key` stands for the text in the cache's key. The vocabulary is smaller than `vocab_size` if the text offers
-    no more pairs to merge. A run that is cut short leaves no tokenizer behind.
+    `text_key` identifies the text in the cache's key. The vocabulary is smaller than `vocab_size` if the text has no
+    more pairs to merge. An interrupted run leaves no tokenizer in the cache.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"--vocab_size={vocab_size} is below {MIN_VOCAB_SIZE}, the 256 bytes and {END_OF_TEXT}; raise it"
+            f"--vocab_size={vocab_size} is below {MIN_VOCAB_SIZE}, the 256 bytes and {END_OF_TEXT}; raise --vocab_size"
         )
     settings = f"{text_key} {num_documents} {vocab_size} {END_OF_TEXT} {tokenizers.__version__}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
@@ -52,7 +52,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte, seen or not: no text is unknown
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so that any text can be encoded
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -61,14 +61,14 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes into a temporary folder and renames it, so that `folder` is whole or absent."""
+    """Write into a temporary folder and rename it to `folder`, so that `folder` is either complete or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
         tokenizer.save_pretrained(partial)
         partial.rename(folder)
     except OSError:
-        if not folder.is_dir():  # otherwise another process has just finished the same work
+        if not folder.is_dir():  # if the folder exists, another process has just saved the same tokenizer
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

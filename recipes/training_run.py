@@ -1,4 +1,4 @@
-"""One training run from its settings: build everything, train, evaluate, leave the results in the run folder."""
+"""One training run: build model and data from the settings, train, evaluate, and save the results."""
 
 import copy
 import importlib.util
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """Checked settings and prepared data; models are built from it afresh, each from the same seed."""
+    """Checked settings and prepared data of a run. Each call of `fresh_model` builds a model from the same seed."""
 
     args: RecipeArguments
     data: TextData
     seq_len: int
     cloze: list[str]
-    """Passages of the held-out documents, as many as the settings ask for."""
+    """Cloze passages from the held-out documents."""
 
     def fresh_model(self) -> PreTrainedModel:
-        """The model as it is before training: equal for every call."""
+        """Build the untrained model. All calls return equal weights."""
         set_seed(self.args.training.seed)
         settings, tokenizer = self.args.model, self.data.tokenizer
         return build_model(
@@ -49,18 +49,18 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """A trained model and what it reached; the optimizer is gone."""
+    """Trained model with its metrics and callback, without the optimizer."""
 
     model: PreTrainedModel
     metrics: dict[str, float]
     callback: AdaccCallback | None
-    """The callback and its policy; None for the methods without one, and for a run too short to set one."""
+    """Callback with its policy. None for methods without a policy, and for a run that ended before a policy was set."""
     checkpointed: bool
-    """Whether transformers' own checkpointing was on."""
+    """True if transformers' own checkpointing was enabled."""
 
 
 def prepare_run(args: RecipeArguments) -> PreparedRun:
-    """The run behind the settings. Raises ValueError or OSError that names a bad one, before anything is trained."""
+    """Check the settings, and prepare the data. Raises ValueError or OSError that names an invalid setting."""
     seq_len = checked_seq_len(args.data.seq_len, load_config(args.model.model))
     _check_method(args)
     has_policy = args.method.method not in ("none", "full", "compact")
@@ -73,7 +73,7 @@ def prepare_run(args: RecipeArguments) -> PreparedRun:
 
 
 def _check_method(args: RecipeArguments) -> None:
-    """Tells what is wrong with the method's settings before any data is read."""
+    """Raise ValueError for invalid settings of the method, before any data is read."""
     method, training = args.method, args.training
     if method.method != "compare":
         method_callbacks(method.method, method.memory_budget)
@@ -84,15 +84,15 @@ def _check_method(args: RecipeArguments) -> None:
         raise ValueError("--method=compare trains every method from the start; drop --resume_from_checkpoint")
     elif 0 < training.max_steps <= AdaccConfig().profile_steps:
         raise ValueError(
-            f"--max_steps={training.max_steps} leaves --method=compare no steps to measure: the first "
-            f"{AdaccConfig().profile_steps} contain the profile, so set more"
+            f"--max_steps={training.max_steps} leaves --method=compare no steps to measure: profiling takes the first "
+            f"{AdaccConfig().profile_steps} steps, so raise --max_steps"
         )
 
 
 def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[CompactFactory], dict[str, Any]] | None:
-    """What the Trainer takes as `optimizer_cls_and_kwargs` for `method`; None where it makes its own optimizer.
+    """Return the Trainer's `optimizer_cls_and_kwargs` for `method`, or None if the Trainer creates its own optimizer.
 
-    Raises ValueError for a rank in no known form.
+    Raises ValueError if `rank` is neither a fraction nor a number.
     """
     if method not in ("compact", "adacc_compact"):
         return None
@@ -100,12 +100,12 @@ def compact_optimizer(method: str, rank: str, **settings: Any) -> tuple[type[Com
         return CompactFactory, {"rank": parse_rank(rank), **settings}
     except ValueError:
         raise ValueError(
-            f"--compact_rank={rank} must be a part of a layer's inputs, such as 0.25, or their number"
+            f"--compact_rank={rank} must be a fraction of a layer's inputs, such as 0.25, or a number of them"
         ) from None
 
 
 def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:
-    """Trains a fresh model with `method`, evaluates it, and saves the model, the metrics and the policy."""
+    """Train a fresh model with `method`, evaluate it, and save the model, the metrics and the policy."""
     callbacks, overrides = method_callbacks(method, memory_budget)
     training = run.args.training
     compact = compact_optimizer(
@@ -131,7 +131,7 @@ def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: st
         save_passages(run.cloze, Path(output_dir, CLOZE_FILE))
     callback = callbacks[0] if callbacks else None
     if callback is not None and callback.policy is None:
-        log.warning("training ended after %d steps, before a policy was set: train longer", results["steps"])
+        log.warning("training ended after %d steps, before a policy was set: raise --max_steps", results["steps"])
         callback = None
     if callback is not None and trainer.is_world_process_zero():
         callback.policy.save(Path(output_dir, POLICY_FILE))
@@ -139,10 +139,10 @@ def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: st
 
 
 def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, Any]] | None = None) -> None:
-    """Writes report.md and report.html with the policy of `finished` into `folder`."""
+    """Write report.md and report.html with the policy of `finished` into `folder`."""
     callback = finished.callback
     if callback.profile is None:
-        log.warning("no report: the checkpoint that this run was resumed from has a policy but no profile")
+        log.warning("no report written: the checkpoint that this run resumed from has a policy but no profile")
         return
     write_report(
         folder, profile=callback.profile, policy=callback.policy, history=callback.history, comparison=comparison
@@ -150,15 +150,15 @@ def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, A
 
 
 def final_train_loss(trainer: Trainer) -> float:
-    """The training loss last logged: the mean over the last `logging_steps` steps, or over all if none was logged."""
+    """Return the last logged training loss, a mean over `logging_steps` steps, or else the mean over all steps."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     summaries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
     return float((losses or summaries)[-1])
 
 
 def _with_overrides(training: TrainingArguments, **overrides: Any) -> TrainingArguments:
-    """A copy with some settings changed; not `dataclasses.replace`, which would parse the parsed values again."""
-    changed = copy.copy(training)
+    """Return a copy with some settings changed. `dataclasses.replace` would parse the parsed values again."""
+    overridden = copy.copy(training)
     for name, value in overrides.items():
-        setattr(changed, name, value)
-    return changed
+        setattr(overridden, name, value)
+    return overridden

@@ -42,8 +42,9 @@ def test_the_tests_for_gpus_pass_on_an_emulated_device() -> None:
 
 @pytest.mark.timeout(600)
 def test_auto_leaves_room_for_the_fragments_of_the_allocator() -> None:
-    """Policies that fill the device but for `memory_margin` run out of memory; with `FRAGMENTS` one in twelve may:
-    how blocks fall apart is torch's affair.
+    """Without `FRAGMENTATION_SHARE`, policies that fill the device up to `memory_margin` run out of memory.
+
+    With it, one in twelve may, because fragmentation depends on torch's allocator.
     """
     command = [sys.executable, ROOT / "tests/emulated_cuda", ROOT / "tests/emulated_cuda/fragments.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": ""}  # `eval` sets it for all

@@ -1,4 +1,4 @@
-"""The policy and the profile that a run keeps beside its checkpoints, and in each of them."""
+"""Files of a run: policy, profile and history in its folder, and the state for resuming in each checkpoint."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from adacc_hf.torch_glue.distributed import num_ranks
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
-_OLDEST = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
-"""Plain fields of `Saved` that checkpoints have had from the beginning."""
-_LATER = ("suspicion", "is_unproven", "step", "missing_bytes", "counted_elements")
-"""Plain fields that older checkpoints lack."""
+_ORIGINAL_FIELDS = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
+"""Plain fields of `Saved` that every checkpoint has."""
+_ADDED_FIELDS = ("suspicion", "is_unproven", "step", "missing_bytes", "counted_elements")
+"""Plain fields of `Saved` that older checkpoints lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSizePolicy:
-    """What a run needs to go on at one size of batch."""
+    """State of a run at one batch size, for resuming."""
 
     policy: Policy
     profile: Profile | None
     shapes: BatchShapes | None = None
     due: int | None = None
-    """The step at whose end a new policy is to be taken over, solved from this profile."""
+    """Step at whose end a new policy is due, which is solved for this profile; None if none is due."""
     num_tracked: int = 0
     memory_budget: str | float | int | None = None
-    """The budget of new policies at this size; None, in older checkpoints, for that of the whole run."""
+    """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""
     prices: Profile | None = None
-    """Today's prices, if they have moved since the policy was made from those of `profile`."""
+    """Profile with the current prices, if they differ from those of `profile`, from which the policy was made."""
     searched: Profile | None = None
-    """The prices for which the solver ran last, if they are not those of `profile`."""
+    """Profile for which the solver ran last, if it differs from `profile`."""
     is_provisional: bool = False
-    """Whether the policy is that of least memory, until a whole step was counted."""
+    """True if the policy is the one of least memory, until the memory of a step was measured."""
     is_told: bool = False
-    """Whether the profile was estimated from that of another size."""
+    """True if the profile was predicted from the profile of another size."""
 
     def to_json(self) -> dict[str, Any]:
-        """What of it has no file of its own."""
+        """Return the record of the fields that have no file of their own."""
         return {
             "shapes": shapes_to_json(self.shapes),
             "due": self.due,
@@ -70,8 +70,10 @@ class SavedSizePolicy:
 
     @classmethod
     def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
-        """The shape policy of that number in a checkpoint, where `record` is what `to_json` gave; older ones lack
-        some."""
+        """Load the size policy of that number from a checkpoint.
+
+        `record` is the result of `to_json`. Keys that older checkpoints lack get their defaults.
+        """
         files = [folder / _numbered(name, number) for name in (PROFILE_FILE, PRICES_FILE, SEARCHED_FILE)]
         profile, prices, searched = (Profile.load(file) if file.is_file() else None for file in files)
         return cls(
@@ -88,7 +90,7 @@ class SavedSizePolicy:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Write what has files of its own, the policy last."""
+        """Write the fields that have files of their own, the policy last."""
         for name, prices in ((PRICES_FILE, self.prices), (SEARCHED_FILE, self.searched)):
             if prices is not None:
                 prices.save(folder / _numbered(name, number))
@@ -97,36 +99,37 @@ class SavedSizePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a run needs to go on: the shape policy in force comes first."""
+    """State of a run, for resuming."""
 
     shape_policies: list[SavedSizePolicy]
+    """Size policies, the current one first."""
     policy_step: int | None = None
-    """The step from which tracking is counted; None for the step at which the run resumes."""
+    """Step from which tracking steps are counted; None for the step at which the run resumes."""
     memory_budget: str | float | int | None = None
-    """The budget that the run was given; None if only its policy is known."""
+    """Budget in the run's config; None if only the policy is known."""
     tightened: float | int | None = None
-    """The budget of policies for other sizes, if a step ran out of memory under the given one."""
+    """Budget of policies for other sizes, if a step ran out of memory under `memory_budget`."""
     history: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     suspicion: str | None = None
-    """What the run was to look into in its next step."""
+    """Reason to check gradients in the next step (see `LossGuard.suspicion`)."""
     switched_off: list[SwitchedOff] = field(default_factory=list)
-    """Codecs that are not used any more, since they degraded gradients."""
+    """Codecs that new policies must not use, because they degraded gradients."""
     is_unproven: bool = False
-    """Whether a policy without some of them was still to come."""
+    """True if codecs were switched off and no policy without them was followed yet."""
     tracking_ms: float = 0.0
     step: int | None = None
-    """Steps that were over; older checkpoints do not tell, and the Trainer has its own number."""
+    """Number of finished steps. None in older checkpoints, and unused by the Trainer, which has its own count."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """What a counted step took at its moments beside its profile."""
+    """Bytes that a measured step needed at its moments in addition to its profile."""
     counted_elements: int = 0
-    """Elements of the largest micro-batch of that step."""
+    """Number of elements in the largest micro-batch of that step."""
     num_ranks: int = field(default_factory=num_ranks)
-    """Ranks of the run: among more of them each holds less of what is divided."""
+    """Number of ranks of the run, because with more ranks each holds less of a sharded model."""
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but for what shape policies have in files of their own."""
-        plain = {name: getattr(self, name) for name in (*_OLDEST, *_LATER, "num_ranks")}
+        """Return the record of all fields, without the parts of size policies that have files of their own."""
+        plain = {name: getattr(self, name) for name in (*_ORIGINAL_FIELDS, *_ADDED_FIELDS, "num_ranks")}
         return {
             "version": STATE_VERSION,
             **plain,
@@ -136,33 +139,36 @@ class Saved:
 
     @classmethod
     def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
-        """What was in a checkpoint, where `record` is what `to_json` gave; older ones lack some of it."""
+        """Load the state from a checkpoint. `record` is the result of `to_json`; older ones lack some keys."""
         shape_policies = [
             SavedSizePolicy.load(folder, number, fields)
             for number, fields in enumerate(record["shape_policies"], start=1)
         ]
         if not shape_policies:
-            raise ValueError("it has no shape policy")
+            raise ValueError("shape_policies is empty")
         return cls(
             shape_policies=shape_policies,
             switched_off=_switched_off(record, shape_policies),
-            **{name: record[name] for name in _LATER if name in record},
-            num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints do not tell
-            **{name: record[name] for name in _OLDEST},
+            **{name: record[name] for name in _ADDED_FIELDS if name in record},
+            num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints lack the key
+            **{name: record[name] for name in _ORIGINAL_FIELDS},
         )
 
 
 @contextmanager
 def going_on(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Say that files could not be written into `folder`, which is no reason to lose a run."""
+    """Return a context that catches an OSError of writing into `folder`, and warns of it and its `consequence`."""
     try:
         yield
     except OSError as error:
-        log.warning("Adacc: not all files were written into %s (%s): %s", folder, error, consequence)
+        log.warning("Adacc: some files could not be written into %s (%s): %s", folder, error, consequence)
 
 
 def drop_files(folder: str | Path) -> None:
-    """Remove what an earlier run left in the checkpoint `folder`, policies first: without one nothing else is read."""
+    """Remove the files of an earlier run from the checkpoint `folder`.
+
+    Policies are removed first, because without a policy the other files are not read.
+    """
     names = (POLICY_FILE, COMPILED_FILE, STATE_FILE, PROFILE_FILE, PRICES_FILE, SEARCHED_FILE, HISTORY_FILE)
     for pattern in (*names, *(name.replace(".json", "_[0-9]*.json") for name in names)):
         for path in Path(folder).glob(pattern):
@@ -170,24 +176,24 @@ def drop_files(folder: str | Path) -> None:
 
 
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
-    """Write both into `folder`, each whole or not at all; those of further shape policies are numbered."""
+    """Write the policy and the profile into `folder`, each atomically. File names have `number` if it is above 1."""
     if profile is not None:
         profile.save(Path(folder) / _numbered(PROFILE_FILE, number))
     policy.save(Path(folder) / _numbered(POLICY_FILE, number))
 
 
 def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
-    """Write what happened so far, for reports."""
+    """Write the history of the run, for reports."""
     write_json(Path(folder) / HISTORY_FILE, history)
 
 
 def save_in_checkpoint(folder: Path, saved: Saved) -> None:
-    """Write all of it into `folder`, a checkpoint that has none of these files.
+    """Write the state into `folder`, a checkpoint without files of this state.
 
-    The first policy comes last: a run that resumes reads nothing without it, so that it reads all or nothing.
+    The first policy is written last. A resumed run reads no file without it, so it reads all files or none.
     """
     if not folder.is_dir():
-        log.warning("Adacc: no policy saved, since there is no %s; a run that resumes will profile again", folder)
+        log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run will profile again", folder)
         return
     write_json(folder / STATE_FILE, saved.to_json())
     for number, size_policy in reversed(list(enumerate(saved.shape_policies, start=1))):
@@ -195,10 +201,10 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
 
 
 def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
-    """What the run that wrote the checkpoint `folder` had; None if it had no policy, or one for another budget or
-    another number of ranks.
+    """Return the state of the run that wrote the checkpoint `folder`.
 
-    Raises PolicyMismatchError or AdaccError for a damaged file, FileNotFoundError for one that is missing.
+    Return None if it has no policy, or one for another budget or another number of ranks. Raises PolicyMismatchError or
+    AdaccError for a damaged file, FileNotFoundError for a missing one.
     """
     folder = Path(folder)
     if not (folder / POLICY_FILE).is_file():
@@ -210,12 +216,12 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
             f"{error}. To have the resumed run profile again, delete {POLICY_FILE} and {PROFILE_FILE} in {folder}"
         ) from error
     solved_for = dict(saved.shape_policies[0].policy.facts).get("memory_budget", memory_budget)
-    earlier = solved_for if saved.memory_budget is None else saved.memory_budget
-    if earlier != memory_budget:
-        log.info("Adacc: %s was solved for memory_budget=%r, not %r: solving anew", folder, earlier, memory_budget)
+    saved_budget = solved_for if saved.memory_budget is None else saved.memory_budget
+    if saved_budget != memory_budget:
+        log.info("Adacc: %s has memory_budget=%r, not %r: profiling again", folder, saved_budget, memory_budget)
         return None
     if saved.num_ranks != num_ranks():
-        log.info("Adacc: %s was written by %d ranks, not %d: profiling anew", folder, saved.num_ranks, num_ranks())
+        log.info("Adacc: %s was written by %d ranks, not %d: profiling again", folder, saved.num_ranks, num_ranks())
         return None
     return saved
 
@@ -235,7 +241,7 @@ def _load(folder: Path) -> Saved:
 def _switched_off(record: dict[str, Any], shape_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
-    # Older checkpoints name blocks whose kinds were not compressed with loss at all.
+    # Older checkpoints have the names of blocks instead, for whose kinds all lossy codecs were switched off.
     profiles = [size_policy.profile for size_policy in shape_policies if size_policy.profile is not None]
     blocks = record["exact_blocks"]
     return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))

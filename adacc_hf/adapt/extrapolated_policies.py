@@ -1,185 +1,189 @@
-"""The policy for a class of sizes that was not profiled: its profile is told from the one that was measured."""
+"""ExtrapolatedPolicies: policies for size classes that were not profiled, from a profile of another size."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from adacc_hf.adapt.policy_cache import MAX_OTHERS, PolicyCache
+from adacc_hf.adapt.policy_cache import MAX_UNTRACKED, PolicyCache
 from adacc_hf.adapt.policy_selection import current_policy, needed_bytes, over_bound, with_margin
-from adacc_hf.adapt.profile_updates import SwitchedOff, without_codecs
+from adacc_hf.adapt.profile_updates import without_codecs
 from adacc_hf.adapt.replanner import Replanner
-from adacc_hf.artifacts.config import AdaccConfig, Budget
+from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.artifacts.size_model import STEP
-from adacc_hf.price.batch_subsampling import at_size
-from adacc_hf.price.memory_profile import with_missing
-from adacc_hf.solve.solver import solve_policy
+from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO
+from adacc_hf.price.batch_subsampling import resize_profile
+from adacc_hf.price.memory_profile import with_missing_bytes
+from adacc_hf.solve.solver import quick_least_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes
 
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Part of the budget that a policy for one class of sizes needs at another to be taken there as well; to solve takes a
-tenth of a second or two."""
-
+"""Share of the budget that a policy of another class must use at the new size to be taken over without solving, which
+takes 0.1 to 2 seconds."""
 
 FAR_ABOVE = 0.05
-"""If the policy of least memory of another size exceeds the budget by more than this part, the solver is not asked for
-a better one. At another size that policy need not be the least, and nearly is."""
+"""If another size's policy of least memory exceeds the budget by more than this share, the solver is not called. The
+policy of least memory at one size is not proven to be the least at another."""
 
 
-@dataclass(frozen=True, slots=True)
 class ExtrapolatedPolicies:
-    """Finds such policies, as a run stands: it keeps nothing."""
+    """Solver for size classes without a profile of their own."""
 
-    config: AdaccConfig
-    memory_budget: str | float | int
-    shape_policies: PolicyCache
-    switched_off: Collection[SwitchedOff]
-    """Codecs that the run no longer uses."""
-    missing_bytes: Mapping[str, int]
-    """What the step that was counted took at its moments beside what was profiled."""
-    counted_elements: int
-    """Elements of the largest micro-batch of that step; 0 before a step was counted."""
-    say: Callable[[str], None]
-    """Puts a sentence into the run's history."""
+    def __init__(self, context: RunContext, cache: PolicyCache) -> None:
+        self._context, self._cache, self._config = context, cache, context.config
 
-    def of(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
-        """The policy for the class `sizes` of a batch of `shapes`, with its profile and the sizes that it is for.
+    def solve(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
+        """Return (sizes, profile, policy) for a batch of `shapes` in the class `sizes`.
 
-        Where nothing keeps to the budget at the class's own sizes, which no batch is larger than, it is for the
-        batch's.
+        The class's sizes are the largest of its batches. If no policy keeps to the budget there, the policy is for the
+        batch's own sizes.
         """
-        key = sizes, self.memory_budget, frozenset(self.switched_off)
-        if key not in self.shape_policies.above_budget:
+        key = sizes, self._context.memory_budget, self._context.switched_off
+        if key not in self._cache.above_budget:
             profile = self.profile_at(sizes)
             try:
                 return sizes, profile, self._within(profile, self._with_room(profile))
             except InfeasibleBudgetError:
-                note_latest(self.shape_policies.above_budget, key, None, MAX_OTHERS)
+                put_latest(self._cache.above_budget, key, None, MAX_UNTRACKED)
         sizes = tuple(shape for shape in shapes if shape.name in {other.name for other in sizes})
         profile = self.profile_at(sizes)
-        return sizes, profile, self.or_least(sizes, profile)
+        return sizes, profile, self.solve_or_least(sizes, profile)
 
-    def allowed(self, profile: Profile) -> Profile:
-        """Return `profile` with the codecs that a new policy may use: none is switched off or for too small values."""
-        return without_codecs(profile, self.switched_off).without_codecs_below(self.config.min_compress_bytes)
+    def least(self, profile: Profile) -> Policy:
+        """Return a policy of about the least memory for batches with `profile`, found without the solver."""
+        return quick_least_policy(self._allowed(profile), with_margin(self._config))
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
-        """What batches of `sizes` are told to take.
+        """Return the predicted profile for batches of `sizes`.
 
-        What a counted step took beside its profile grows with the batch, as far as is known: metrics of the outputs.
+        The bytes that a counted step took beyond its profile (metrics of the outputs, say) grow with the batch.
         """
-        profile = at_size(self.shape_policies.told_from()[0].replanner.profile, to_profile_shapes(sizes))
-        ratio = num_elements(sizes) / self.counted_elements if self.counted_elements else 1.0
-        if ratio <= 1 or not any(self.missing_bytes.values()):
+        profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
+        missing, counted = self._context.missing_bytes, self._context.counted_elements
+        ratio = num_elements(sizes) / counted if counted else 1.0
+        if ratio <= 1 or not any(missing.values()):
             return profile
-        return with_missing(profile, {moment: int(b * (ratio - 1)) for moment, b in self.missing_bytes.items()})
+        return with_missing_bytes(profile, {moment: int(nbytes * (ratio - 1)) for moment, nbytes in missing.items()})
 
-    def or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
-        """The policy for batches with this profile, with room for what is not known of them if there is any, which is
-        said if not; or that of least memory, which is said, or raised as `on_over_budget` has it, where none keeps to
-        the budget."""
+    def solve_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
+        """Return a policy that keeps to the budget, with room for the profile's uncertainty if possible.
+
+        Warn if there is no such room. If no policy keeps to the budget, warn and return the policy of least memory, or
+        raise InfeasibleBudgetError if `on_over_budget` is "error".
+        """
         with_room = self._with_room(profile)
         least, floor, bound, why = None, 0, 0, ""
-        for given in dict.fromkeys((with_room, self.memory_budget)):
-            if least is not None and floor > Budget.resolve(given, profile, self.config).nbytes:
+        for candidate in dict.fromkeys((with_room, self._context.memory_budget)):
+            if least is not None and floor > Budget.resolve(candidate, profile, self._config).nbytes:
                 break
             try:
-                policy = self._within(profile, given)
+                policy = self._within(profile, candidate)
             except InfeasibleBudgetError as error:
                 floor, bound, why, least = error.smallest_budget_bytes, error.bound_bytes, str(error), error.least
                 continue
-            if given != with_room:
-                self._say_doubt(sizes, policy)
+            if candidate != with_room:
+                self._warn_uncertain(sizes, policy)
             return policy
         assert least is not None  # the solver's errors have it
         text = f"batches of {describe(sizes)} need {floor} bytes at least"
         fitting = self._largest_fitting(sizes, least)
         text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
-        if self.config.on_over_budget == "error":
+        if self._config.on_over_budget == "error":
             raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
         log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
-        self.say(f"{text}: {why}")
+        self._context.note_memory(f"{text}: {why}")
         return least
 
+    def _allowed(self, profile: Profile) -> Profile:
+        """Return `profile` without codecs that are switched off or priced for too small values."""
+        return without_codecs(profile, self._context.switched_off).without_codecs_below(self._config.min_compress_bytes)
+
     def _within(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """The policy for batches with this profile: one of those in force that nearly uses up the budget there, or else
-        what the solver finds. Raises InfeasibleBudgetError if nothing keeps to the budget."""
-        budget = Budget.resolve(memory_budget, profile, self.config)
-        allowed = self.allowed(profile)
+        """Return a policy within `memory_budget`: another class's if it nearly uses up the budget, else the solver's.
+
+        Raises InfeasibleBudgetError if no policy keeps to the budget.
+        """
+        budget = Budget.resolve(memory_budget, profile, self._config)
+        allowed = self._allowed(profile)
         self._refuse_far_above(allowed, budget)
-        in_force = [s.replanner.policy for s in self.shape_policies.all if _is_for(s.replanner.policy, profile)]
-        told = [current_policy(allowed, policy) for policy in in_force if not over_bound(allowed, policy, self.config)]
-        told = [policy for policy in told if USED_UP * budget.nbytes <= needed_bytes(policy, budget) <= budget.nbytes]
-        if told:
-            return min(told, key=lambda policy: policy.predicted_overhead_ms)
+        others = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
+        candidates = [current_policy(allowed, p) for p in others if not over_bound(allowed, p, self._config)]
+        candidates = [p for p in candidates if USED_UP * budget.nbytes <= needed_bytes(p, budget) <= budget.nbytes]
+        if candidates:
+            return min(candidates, key=lambda policy: policy.predicted_overhead_ms)
         try:
-            return solve_policy(allowed, memory_budget, with_margin(self.config))
+            return solve_policy(allowed, memory_budget, with_margin(self._config))
         except InfeasibleBudgetError as error:
-            self.shape_policies.least = error.least
+            self._cache.least = error.least
             raise
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
-        """Raise InfeasibleBudgetError if the policy of least memory that another size has takes far more than `budget`.
+        """Raise InfeasibleBudgetError if another size's policy of least memory takes far more than `budget` here.
 
-        To find that of this size takes the solver up to seconds, and it would differ little.
+        To find this size's least memory takes the solver up to seconds, and the result would differ little.
         """
-        known = self.shape_policies.least
-        if self.config.on_over_budget == "error":  # the run ends: the solver is to have the last word
+        other = self._cache.least
+        if self._config.on_over_budget == "error":  # the run would end, so the solver decides
             return
-        if known is None or not _is_for(known, profile) or over_bound(profile, known, self.config):
+        if other is None or not _is_for(other, profile) or over_bound(profile, other, self._config):
             return
-        least = current_policy(profile, known)
+        least = current_policy(profile, other)
         needed = needed_bytes(least, budget)
         if needed > (1 + FAR_ABOVE) * budget.nbytes:
-            what = "peak" if budget.of_peak else "stored bytes"
-            message = f"memory_budget={budget.given!r} is below {needed} bytes, the least {what} that is known"
+            what = "peak" if budget.limits_peak else "stored bytes"
+            message = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
             raise InfeasibleBudgetError(message, needed, bound_bytes=0, least=least)
 
     def _with_room(self, profile: Profile) -> str | float | int:
-        """The budget for batches whose `profile` is told: a smaller one where peaks are not told exactly."""
-        budget = Budget.resolve(self.memory_budget, profile, self.config)
+        """Return the budget, reduced by the uncertainty of predicted peaks."""
+        budget = Budget.resolve(self._context.memory_budget, profile, self._config)
         uncertainty = self._uncertainty
-        return int(budget.nbytes / (1 + uncertainty)) if budget.of_peak and uncertainty else self.memory_budget
+        if budget.limits_peak and uncertainty:
+            return int(budget.nbytes / (1 + uncertainty))
+        return self._context.memory_budget
 
     @property
     def _uncertainty(self) -> float:
-        return self.shape_policies.told_from()[1].uncertainty
+        return self._cache.size_model()[1].uncertainty
 
-    def _say_doubt(self, sizes: BatchShapes, policy: Policy) -> None:
-        """Say that batches of these sizes may take more than the budget, which has no room for what is not known."""
+    def _warn_uncertain(self, sizes: BatchShapes, policy: Policy) -> None:
+        """Warn that batches of these sizes may exceed the budget, which has no room for the uncertainty."""
         text = (
-            f"batches of {describe(sizes)} may take more than memory_budget={self.memory_budget!r}: what they need is "
-            f"told to {self._uncertainty:.0%} ({policy.predicted_peak_bytes} bytes)"
+            f"batches of {describe(sizes)} may take more than memory_budget={self._context.memory_budget!r}: the "
+            f"predicted peak of {policy.predicted_peak_bytes} bytes is exact to {self._uncertainty:.0%} only"
         )
         log.warning("Adacc: %s", text)
-        self.say(text)
+        self._context.note_memory(text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """The largest class of batches of fewer tokens than `sizes` at which the policy `least` keeps to the budget."""
+        """Return the largest class of shorter batches at which the policy `least` keeps to the budget, or None."""
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
-        for shorter in sorted({int(length / STEP**k) for k in range(1, 16)} - {0}, reverse=True):
+        for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
             cut = tuple(
                 replace(s, size=tuple(max(1, n * shorter // length) if d == 1 else n for d, n in enumerate(s.size)))
                 for s in sizes
             )
-            known = self.shape_policies.class_of(cut)
-            if known is None:
+            size_class = self._cache.class_of(cut)
+            if size_class is None:
                 return None
-            profile = self.profile_at(known)
-            if not over_bound(profile, least, self.config) and not Replanner(
-                profile, least, self.config, self.memory_budget
-            ).is_over_budget(current_policy(profile, least).predicted_peak_bytes):
-                return known
+            profile = self.profile_at(size_class)
+            if over_bound(profile, least, self._config):
+                continue
+            replanner = Replanner(profile, least, self._config, self._context.memory_budget)
+            if not replanner.is_over_budget(current_policy(profile, least).predicted_peak_bytes):
+                return size_class
         return None
 
 
 def _is_for(policy: Policy, profile: Profile) -> bool:
-    """Whether the policy was made for blocks that run what the profile has: those of a batch of one may not."""
+    """Return True if `policy` was made for blocks that run the same operators as those of `profile`.
+
+    Blocks may run other operators on a batch of one sample.
+    """
     return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)

@@ -7,7 +7,7 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.price.heads import RanBlocks
+from adacc_hf.price.idle_blocks import ExecutedBlocks
 from adacc_hf.price.profiler import describe_uncalled
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.torch_glue.batch_shapes import BatchShapes
@@ -20,16 +20,16 @@ If one batch in eight has an image, no image comes in 64 steps with a probabilit
 """
 
 
-def is_ready(waiting: FullRecompute, num_waited: int) -> bool:
+def is_ready(installation: FullRecompute, num_waited: int) -> bool:
     """Return True if the last batch of every rank called all blocks, so that it can be profiled.
 
     Raises UncalledBlocksError if not, and if training has waited for MOST_STEPS steps (`num_waited`) or more.
     """
-    left_out = waiting.skipped_blocks()
-    if all(gather_from_all_ranks(not left_out)):
+    skipped_blocks = installation.skipped_blocks()
+    if all(gather_from_all_ranks(not skipped_blocks)):
         return True
     if num_waited >= MOST_STEPS:
-        raise UncalledBlocksError(describe_uncalled(waiting, left_out, f"by the last of {num_waited} steps"))
+        raise UncalledBlocksError(describe_uncalled(installation, skipped_blocks, f"by the last of {num_waited} steps"))
     return False
 
 
@@ -47,11 +47,11 @@ class FullRecompute(Installation):
             function.strategy = CheckpointStrategy()
         self.sizes: set[BatchShapes] = set()
         """Shapes of the batches so far."""
-        self._ran = RanBlocks(self.modules)
+        self._executed = ExecutedBlocks(self.modules)
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._ran.names.clear()
+        self._executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
         """Return the blocks that the last batch did not call.
@@ -61,11 +61,11 @@ class FullRecompute(Installation):
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):
             return untrained
-        return [name for name in untrained if name not in self._ran.names]
+        return [name for name in untrained if name not in self._executed.names]
 
     def remove(self) -> None:
         super().remove()
-        self._ran.remove()
+        self._executed.remove()
         self._remove_head()
 
     def _remove_head(self) -> None:

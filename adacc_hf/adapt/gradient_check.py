@@ -1,7 +1,8 @@
-"""What compression costs in accuracy: the error of a round trip, and that of a block's gradient.
+"""BlockSample: measures the error of a block's gradient under compression.
 
-The gradient of one block is compared with an uncompressed backward of the same block: its inputs, the random
-generator's state and the gradients of its outputs are kept during a tracking step, and both backwards are run after it.
+In a tracking step, the inputs of a call of the block, the state of the random generators and the gradients of the
+outputs are recorded. After the step, the block's forward and backward run twice, without and with compression, and the
+gradients are compared.
 """
 
 from __future__ import annotations
@@ -38,25 +39,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GradientError:
-    """How far a block's gradient under compression is from the exact one, inputs' and parameters' taken together."""
+    """Difference of a block's gradient under compression from the exact one, over inputs and parameters together."""
 
     error: float
-    """L2 norm of the difference over that of the exact gradient; inf if only the compressed one is not finite."""
+    """L2 norm of the difference divided by the norm of the exact gradient; inf if only the compressed gradient is not
+    finite."""
     cosine: float
-    """1 if both point the same way."""
+    """Cosine of the angle between both gradients."""
 
     @classmethod
     def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
-        """None if the exact gradient is zero or not finite: compression is not to blame then."""
+        """Return the error of `other`, or None if the exact gradient is zero or not finite even without compression."""
         pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
         exact, other = zip(*pairs, strict=True) if pairs else ((), ())
-        norm, off, other_norm = (float(n) for n in (l2_norm(exact), difference_norm(exact, other), l2_norm(other)))
-        if not math.isfinite(norm) or norm == 0:
+        norms = l2_norm(exact), difference_norm(exact, other), l2_norm(other)
+        exact_norm, error_norm, other_norm = (float(norm) for norm in norms)
+        if not math.isfinite(exact_norm) or exact_norm == 0:
             return None
-        if not math.isfinite(off):
+        if not math.isfinite(error_norm):
             return cls(error=math.inf, cosine=0.0)
-        error, length = off / norm, other_norm / norm
-        # By the law of cosines, in a triangle of which one side is 1.
+        error, length = error_norm / exact_norm, other_norm / exact_norm
+        # Law of cosines, in the triangle with the sides 1 (exact), `length` (other) and `error`.
         return cls(error=error, cosine=(1 + length * length - error * error) / (2 * length) if length else 0.0)
 
     @classmethod
@@ -64,8 +67,8 @@ class GradientError:
         return cls(error=max(e.error for e in errors), cosine=min(e.cosine for e in errors))
 
 
-class Uncompressed:
-    """A stand-in for a codec that keeps the tensor as it is."""
+class IdentityCodec:
+    """A codec that stores a copy of the tensor."""
 
     name = "uncompressed"
     lossless = True
@@ -78,8 +81,8 @@ class Uncompressed:
 
 
 @dataclass(slots=True)
-class _SeenCall:
-    """One call of a block: what it takes to run it again, and the gradients that its outputs got."""
+class _RecordedCall:
+    """A call of a block: its arguments and state, for running it again, and the gradients of its outputs."""
 
     block: nn.Module
     fn: Callable[..., Any]
@@ -89,20 +92,21 @@ class _SeenCall:
     random_states: RandomStates
     autocast_dtype: torch.dtype | None
     gradients: dict[int, Tensor]
+    """Gradients by the output's index among the leaves of the block's result."""
     state: ModelState | None = None
-    """The state before the call of what the call changed."""
+    """State before the call of the objects that the call changed."""
     obstacle: str | None = None
-    """Why the call cannot be run again."""
+    """Reason why the call cannot be run again; None if it can."""
 
 
 class BlockSample:
-    """Watches the next call of one block under its plan; `compare` tells afterwards what its gradient lost."""
+    """A recorder of the next call of one block, and the comparison of its gradient with the exact one."""
 
     def __init__(self, plan: BlockExecutor) -> None:
         self.plan = plan
-        self._seen: _SeenCall | None = None
+        self._call: _RecordedCall | None = None
         self._exact: list[Tensor | None] | None = None
-        """The exact gradient, once something was compared with it."""
+        """Exact gradient, cached by the first `compare`."""
         plan.observer = self
 
     def run(
@@ -113,46 +117,48 @@ class BlockSample:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Run a call of the block under `plan` and return its result. Record the call and its outputs' gradients."""
         plan.observer = None
-        seen = self._seen = _seen_call(block, fn, args, kwargs)
+        call = self._call = _record(block, fn, args, kwargs)
         state = ModelState((block, fn, args, kwargs), SMALL_COPY)
         result = plan.run(block, fn, args, kwargs)
         try:
-            seen.state = state.changed()
+            call.state = state.changed()
         except UnrestorableError as error:
-            seen.obstacle = str(error)
-        for place, leaf in enumerate(tree_leaves(result)):
+            call.obstacle = str(error)
+        for index, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda gradient, place=place: seen.gradients.__setitem__(place, gradient.detach()))
+                leaf.register_hook(lambda gradient, index=index: call.gradients.__setitem__(index, gradient.detach()))
         return result
 
     def close(self) -> None:
-        """Stop watching and let go of what was kept."""
-        self.plan.observer = self._seen = self._exact = None
+        """Stop recording, and free the recorded call and the exact gradient."""
+        self.plan.observer = self._call = self._exact = None
 
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
-        """The gradient's error with the activations `bypassed` kept uncompressed.
+        """Return the error of the gradient with the activations `bypassed` not compressed.
 
-        None if the block was not called, got no gradient, or holds parameters that are sharded outside its forward, if
-        there is no memory to run it in, and if it cannot be run again without a trace, of which a warning tells.
+        Return None if the block was not called, got no gradient, or has parameters that are sharded outside its
+        forward. Warn and return None if there is not enough memory to run the block, or if running it again would
+        change the model's state.
         """
-        seen = self._seen
-        if seen is None or not seen.gradients or is_sharded(seen.block):
+        call = self._call
+        if call is None or not call.gradients or is_sharded(call.block):
             return None
-        if seen.obstacle is not None:
-            self._warn_uncompared(seen.obstacle)
+        if call.obstacle is not None:
+            self._warn_uncompared(call.obstacle)
             return None
-        self.plan.wrap_codec = lambda value, codec: Uncompressed() if value in bypassed else codec
+        self.plan.wrap_codec = lambda value, codec: IdentityCodec() if value in bypassed else codec
         try:
             if self._exact is None:
-                self._exact = _gradient(seen, lambda fn, args, kwargs: fn(*args))
-            other = _gradient(seen, lambda *call: self.plan.run_again(seen.block, *call))
+                self._exact = _gradient(call, lambda fn, args, kwargs: fn(*args))
+            other = _gradient(call, lambda *arguments: self.plan.run_again(call.block, *arguments))
         except _FreedGraphError as error:
             self._warn_uncompared(str(error))
             return None
         except torch.OutOfMemoryError:
             log.warning(
-                "Adacc: no memory to compare the gradient of %s with an exact one: set guard_blocks=0, or a "
+                "Adacc: not enough memory to compare the gradient of %s with the exact one: set guard_blocks=0, or a "
                 "smaller memory_budget",
                 self.plan.name,
             )
@@ -162,25 +168,26 @@ class BlockSample:
         return GradientError.between(self._exact, other)
 
     def _warn_uncompared(self, obstacle: str) -> None:
-        """Say that the block's gradient is not compared, in this process once for each reason."""
-        if obstacle not in _refused:
-            _refused.add(obstacle)
-            log.warning("Adacc: the gradient of %s is not compared with an exact one: %s", self.plan.name, obstacle)
+        """Warn that the block's gradient is not compared, once per process for each reason."""
+        if obstacle not in _reported_obstacles:
+            _reported_obstacles.add(obstacle)
+            log.warning("Adacc: the gradient of %s is not compared with the exact one: %s", self.plan.name, obstacle)
 
 
-_refused: set[str] = set()
-"""Reasons for which no gradient was compared, as far as a warning has told of them."""
+_reported_obstacles: set[str] = set()
+"""Obstacles to a comparison that were logged."""
 
 
 class _FreedGraphError(Exception):
-    """A block's backward leads to what ran before the block, other than by its arguments."""
+    """A block's backward reaches operators outside the block by another way than its arguments."""
 
 
-def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _SeenCall:
+def _record(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _RecordedCall:
+    """Return a record of the call that is about to run."""
     tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
     device = tensors[0].device
     enabled = torch.is_autocast_enabled(device.type)
-    return _SeenCall(
+    return _RecordedCall(
         block=block,
         fn=fn,
         args=_detached(args),
@@ -193,102 +200,105 @@ def _seen_call(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def _detached(tree: Any) -> Any:
-    """The same arguments, whose tensors lead to nothing that ran before."""
+    """Return a copy of the arguments whose tensors are detached from the graph."""
 
-    def cut(leaf: Any) -> Any:
+    def detach(leaf: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
-    return tree_map(cut, tree)
+    return tree_map(detach, tree)
 
 
-def _gradient(seen: _SeenCall, call: Callable[..., Any]) -> list[Tensor | None]:
-    """The gradients of the call's inputs and of the block's parameters, from a run that leaves no trace.
+def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
+    """Run the call's forward and backward. Return the gradients of its inputs and of the block's parameters.
 
-    `call` is given the block's function and its arguments, the keyword arguments in the function too. A whole backward
-    runs, as in training: autograd functions that run one of their own (tiled layers, reentrant checkpoints) put
-    gradients of parameters where no `torch.autograd.grad` looks.
+    The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call` is called
+    with the block's function, which includes the keyword arguments, and with the arguments and keyword arguments.
+    `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a backward of their own
+    (tiled layers, reentrant checkpoints) accumulate into the parameters' `grad`.
     """
-    args, kwargs = _detached(seen.args), _detached(seen.kwargs)
-    fn = partial(seen.fn.func, *seen.fn.args, **kwargs) if isinstance(seen.fn, partial) else seen.fn
-    wanted = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    wanted += [parameter for parameter in seen.block.parameters() if parameter.requires_grad]
-    autocast = torch.autocast(seen.device.type, dtype=seen.autocast_dtype, enabled=seen.autocast_dtype is not None)
-    with NoTrace((seen.block, fn, args), lambda: RandomStates([seen.device]), SMALL_COPY) as run:
-        if seen.state is not None:
-            seen.state.restore()
-        seen.random_states.restore()
+    args, kwargs = _detached(call.args), _detached(call.kwargs)
+    fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn
+    sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    sources += [parameter for parameter in call.block.parameters() if parameter.requires_grad]
+    autocast = torch.autocast(call.device.type, dtype=call.autocast_dtype, enabled=call.autocast_dtype is not None)
+    with NoTrace((call.block, fn, args), lambda: RandomStates([call.device]), SMALL_COPY) as run:
+        if call.state is not None:
+            call.state.restore()
+        call.random_states.restore()
         with autocast:
-            leaves = tree_leaves(call(fn, args, kwargs))
-        outputs = [leaves[place] for place in seen.gradients]
+            leaves = tree_leaves(run_call(fn, args, kwargs))
+        outputs = [leaves[index] for index in call.gradients]
         run.protect_gradients_of(outputs)
         try:
-            torch.autograd.backward(outputs, list(seen.gradients.values()))
+            torch.autograd.backward(outputs, list(call.gradients.values()))
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
             raise _FreedGraphError(
-                "it reads tensors with a gradient that are no arguments of it, whose graph is gone after the step; "
-                "set guard=False, or pass them as arguments"
+                "the block reads tensors that require a gradient and are not its arguments, and their graph is freed "
+                "after the step; set guard=False, or pass them as arguments"
             ) from None
-        return [leaf.grad for leaf in wanted]
+        return [leaf.grad for leaf in sources]
 
 
-# What comparing a block's gradient takes: its input is held from its forward, and the gradient of its output from its
-# backward, until the step's end, and then the block runs as in plain training.
+# Memory of a comparison: the block's input is held from its forward, and the gradient of its output from its backward,
+# until the end of the step. Then the block runs as in plain training.
 
 
 def comparison_peaks(profile: Profile) -> dict[str, int]:
-    """Most bytes live while the gradient of a block is compared after a step, by the block's name.
+    """Return the peak of live bytes while the gradient of a block is compared after a step, by the block's name.
 
-    The exact backward and the one under the policy follow each other: the gradients of the former are held meanwhile,
-    and the latter stores no more.
+    The exact backward runs first. Its gradients are held during the backward under the policy, which stores no more
+    activations than the exact one.
     """
     peaks = []
     for kind in profile.kinds:
         plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
-        outcome, (held, _) = run_block(kind, plain), _input_bytes(kind, plain)
-        # As large as the gradients of the block's parameters, and the generator's states that replay may draw from.
-        parameters = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
-        # Its input, the gradient of its output, and that of its input.
-        sample = 3 * held + parameters
-        peaks.append(profile.static_bytes + sample + max(outcome.forward_working_bytes, outcome.working_bytes))
+        outcome, (input_bytes, _) = run_block(kind, plain), _input_bytes(kind, plain)
+        # The parameters, whose gradients are as large, and the random generator's states for replay.
+        parameter_bytes = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
+        # The input, the gradient of the output, the gradient of the input, and the gradients of the parameters.
+        sample_bytes = 3 * input_bytes + parameter_bytes
+        peaks.append(profile.static_bytes + sample_bytes + max(outcome.forward_working_bytes, outcome.working_bytes))
     return {block.name: peaks[block.kind] for block in profile.blocks}
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Most bytes live in a step under `policy` that holds a sample of one block, by the block's name."""
+    """Return the peak of live bytes in a step under `policy` that holds a sample of one block, by the block's name."""
     profile = profile.with_head(policy.head)
     plans = [policy.plan_of(block.name) for block in profile.blocks]
     peaks: dict[str, int] = {}
-    """By what runs, in the order of the step."""
+    """Peak by the label of the timeline's event, in the order of the step."""
     for label, live in simulate(profile, plans).timeline:
         peaks[label] = max(live, peaks.get(label, 0))
     return {
-        block.name: _with_sample(peaks, block.name, *_input_bytes(profile.kind_of(block), plan))
+        block.name: _peak_with_sample(peaks, block.name, *_input_bytes(profile.kind_of(block), plan))
         for block, plan in zip(profile.blocks, plans, strict=True)
     }
 
 
 def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
-    """Bytes of a block's own inputs, and of those that it does not keep as they are."""
+    """Return the bytes of the block's inputs, and of those inputs that `plan` does not retain."""
     choices = dict(plan.choices)
     inputs = [value for value in kind.values if value.producer is None and value.activation]
-    kept = [value for value in inputs if value.saved and choices[value.index].action is Action.RETAIN]
-    held = sum(value.nbytes for value in inputs)
-    return held, held - sum(value.nbytes for value in kept)
+    retained = [value for value in inputs if value.saved and choices[value.index].action is Action.RETAIN]
+    input_bytes = sum(value.nbytes for value in inputs)
+    return input_bytes, input_bytes - sum(value.nbytes for value in retained)
 
 
-def _with_sample(peaks: Mapping[str, int], name: str, held: int, unkept: int) -> int:
-    """The peak with a sample of a block, whose inputs take `held` bytes, `unkept` of them on top of what it stores.
+def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, extra_bytes: int) -> int:
+    """Return the peak of a step that holds a sample of the block `name`.
 
-    The gradient of its output is as large as its input, to which it is added.
+    The sample's input takes `extra_bytes`: the inputs that the plan does not retain anyway. The gradient of the output
+    takes `input_bytes`, because the block adds its result to its input. After the block's backward, the sample holds
+    both in full.
     """
-    most = sample = 0
-    for label, live in peaks.items():
+    peak_bytes = sample_bytes = 0
+    for label, live_bytes in peaks.items():
         if label == f"forward {name}":
-            sample = unkept
-        is_own = label == f"backward {name}"
-        most = max(most, live + (unkept + held if is_own else sample))
-        if is_own:
-            sample = 2 * held
-    return most
+            sample_bytes = extra_bytes
+        is_own_backward = label == f"backward {name}"
+        peak_bytes = max(peak_bytes, live_bytes + (extra_bytes + input_bytes if is_own_backward else sample_bytes))
+        if is_own_backward:
+            sample_bytes = 2 * input_bytes
+    return peak_bytes

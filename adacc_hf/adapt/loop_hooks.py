@@ -19,8 +19,8 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 log = logging.getLogger(__name__)
 
 SEVERAL_CALLS = (
-    "the model is called a second time within one micro-batch, and the policy is for one call: give the function that "
-    "makes the loss as the loop does, AdaccSession(..., compute_loss=lambda model, batch: ...), which is profiled then"
+    "the model is called a second time within one micro-batch, but the policy is for one call: to profile all calls, "
+    "pass the function that computes the loop's loss, AdaccSession(..., compute_loss=lambda model, batch: ...)"
 )
 
 
@@ -31,14 +31,14 @@ class LoopHooks:
         self.is_on = False
         """True within a micro-batch."""
         self.num_forwards = 0
-        """Forwards in train mode and with gradients on, since a step has begun."""
+        """Forwards in train mode and with gradients on, in the current step."""
         self._run, self._compute_loss = run, compute_loss
         self._batch: Any = None
         self._is_busy = False
-        """True while the phase handles an event. Calls of the model are then a profile's, and send no events."""
+        """True while the phase handles an event. Calls of the model then come from the profiler, and send no events."""
         self._num_calls = 0
-        """Such forwards since the micro-batch has begun."""
-        self._has_said_several = False
+        """Forwards in train mode and with gradients on, in the current micro-batch."""
+        self._has_warned_several = False
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
@@ -50,14 +50,14 @@ class LoopHooks:
         ]
 
     def begin_micro_batch(self, batch: Any) -> None:
-        """Begin a micro-batch that trains on `batch`, for the first time or once more.
+        """Begin a micro-batch that trains on `batch`, or its retry.
 
         Raises TypeError if there is a `compute_loss` and `batch` is no mapping.
         """
         if self._compute_loss is not None and not isinstance(batch, Mapping):
             raise TypeError(
-                f"a batch of type {type(batch).__name__} beside compute_loss: pass a mapping (a dict of tensors) to "
-                f"session.step or session.micro_batch, for profiling calls compute_loss(model, batch) with parts of it"
+                f"a batch of type {type(batch).__name__} with compute_loss: pass a mapping (a dict of tensors) to session."
+                f"step or session.micro_batch, because profiling calls compute_loss(model, batch) with parts of it"
             )
         self.is_on, self._batch, self._num_calls = True, batch, 0
 
@@ -68,7 +68,7 @@ class LoopHooks:
         self._hooks, self._batch, self.is_on = [], None, False
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _handling(self) -> Iterator[None]:
         self._is_busy = True
         try:
             yield
@@ -86,15 +86,15 @@ class LoopHooks:
         if inputs is None:
             return
         self._run.loop.note_autocast(next(module.parameters()).device.type)
-        with self._telling():
+        with self._handling():
             self._run.phase.forward_begins(inputs, self._compute_loss, is_certain=self._compute_loss is not None)
 
     def _refuse_several(self) -> None:
         """Raise RuntimeError in the first step, and warn once in a later one."""
         if self._run.num_steps == 0:
             raise RuntimeError(SEVERAL_CALLS)
-        if not self._has_said_several:
-            self._has_said_several = True
+        if not self._has_warned_several:
+            self._has_warned_several = True
             log.warning("Adacc: %s; until then a step may take more than memory_budget", SEVERAL_CALLS)
 
     def _optimizer_begins(self, *_: Any) -> None:
@@ -108,7 +108,7 @@ class LoopHooks:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel.
 
-    Raises TypeError for what is no module, ValueError for nn.DataParallel.
+    Raises TypeError if `model` is no module, ValueError for nn.DataParallel.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model has type {type(model).__name__}: give AdaccSession(model, optimizer) a torch.nn.Module")

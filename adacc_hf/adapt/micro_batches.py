@@ -46,7 +46,7 @@ class MicroBatches:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Begin the current micro-batch, for the first time or for a retry."""
+        """Begin the current micro-batch or its retry."""
         if self._last is not None:
             self._last.begin()
 
@@ -57,7 +57,7 @@ class MicroBatches:
         """
         if self.has_met or not isinstance(inputs, Mapping):
             return False
-        sizes = [(name, given.shape) for name, given in inputs.items() if isinstance(given, torch.Tensor)]
+        sizes = [(name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)]
         if sizes != self._sizes:  # skipped for equal sizes: `batch_shapes` takes time
             self._sizes, self.shapes, self.nbytes = sizes, batch_shapes(inputs), batch_bytes(inputs)
         self.has_met = True
@@ -81,9 +81,9 @@ class MicroBatches:
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
         """Return the last batch and its `compute_loss`, and keep no further batches."""
         assert self._last is not None
-        caught = self._last.batch, self._last.compute_loss
+        result = self._last.batch, self._last.compute_loss
         self.drop()
-        return caught
+        return result
 
     def drop(self) -> None:
         """Free the last batch, and keep no further ones. Harmless when called again."""
@@ -103,12 +103,13 @@ class LastBatch:
     def __init__(self, model: nn.Module) -> None:
         self.batch: dict[str, Any] | None = None
         self.compute_loss: ComputeLoss | None = None
-        self._given: tuple[dict[str, Any], ComputeLoss] | None = None
-        self._own: Node | None = None
+        self._loss_call: tuple[dict[str, Any], ComputeLoss] | None = None
+        """Argument and function of the loop's last call of a `compute_loss`."""
+        self._own_node: Node | None = None
         """`grad_fn` of the model's own loss, until the loop's loss is known and compared with it."""
         self._num_calls = 0
         """Calls of the model since the micro-batch began or `given` was called."""
-        self._is_told_of_each = False
+        self._counts_per_batch = False
         """True if `begin` is called for each micro-batch, so that `_num_calls` counts within one."""
         self._is_certain = False
         self._hook = model.register_forward_hook(ModelHook(self._keep), with_kwargs=True)
@@ -116,11 +117,11 @@ class LastBatch:
     def remove(self) -> None:
         """Remove the hook, and free the batch. Harmless when called again."""
         self._hook.remove()
-        self.batch = self.compute_loss = self._given = self._own = None
+        self.batch = self.compute_loss = self._loss_call = self._own_node = None
 
     def begin(self) -> None:
-        """Begin the next micro-batch, or the current one again."""
-        self._num_calls, self._is_told_of_each = 0, True
+        """Begin the next micro-batch, or the retry of the current one."""
+        self._num_calls, self._counts_per_batch = 0, True
 
     def given(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Note that `compute_loss` is about to be called with `inputs`. None means that the model makes the loss.
@@ -130,35 +131,36 @@ class LastBatch:
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return
-        self._given, self._num_calls = (dict(inputs), compute_loss), 0  # a copy: the Trainer takes the labels out
+        self._num_calls = 0
+        self._loss_call = dict(inputs), compute_loss  # a copy of `inputs`, because the Trainer removes the labels
         self._is_certain = is_certain
         if is_certain:
-            self.batch, self.compute_loss = self._given
+            self.batch, self.compute_loss = self._loss_call
 
     def loss_is_made(self, result: Any) -> None:
         """Note the result of `compute_loss`, and use `compute_loss` unless the loss is the model's own, scaled."""
         loss = result[0] if isinstance(result, tuple) else result
-        if self._given is not None and self._own is not None and not _leads_to(loss.grad_fn, self._own):
-            self.batch, self.compute_loss = self._given
-        self._own = None
+        if self._loss_call is not None and self._own_node is not None and not _leads_to(loss.grad_fn, self._own_node):
+            self.batch, self.compute_loss = self._loss_call
+        self._own_node = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or self._is_certain:
             return
         self._num_calls += 1
         loss: Any = getattr(output, "loss", None)
-        is_whole = self._num_calls == 1 and kwargs and loss is not None
-        self._own = loss.grad_fn if self._given is not None and is_whole else None
-        if self._given is not None and not is_whole:
-            self.batch, self.compute_loss = self._given
+        has_own_loss = self._num_calls == 1 and kwargs and loss is not None
+        self._own_node = loss.grad_fn if self._loss_call is not None and has_own_loss else None
+        if self._loss_call is not None and not has_own_loss:
+            self.batch, self.compute_loss = self._loss_call
         elif kwargs and loss is not None:
-            is_one = self._num_calls == 1 or self._given is not None or not self._is_told_of_each
-            self.batch, self.compute_loss = by_name(module, args, kwargs) if is_one else None, None
+            is_single_call = self._num_calls == 1 or self._loss_call is not None or not self._counts_per_batch
+            self.batch, self.compute_loss = by_name(module, args, kwargs) if is_single_call else None, None
 
 
-def _leads_to(node: Node | None, wanted: Node) -> bool:
-    """Return True if `wanted` is reached from `node` along nodes with one input each, as in a scaled loss."""
-    while node is not None and node is not wanted:
+def _leads_to(node: Node | None, target: Node) -> bool:
+    """Return True if `target` is reached from `node` along nodes with one input each, as in a scaled loss."""
+    while node is not None and node is not target:
         following = [child for child, _ in node.next_functions if child is not None]
         node = following[0] if len(following) == 1 else None
-    return node is wanted
+    return node is target

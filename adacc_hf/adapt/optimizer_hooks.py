@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from adacc_hf.artifacts.errors import ProfilerAtWorkError
+from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.price.optimizer_memory import OptimizerMeter, measure_clipping
 from adacc_hf.torch_glue.private import is_profiling
 
@@ -71,7 +71,7 @@ class OptimizerProbe:
     def end(self) -> None:
         """End the measurement after the optimizer's step. Harmless when nothing is measured."""
         if self.meter is not None:
-            with suppress(ProfilerAtWorkError):
+            with suppress(ProfilerConflictError):
                 self.meter.__exit__(None, None, None)
             self.nbytes = max(self.nbytes, self.meter.nbytes)
         self.meter = None

@@ -1,5 +1,7 @@
-"""What a tracking step measures from what it encodes anyway: outlier channels and round-trip errors (paper, section
-3.4)."""
+"""MeasuringCodec: counts outlier channels and measures round-trip errors in a tracking step (paper, section 3.4).
+
+Only tensors that the policy compresses anyway are measured. Observation: the measurements of one tracking step.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from adacc_hf.adapt.gradient_check import GradientError
-from adacc_hf.artifacts.call_names import numbered
+from adacc_hf.artifacts.call_names import numbered_names
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, get_codec
 from adacc_hf.torch_glue.tensors import relative_error
 
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption, Profile, Value
 
 TrackedKey = tuple[int, int]
-"""An activation: index of its kind, index of its value."""
+"""An activation: (index of its kind of blocks, index of its value)."""
 
 OptionKey = tuple[int, int, str]
-"""An activation and the name of a codec."""
+"""An activation and a codec: (index of the kind, index of the value, name of the codec)."""
 
 K = TypeVar("K", bound=tuple[Any, ...])
 F = TypeVar("F", bound=float)
@@ -33,25 +35,26 @@ F = TypeVar("F", bound=float)
 
 @dataclass(frozen=True, kw_only=True)
 class NamedObservation:
-    """What a tracking step found, by names that the profiles of all sizes of batch have in common.
+    """Measurements of a tracking step, with keys that the profiles of all batch sizes share.
 
-    Kinds and values are numbered by each profile for itself: where a step calls a block twice, say, it has more kinds.
-    A key begins with the name of a block's call and of an activation of it ("attn:clone#2"), or is the block alone.
+    Each profile numbers kinds and values for itself: if a step calls a block twice, for example, it has more kinds.
+    Here the keys are names instead: (block call, activation, codec), as ("transformer.h.0", "attn:clone#2", "int8"), or
+    the first one or two of these.
     """
 
     num_outliers: dict[tuple[str, str], int]
     errors: dict[tuple[str, str], float]
     option_errors: dict[tuple[str, str, str], float]
     gradients: dict[str, GradientError]
-    degrading: frozenset[tuple[str, str, str]]
+    degrading_codecs: frozenset[tuple[str, str, str]]
 
     @classmethod
     def merged(cls, observations: Sequence[NamedObservation]) -> NamedObservation:
-        """The worst of several sizes of batch."""
-        return cls(**_worst(observations))
+        """Return the maxima over several batch sizes."""
+        return cls(**_merged_fields(observations))
 
-    def within(self, profile: Profile) -> Observation:
-        """The observation of the kinds of `profile`, as far as it has the blocks and activations."""
+    def for_profile(self, profile: Profile) -> Observation:
+        """Return the measurements with the numbers of `profile`, without blocks and activations that it lacks."""
         keys = {
             (block.name, name): (block.kind, value.index)
             for block in profile.blocks
@@ -59,90 +62,92 @@ class NamedObservation:
         }
         kinds = {block.name: block.kind for block in profile.blocks}
 
-        def own(found: dict[Any, F]) -> dict[Any, F]:
-            return _most({(*keys[key[:2]], *key[2:]): figure} for key, figure in found.items() if key[:2] in keys)
+        def numbered_keys(figures: dict[Any, F]) -> dict[Any, F]:
+            return _maxima({(*keys[key[:2]], *key[2:]): figure} for key, figure in figures.items() if key[:2] in keys)
 
         gradients: dict[int, list[GradientError]] = {}
         for block, error in self.gradients.items():
             if block in kinds:
                 gradients.setdefault(kinds[block], []).append(error)
         return Observation(
-            num_outliers=own(self.num_outliers),
-            errors=own(self.errors),
-            option_errors=own(self.option_errors),
+            num_outliers=numbered_keys(self.num_outliers),
+            errors=numbered_keys(self.errors),
+            option_errors=numbered_keys(self.option_errors),
             gradients={kind: GradientError.worst(errors) for kind, errors in sorted(gradients.items())},
-            degrading=frozenset((*keys[key[:2]], key[2]) for key in self.degrading if key[:2] in keys),
+            degrading_codecs=frozenset((*keys[key[:2]], key[2]) for key in self.degrading_codecs if key[:2] in keys),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a tracking step found, the most over all blocks of a kind, all calls and all ranks."""
+    """Measurements of a tracking step: maxima over all blocks of a kind, all calls and all ranks."""
 
     num_outliers: dict[TrackedKey, int]
-    """Outlier channels of each tracked activation."""
+    """Number of outlier channels of each tracked activation."""
     errors: dict[TrackedKey, float]
-    """Relative L2 round-trip error of each activation as it was compressed."""
+    """Relative L2 round-trip error of each compressed activation, with the codec that the policy uses."""
     option_errors: dict[OptionKey, float]
-    """The same for the codecs to choose from; under `max_error` with as many raw channels as were found."""
+    """Relative L2 round-trip error of codecs that a policy may use. Under `max_error`, outlier codecs are measured with
+    the counted number of raw channels."""
     gradients: dict[int, GradientError]
-    """The worst error of a sampled block's gradient, by kind."""
-    degrading: frozenset[OptionKey]
-    """Codecs that must not be used as they were, for the gradient's error to keep to its bound."""
+    """Largest error of a sampled block's gradient, by kind."""
+    degrading_codecs: frozenset[OptionKey]
+    """Codecs to switch off, because their errors put a gradient's error above its bound."""
 
     @classmethod
     def merged(cls, observations: Sequence[Observation]) -> Observation:
-        """The worst of several ranks."""
-        return cls(**_worst(observations))
+        """Return the maxima over several ranks."""
+        return cls(**_merged_fields(observations))
 
     def by_name(self, profile: Profile) -> NamedObservation:
-        """The same by the names of all blocks and their activations, of the `profile` that numbers them."""
+        """Return the measurements with names instead of the numbers of `profile`, for every block of each kind."""
         blocks: dict[int, list[str]] = {}
         for block in profile.blocks:
             blocks.setdefault(block.kind, []).append(block.name)
 
-        def named(key: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        def names_of(key: tuple[Any, ...]) -> list[tuple[Any, ...]]:
             kind, value, *codec = key
             return [(block, profile.kinds[kind].names[value], *codec) for block in blocks[kind]]
 
-        def all_named(found: dict[Any, F]) -> dict[Any, F]:
-            return {name: figure for key, figure in found.items() for name in named(key)}
+        def named_keys(figures: dict[Any, F]) -> dict[Any, F]:
+            return {name: figure for key, figure in figures.items() for name in names_of(key)}
 
         return NamedObservation(
-            num_outliers=all_named(self.num_outliers),
-            errors=all_named(self.errors),
-            option_errors=all_named(self.option_errors),
+            num_outliers=named_keys(self.num_outliers),
+            errors=named_keys(self.errors),
+            option_errors=named_keys(self.option_errors),
             gradients={block: error for kind, error in self.gradients.items() for block in blocks[kind]},
-            degrading=frozenset(name for key in self.degrading for name in named(key)),
+            degrading_codecs=frozenset(name for key in self.degrading_codecs for name in names_of(key)),
         )
 
 
-def _worst(observations: Sequence[Any]) -> dict[str, Any]:
-    """The fields of several observations that number or name alike, the worst of each."""
+def _merged_fields(observations: Sequence[Any]) -> dict[str, Any]:
+    """Return the fields of several observations with the same kind of keys, merged by maxima."""
     gradients: dict[Any, list[GradientError]] = {}
     for observation in observations:
         for block, error in observation.gradients.items():
             gradients.setdefault(block, []).append(error)
     return {
-        "num_outliers": _most(observation.num_outliers for observation in observations),
-        "errors": _most(observation.errors for observation in observations),
-        "option_errors": _most(observation.option_errors for observation in observations),
+        "num_outliers": _maxima(observation.num_outliers for observation in observations),
+        "errors": _maxima(observation.errors for observation in observations),
+        "option_errors": _maxima(observation.option_errors for observation in observations),
         "gradients": {block: GradientError.worst(errors) for block, errors in sorted(gradients.items())},
-        "degrading": frozenset().union(*(observation.degrading for observation in observations)),
+        "degrading_codecs": frozenset().union(*(observation.degrading_codecs for observation in observations)),
     }
 
 
-def _most(findings: Iterable[dict[K, F]]) -> dict[K, F]:
-    most: dict[K, F] = {}
-    for found in findings:
-        for key, figure in found.items():
-            most[key] = max(figure, most.get(key, figure))
-    return {key: most[key] for key in sorted(most)}
+def _maxima(mappings: Iterable[dict[K, F]]) -> dict[K, F]:
+    """Return the maximum of each key's values, in the order of the keys."""
+    maxima: dict[K, F] = {}
+    for mapping in mappings:
+        for key, figure in mapping.items():
+            maxima[key] = max(figure, maxima.get(key, figure))
+    return {key: maxima[key] for key in sorted(maxima)}
 
 
 @dataclass(slots=True)
-class Findings:
-    """What the codecs of a tracking step have measured so far; errors stay on the device until they are read."""
+class Measurements:
+    """Measurements of the codecs in the current tracking step. Errors stay on the device until `read`."""
 
     num_outliers: dict[TrackedKey, int] = field(default_factory=dict)
     errors: dict[TrackedKey, Tensor] = field(default_factory=dict)
@@ -152,28 +157,28 @@ class Findings:
         self.num_outliers[key] = max(count, self.num_outliers.get(key, 0))
 
     def add_error(self, key: TrackedKey, error: Tensor) -> None:
-        _raise_to(self.errors, key, error)
+        _add_maximum(self.errors, key, error)
 
     def add_option_error(self, key: OptionKey, error: Tensor) -> None:
-        _raise_to(self.option_errors, key, error)
+        _add_maximum(self.option_errors, key, error)
 
-    def read(self, gradients: dict[int, GradientError], degrading: frozenset[OptionKey]) -> Observation:
-        """Synchronises with the device."""
+    def read(self, gradients: dict[int, GradientError], degrading_codecs: frozenset[OptionKey]) -> Observation:
+        """Return the observation of this rank. Synchronizes with the device."""
         return Observation(
             num_outliers=dict(self.num_outliers),
             errors={key: float(error) for key, error in self.errors.items()},
             option_errors={key: float(error) for key, error in self.option_errors.items()},
             gradients=gradients,
-            degrading=degrading,
+            degrading_codecs=degrading_codecs,
         )
 
 
-def _raise_to(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
+def _add_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
     errors[key] = torch.maximum(errors[key], error) if key in errors else error
 
 
 class MeasuringCodec:
-    """A codec that measures what it encodes: outliers are counted and chosen anew, round trips are compared."""
+    """A wrapper of a codec whose `encode` counts and chooses outlier channels anew, and measures round-trip errors."""
 
     def __init__(
         self,
@@ -181,21 +186,21 @@ class MeasuringCodec:
         key: TrackedKey,
         options: Sequence[CodecOption],
         config: AdaccConfig,
-        findings: Findings,
+        measurements: Measurements,
         tracks: bool,
     ) -> None:
         self._codec = codec
         self._key = key
         self._options = options
         self._config = config
-        self._findings = findings
+        self._measurements = measurements
         self._counts = tracks and codec.keeps_outliers and config.outliers
 
     def encode(self, tensor: Tensor) -> Payload:
         count = None
         if self._counts:
             count = self._codec.count_outliers(tensor, self._config.zscore_threshold)
-            self._findings.add_count(self._key, count)
+            self._measurements.add_count(self._key, count)
             self._codec.fit(tensor)
         payload = self._codec.encode(tensor)
         if self._config.guard and not self._codec.lossless:
@@ -207,21 +212,21 @@ class MeasuringCodec:
 
     def _measure(self, tensor: Tensor, payload: Payload, count: int | None) -> None:
         error = relative_error([tensor], [self._codec.decode(payload)])
-        self._findings.add_error(self._key, error)
+        self._measurements.add_error(self._key, error)
         is_bounded = self._config.max_error is not None
         for option in self._options:
-            as_it_is = count in (None, getattr(self._codec, "num_outliers", None)) or not is_bounded
-            if option.codec == self._codec.name and as_it_is:
-                self._findings.add_option_error((*self._key, option.codec), error)
-            elif is_bounded:  # only a bound asks for the errors of what was not used
+            is_same_count = count in (None, getattr(self._codec, "num_outliers", None)) or not is_bounded
+            if option.codec == self._codec.name and is_same_count:
+                self._measurements.add_option_error((*self._key, option.codec), error)
+            elif is_bounded:  # without a bound, the errors of unused codecs are not needed
                 other = _refitted(option, count)
                 if not other.lossless and other.supports(tuple(tensor.shape), tensor.dtype):
                     other_error = relative_error([tensor], [other.decode(other.encode(tensor))])
-                    self._findings.add_option_error((*self._key, option.codec), other_error)
+                    self._measurements.add_option_error((*self._key, option.codec), other_error)
 
 
 def _refitted(option: CodecOption, count: int | None) -> Codec:
-    """The codec of `option`, with `count` raw channels if that was counted; it chooses them when it first encodes."""
+    """Return the codec of `option`, with `count` raw channels if not None, chosen in its first `encode`."""
     options = dict(option.options)
     if count is not None and codec_type(option.codec).keeps_outliers:
         options["num_outliers"] = count
@@ -229,12 +234,12 @@ def _refitted(option: CodecOption, count: int | None) -> Codec:
 
 
 def is_tracked(value: Value, config: AdaccConfig) -> bool:
-    """Whether the outliers of `value` are counted."""
+    """Return True if `tracked_modules` selects `value`, so that its outlier channels are counted."""
     patterns = config.tracked_modules
     return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
 
 
 def full_name(profile: Profile, key: TrackedKey) -> str:
-    """A name for the activation that no other of the profile has."""
+    """Return a name of the activation that is unique in the profile, such as "GPT2Block.attn:clone#2"."""
     kind, value = key
-    return f"{numbered(kind.block_class for kind in profile.kinds)[kind]}.{profile.kinds[kind].names[value]}"
+    return f"{numbered_names(kind.block_class for kind in profile.kinds)[kind]}.{profile.kinds[kind].names[value]}"

@@ -1,4 +1,5 @@
-"""Whether another policy is worth following at today's prices, and which codecs degrade a gradient."""
+"""Choice between the current and a newly solved policy at the current prices, and a search for codecs that degrade
+gradients."""
 
 from __future__ import annotations
 
@@ -20,125 +21,132 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 MIN_GAIN = 0.02
-"""A new policy is taken over if it saves this share of the overhead, or if the old one no longer keeps to the budget.
-Prices vary by a few percent from one profile to the next; a smaller gain is noise."""
+"""A new policy is followed if it saves this share of the overhead, or if the old one no longer fits the budget. Prices
+vary by a few percent from one profile to the next, so a smaller gain is noise."""
 
 MIN_FREED = 0.01
-"""The solver runs again once codecs have freed this share of what the policy stores since it last ran, or the policy
-no longer keeps to its bounds. The overhead falls by one to three times the share by which memory grows, so less than
-this gains no MIN_GAIN; and a run takes as long as some steps of a small model."""
+"""The solver runs again if codecs need less memory than at its last run, by this share of the bytes that the policy
+stores, or if the policy no longer keeps to its bounds. The overhead falls by one to three times the share by which
+memory grows, so a smaller share cannot reach MIN_GAIN. A run of the solver takes as long as some steps of a small
+model."""
 
 HEADROOM = 0.005
-"""The part of the budget that policies made in mid-run leave free, where that can be: channels come and go by ones and
-twos, and a budget filled to the brim would be burst, and the solver asked, at each that comes."""
+"""Share of the budget that policies solved during a run leave free if possible. Outlier channels come and go by ones
+and twos, and without headroom each new one would exceed the budget and start the solver."""
 
 ERROR_MARGIN = 0.05
-"""The part of `max_error` that new policies leave free: errors drift by a few percent between tracking steps."""
+"""Share of `max_error` that new policies leave free, because errors drift by a few percent between tracking steps."""
 
-NOTHING_FITS = "no policy fits any more"
-"""How the reason begins where no policy keeps to the budget at today's prices."""
+NOTHING_FITS = "no policy fits the budget any more"
+"""Part of the reason if no policy fits the budget at the current prices."""
 
-SAME_ACTIONS = "the same actions, with the channels there are now"
+SAME_ACTIONS = "the same actions, with the current outlier channels"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanResult:
-    """What came of solving again."""
+    """The policy to follow after the prices have changed."""
 
     policy: Policy | None
-    """A better policy, or None to keep the one in force."""
+    """A better policy, or None to keep the current one."""
     reason: str
-    searched: bool
-    """Whether the solver ran."""
+    has_solved: bool
+    """True if the solver ran."""
 
 
-def judged(
-    profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, searched: Profile
+def replan(
+    profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, last_solved: Profile
 ) -> ReplanResult:
-    """The policy to follow from now on, and why: a new one, or today's actions with as many channels as were found.
+    """Return the policy to follow at the prices of `profile`, and the reason.
 
-    `searched` are the prices for which the solver ran last.
+    The result is a newly solved policy, or the actions of `policy` with the current outlier channels. `last_solved` is
+    the profile for which the solver ran last.
     """
-    over = over_bound(profile, policy, config)
-    current = None if over else current_policy(profile, policy)
-    reason: str | None = f"must not be compressed as before: {', '.join(over)}"
+    disallowed = over_bound(profile, policy, config)
+    current = None if disallowed else current_policy(profile, policy)
+    reason: str | None = f"the codec is no longer allowed for {', '.join(disallowed)}"
     if current is not None:
-        reason = _no_room(current, Budget.resolve(memory_budget, profile, config))
-        freed = freed_bytes(searched, profile, config)
+        reason = _excess_reason(current, Budget.resolve(memory_budget, profile, config))
+        freed = freed_bytes(last_solved, profile, config)
         if reason is None and freed < MIN_FREED * current.predicted_stored_bytes:
-            return _rectified(policy, current, SAME_ACTIONS, searched=False)
+            return _result(policy, current, SAME_ACTIONS, has_solved=False)
     try:
-        candidate = _solved(profile, memory_budget, with_margin(config))
+        candidate = _solve_with_headroom(profile, memory_budget, with_margin(config))
     except InfeasibleBudgetError as error:
-        if not over or not isinstance(memory_budget, float):
-            return ReplanResult(policy=None, reason=f"{NOTHING_FITS}, the policy stays: {error}", searched=True)
-        # Beyond a fraction there is memory, perhaps. Beyond the error there is no training.
+        if not disallowed or not isinstance(memory_budget, float):
+            return ReplanResult(
+                policy=None, reason=f"{NOTHING_FITS}, the policy is unchanged: {error}", has_solved=True
+            )
+        # Exceeding a fraction of the activations may still fit in memory. Exceeding the error spoils the training.
         least = solve_policy(profile, error.smallest_budget_bytes / profile.plain_stored_bytes, with_margin(config))
-        return _rectified(
-            policy, least, f"{reason}; {NOTHING_FITS}, what stores least is taken: {error}", searched=True
+        return _result(
+            policy, least, f"{reason}; {NOTHING_FITS}, the policy that stores least is used: {error}", has_solved=True
         )
     if reason is None:
         assert current is not None
         gain = current.predicted_overhead_ms - candidate.predicted_overhead_ms
-        # What a faster head saves is no part of it: prices of the blocks are what varies.
+        # Without the time that a faster head saves, because only the prices of blocks vary.
         now_ms = current.predicted_overhead_ms - min(0.0, profile.with_head(current.head).head_overhead_ms)
         if gain <= MIN_GAIN * now_ms:
-            return _rectified(policy, current, SAME_ACTIONS, searched=True)
-        reason = f"{gain:.2f} ms of {now_ms:.2f} ms overhead gained"
-    return _rectified(policy, candidate, reason, searched=True)
+            return _result(policy, current, SAME_ACTIONS, has_solved=True)
+        reason = f"saves {gain:.2f} ms of {now_ms:.2f} ms predicted overhead"
+    return _result(policy, candidate, reason, has_solved=True)
 
 
-def _solved(profile: Profile, memory_budget: str | float | int, config: AdaccConfig) -> Policy:
-    """The solver's policy, with headroom if there is one. Raises InfeasibleBudgetError if there is none at all."""
+def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, config: AdaccConfig) -> Policy:
+    """Solve for the budget without HEADROOM, or for the whole budget if no policy fits the smaller one.
+
+    Raises InfeasibleBudgetError if no policy fits the whole budget.
+    """
     budget = Budget.resolve(memory_budget, profile, config)
-    part = 1 - HEADROOM
-    less = memory_budget * part if isinstance(memory_budget, float) else int(budget.nbytes * part)
+    share = 1 - HEADROOM
+    smaller_budget = memory_budget * share if isinstance(memory_budget, float) else int(budget.nbytes * share)
     try:
-        policy = solve_policy(profile, less, config)
+        policy = solve_policy(profile, smaller_budget, config)
     except InfeasibleBudgetError:
         return solve_policy(profile, memory_budget, config)
-    given = {"memory_budget": memory_budget, "budget_bytes": budget.nbytes}
-    return replace(policy, facts=tuple((dict(policy.facts) | given).items()))
+    budget_facts = {"memory_budget": memory_budget, "budget_bytes": budget.nbytes}
+    return replace(policy, facts=tuple((dict(policy.facts) | budget_facts).items()))
 
 
-def _rectified(policy: Policy, chosen: Policy, reason: str, searched: bool) -> ReplanResult:
-    is_same = (chosen.plans, chosen.blocks, chosen.head) == (policy.plans, policy.blocks, policy.head)
-    return ReplanResult(policy=None if is_same else chosen, reason=reason, searched=searched)
+def _result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
+    is_same = (choice.plans, choice.blocks, choice.head) == (policy.plans, policy.blocks, policy.head)
+    return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
 
 
 def needed_bytes(policy: Policy, budget: Budget) -> int:
-    """What of `policy` the budget bounds."""
-    return policy.predicted_peak_bytes if budget.of_peak else policy.predicted_stored_bytes
+    """Return the predicted bytes that the budget bounds: the policy's peak or its stored bytes."""
+    return policy.predicted_peak_bytes if budget.limits_peak else policy.predicted_stored_bytes
 
 
-def _no_room(current: Policy, budget: Budget) -> str | None:
-    """Why `current` cannot stay within the budget; None if it can."""
+def _excess_reason(current: Policy, budget: Budget) -> str | None:
+    """Return the reason to replace `current` if it exceeds the budget, else None."""
     needed = needed_bytes(current, budget)
     if needed <= budget.nbytes:
         return None
-    return f"more memory: the old actions would need {needed} of {budget.nbytes} bytes"
+    return f"over budget: the old actions need {needed} bytes, {budget.nbytes} are allowed"
 
 
 def with_margin(config: AdaccConfig) -> AdaccConfig:
-    """`config` with the bound on errors that new policies keep to."""
-    bound = bound_of(config)
+    """Return `config` with `max_error` reduced by ERROR_MARGIN, for solving new policies."""
+    bound = error_bound(config)
     return config if bound is None else config.with_overrides(max_error=bound)
 
 
-def bound_of(config: AdaccConfig) -> float | None:
-    """Largest error that a new policy may have; None if there is no bound."""
+def error_bound(config: AdaccConfig) -> float | None:
+    """Return the largest round-trip error that a new policy may have; None if `max_error` is None."""
     return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
 
 
 def gradient_bound(config: AdaccConfig) -> float:
-    """Largest error that a sampled block's gradient may have."""
-    bound = bound_of(config)
+    """Return the largest relative error that a sampled block's gradient may have."""
+    bound = error_bound(config)
     return DEGRADED_ERROR if bound is None else min(bound, DEGRADED_ERROR)
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
-    """The most by which any policy could store less at the prices of `after` than at those of `before`."""
-    bound = bound_of(config)
+    """Return an upper bound of the stored bytes that a policy saves at the prices of `after` rather than `before`."""
+    bound = error_bound(config)
     kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
     return sum(kinds[block.kind] for block in after.blocks)
 
@@ -146,18 +154,18 @@ def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
 def _freed_in_kind(before: KindProfile, after: KindProfile, bound: float | None) -> int:
     freed = 0
     for old, new in zip(before.values, after.values, strict=True):
-        was = {option.codec: option.nbytes for option in old.codecs if _keeps_to(option, bound)}
-        allowed = (option for option in new.codecs if _keeps_to(option, bound))
-        freed += max([0, *(was.get(option.codec, old.nbytes) - option.nbytes for option in allowed)])
+        old_bytes = {option.codec: option.nbytes for option in old.codecs if _is_within(option, bound)}
+        allowed = (option for option in new.codecs if _is_within(option, bound))
+        freed += max([0, *(old_bytes.get(option.codec, old.nbytes) - option.nbytes for option in allowed)])
     return freed
 
 
-def _keeps_to(option: CodecOption, bound: float | None) -> bool:
+def _is_within(option: CodecOption, bound: float | None) -> bool:
     return bound is None or option.error <= bound
 
 
 def current_policy(profile: Profile, policy: Policy) -> Policy:
-    """The actions in force, with today's outlier channels and prices."""
+    """Return the actions of `policy` with the outlier channels and the prices of `profile`."""
     plans = []
     for block in profile.blocks:
         kind = profile.kinds[block.kind]
@@ -168,55 +176,59 @@ def current_policy(profile: Profile, policy: Policy) -> Policy:
 
 
 def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
-    """Activations whose codec `profile` no longer offers, or whose error exceeds what new policies may have."""
-    bound = bound_of(config)
-    found: dict[str, None] = {}
+    """Return the names of the activations that may no longer use the codec that `policy` gives them.
+
+    Their codec is no longer an option of `profile`, or its error exceeds the bound of new policies (`error_bound`).
+    """
+    bound = error_bound(config)
+    names: dict[str, None] = {}
     for block in profile.blocks:
         options = {value.index: value.codecs for value in profile.kinds[block.kind].values}
         for value, choice in policy.plan_of(block.name).choices:
             if choice.codec is not None and not _may_use(options[value], choice.codec, bound):
-                found[full_name(profile, (block.kind, value))] = None
-    return list(found)
+                names[full_name(profile, (block.kind, value))] = None
+    return list(names)
 
 
 def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
     option = next((option for option in options if option.codec == codec), None)
-    return option is not None and _keeps_to(option, bound)
+    return option is not None and _is_within(option, bound)
 
 
-# What degrades a gradient: the fewest activations without whose compression it keeps to its bound.
-#
-# Round trips do not tell. Queries and keys come back as exact as anything else, and where backward makes attention's
-# softmax of them again, the gradient may be off by more than its length.
+# The search for codecs that degrade a gradient. Round-trip errors do not show them: queries and keys have the same
+# round-trip errors as other activations, but if backward recomputes attention's softmax from them, the error of the
+# gradient may exceed the gradient's norm.
 
 
-def fewest(
+def find_culprits(
     lossy: Iterable[int], bound: float, error_without: Callable[[frozenset[int]], float | None]
 ) -> frozenset[int] | None:
-    """Activations among `lossy` of which none can be compressed again beside the others within `bound`.
+    """Return a minimal set of the activations `lossy` without whose compression the gradient's error is in `bound`.
 
-    `error_without` gives the gradient's error with some activations kept as they are, or None if that cannot be known;
-    it is asked at most twice for each of `lossy`, and once more. None if it gives None, or if the error is above the
-    bound with all of them kept.
+    Minimal means that the error exceeds the bound if any one of them is compressed again. `error_without(bypassed)`
+    returns the gradient's error with the activations `bypassed` not compressed, or None if it cannot be measured. It is
+    called at most 2 * len(lossy) + 1 times. Returns None if a call returns None, or if the error exceeds the bound even
+    with all of `lossy` bypassed.
 
-    At first each activation is compressed alone; then one after the other on top of those that are, the least harmful
-    first. So activations that degrade the gradient each by itself are found however many they are, and of those that
-    degrade it only together no more than it takes.
+    First, each activation is compressed alone. Then the activations are compressed one after the other, together with
+    the earlier ones, in the order of their errors alone. So every activation that degrades the gradient by itself is
+    in the result, and of activations that degrade it only in combination no more than necessary.
     """
-    everything = kept = frozenset(lossy)
-    alone: dict[int, float] = {}
+    everything = bypassed = frozenset(lossy)
+    errors_alone: dict[int, float] = {}
     for value in sorted(everything):
         error = error_without(everything - {value})
         if error is None:
             return None
-        alone[value] = error
-    for value in sorted((value for value in alone if alone[value] <= bound), key=alone.__getitem__):
-        error = error_without(kept - {value})
+        errors_alone[value] = error
+    harmless_alone = (value for value in errors_alone if errors_alone[value] <= bound)
+    for value in sorted(harmless_alone, key=errors_alone.__getitem__):
+        error = error_without(bypassed - {value})
         if error is None:
             return None
-        kept -= {value} if error <= bound else set()
-    if kept == everything:
+        bypassed -= {value} if error <= bound else set()
+    if bypassed == everything:
         error = error_without(everything)
         if error is None or not error <= bound:
             return None
-    return kept
+    return bypassed

@@ -1,4 +1,4 @@
-"""Profiles with new prices, from what was measured while training, and without the codecs that are switched off."""
+"""Copies of profiles with prices measured while training, and without the codecs that are switched off."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 FINER_STEPS = 16
-"""The precise codec's steps to one of INT4's: four more bits."""
+"""Quantization steps of the precise codec (8 bits) per step of INT4, by which its error is smaller."""
 
 
 def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
-    """`profile` with what keeps outliers of each counted activation priced for as many channels as were found."""
+    """Return `profile` with codecs that keep outliers priced for the number of channels counted for each activation."""
 
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         if key not in counts or not codec_type(option.codec).keeps_outliers:
@@ -40,7 +40,7 @@ def _with_channels(value: Value, option: CodecOption, count: int) -> CodecOption
 
 
 def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
-    """`profile` with the codec errors that were measured."""
+    """Return `profile` with the measured codec errors."""
 
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         return replace(option, error=errors.get((*key, option.codec), option.error))
@@ -49,36 +49,39 @@ def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
 
 
 def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> Profile:
-    """`profile` without the codecs that are `switched_off`."""
-    gone = options_of(profile, switched_off)
-    if not gone:
+    """Return `profile` without the codecs that are `switched_off`."""
+    off_options = switched_off_options(profile, switched_off)
+    if not off_options:
         return profile
 
-    def left(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
-        return tuple(option for option in value.codecs if (*key, option.codec) not in gone)
+    def allowed(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
+        return tuple(option for option in value.codecs if (*key, option.codec) not in off_options)
 
-    return _with_codecs(profile, left)
+    return _with_codecs(profile, allowed)
 
 
 def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
-    """`profile` with the precise codec beside what is `switched_off`, where the settings leave the choice to us.
+    """Return `profile` with the precise codec as a further option for values with a `switched_off` codec.
 
-    It is priced like that until it is used: it reads the same, and writes twice as much.
+    Return `profile` itself if the config names its codecs. The precise codec has the times of the switched-off one:
+    it reads as many bytes, and writes twice as many.
     """
-    gone = options_of(profile, switched_off) if config.codecs is None else frozenset()
-    if not gone:
+    off_options = switched_off_options(profile, switched_off) if config.codecs is None else frozenset()
+    if not off_options:
         return profile
 
-    def offered(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
-        off = next((option for option in value.codecs if (*key, option.codec) in gone), None)
-        is_known = any(option.codec == precise_codec() for option in value.codecs)
-        return value.codecs if off is None or is_known else (*value.codecs, *_finer(value, off, config))
+    def with_precise(key: TrackedKey, value: Value) -> tuple[CodecOption, ...]:
+        off_option = next((option for option in value.codecs if (*key, option.codec) in off_options), None)
+        has_precise = any(option.codec == precise_codec() for option in value.codecs)
+        if off_option is None or has_precise:
+            return value.codecs
+        return (*value.codecs, *_precise_option(value, off_option, config))
 
-    return _with_codecs(profile, offered)
+    return _with_codecs(profile, with_precise)
 
 
-def _finer(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
-    """The precise codec at the price of `option`, if it suits the value."""
+def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
+    """Yield the precise codec with the times of `option`, if it supports the value."""
     import torch
 
     codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)
@@ -93,12 +96,12 @@ def _finer(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[C
 
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
-    """`profile` with `extra_bytes` more live from forward to the end of backward: what a measured peak has shown."""
-    return profile.with_more_live(extra_bytes, [extra_bytes] * len(profile.blocks), extra_bytes)
+    """Return `profile` with `extra_bytes` more live throughout forward and backward, as a measured peak shows."""
+    return profile.with_extra_live_bytes(extra_bytes, [extra_bytes] * len(profile.blocks), extra_bytes)
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
-    """`choice` with its codec's options of today; as it is if that codec is no option any more."""
+    """Return `choice` with the current options of its codec; unchanged if the codec is no longer an option."""
     options = (option for option in kind.values[value].codecs if option.codec == choice.codec)
     option = next(options, None)
     return choice if option is None else replace(choice, options=option.options)
@@ -109,29 +112,28 @@ def _with_options(profile: Profile, reprice: Callable[[TrackedKey, Value, CodecO
 
 
 def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tuple[CodecOption, ...]]) -> Profile:
-    def changed(kind_index: int, value: Value) -> Value:
+    def with_new_codecs(kind_index: int, value: Value) -> Value:
         if not value.codecs:
             return value
         return replace(value, codecs=codecs_of((kind_index, value.index), value))
 
     kinds = tuple(
-        replace(kind, values=tuple(changed(index, value) for value in kind.values))
+        replace(kind, values=tuple(with_new_codecs(index, value) for value in kind.values))
         for index, kind in enumerate(profile.kinds)
     )
     return replace(profile, kinds=kinds)
 
 
-# Codecs that are switched off for some activations, under names that batches of all sizes have in common.
-#
-# The tape of another size may number its values otherwise, or have other ones. What its blocks and modules are called,
-# and in which order a module makes what, is the same.
+# Codecs that are switched off are identified by names, because the tape of another batch size may number its values
+# differently or have other values. The names of blocks and modules are the same at all sizes, and so is the order of
+# the activations of a module.
 
 SwitchedOff = tuple[str, str, str]
-"""A block, an activation of it ("attn:clone", the second one of that name "attn:clone#2"), and a codec."""
+"""(block, activation of the block, codec). The second activation of the name "attn:clone" is "attn:clone#2"."""
 
 
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
-    """`options` of a kind by their names in each block of that kind."""
+    """Return `options`, which are by kind, with their names in each block of the kind."""
     return frozenset(
         (block.name, profile.kinds[kind].names[value], codec)
         for block in profile.blocks
@@ -140,22 +142,22 @@ def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset
     )
 
 
-def options_of(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
-    """The options of `profile` that are switched off in any block of their kind."""
-    found = set()
+def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
+    """Return the options of `profile` that are switched off in any block of their kind."""
+    options = set()
     for block in profile.blocks if switched_off else ():
         kind = profile.kinds[block.kind]
         for value, name in zip(kind.values, kind.names, strict=True):
-            found |= {
+            options |= {
                 (block.kind, value.index, option.codec)
                 for option in value.codecs
                 if (block.name, name, option.codec) in switched_off
             }
-    return frozenset(found)
+    return frozenset(options)
 
 
 def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
-    """All options of the kinds of `blocks` that lose something, and the finer ones that would be offered for them."""
+    """Return all lossy options of the kinds of `blocks`, and the precise codec that `with_finer` may add."""
     return frozenset(
         (index, value.index, codec)
         for index in {block.kind for block in profile.blocks if block.name in blocks}

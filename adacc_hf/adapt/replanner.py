@@ -1,8 +1,7 @@
-"""The policy rectifier (paper, section 3.4): look at the data again now and then, re-price, re-solve.
+"""Replanner: updates the prices of a run at its tracking steps and solves again (the paper's rectifier, section 3.4).
 
-At a tracking step the executor's own encoding counts the outlier channels of every tracked activation, chooses them
-anew and measures round trips; between tracking steps nothing is counted and nothing synchronises. The solver runs on a
-thread while training goes on.
+At a tracking step, the codecs that encode the activations count and choose the outlier channels anew and measure
+round-trip errors. Other steps count nothing and do not synchronize. The solver runs on a thread while training goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from adacc_hf.adapt.gradient_check import BlockSample, GradientError, comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.outlier_tracking import (
-    Findings,
+    Measurements,
     MeasuringCodec,
     NamedObservation,
     Observation,
@@ -27,17 +26,17 @@ from adacc_hf.adapt.outlier_tracking import (
 from adacc_hf.adapt.policy_selection import (
     ReplanResult,
     current_policy,
-    fewest,
+    find_culprits,
     gradient_bound,
-    judged,
     over_bound,
+    replan,
     with_margin,
 )
 from adacc_hf.adapt.profile_updates import (
     SwitchedOff,
     in_all_blocks,
     lossy_options,
-    options_of,
+    switched_off_options,
     with_errors,
     with_finer,
     with_more_memory,
@@ -48,7 +47,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.solve.solver import Budget, solve_policy
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, is_first_rank, gather_from_all_ranks
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks, is_first_rank
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -59,56 +58,58 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """What one tracking step found, by activation: the most over all blocks of its kind and all ranks."""
+    """Measurements of one tracking step by activation: the maximum over all blocks of its kind and over all ranks."""
 
     num_outliers: dict[str, int]
-    """Outlier channels of each tracked activation."""
+    """Number of outlier channels of each tracked activation."""
     errors: dict[str, float]
     """Relative L2 round-trip error of each compressed activation."""
     gradients: dict[int, GradientError]
-    """What compression cost the gradient of sampled blocks, by kind."""
-    degrading: frozenset[OptionKey]
-    """What of it made that too much: these codecs are not used any more."""
+    """Error of the gradient of sampled blocks under compression, by kind."""
+    degrading_codecs: frozenset[OptionKey]
+    """Codecs to switch off, because their errors put a gradient's error above its bound."""
     reason: str
-    """Why the policy must be solved again, or why not."""
+    """Reason to solve again, or not to."""
     needs_solving: bool
+    """True if the policy has to be solved again."""
 
 
 class Replanner:
-    """Keeps a policy in step with the data.
+    """A policy and its prices, which are adapted to the data while training.
 
-    Between steps: `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after it. If that says
-    so, `start_solving()`; then, after any number of steps, `take_over()` and `handle.replace` what it returns. With
-    several ranks all of them call all of these at the same steps.
+    Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after it. If the result's
+    `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and pass the
+    policy of its result, if there is one, to `handle.replace`. All ranks have to make these calls at the same steps.
     """
 
     def __init__(
         self, profile: Profile, policy: Policy, config: AdaccConfig, memory_budget: str | float | int | None = None
     ) -> None:
         self.profile = profile
-        """Today's prices."""
+        """Profile with the current prices."""
         self.policy = policy
         self.priced = profile
-        """The prices that `policy` was made from: those of today, or of the last tracking step but one."""
+        """Profile from which `policy` was made. Its prices may be older than those of `profile`."""
         self.searched = profile
-        """The prices for which the solver ran last."""
+        """Profile for which the solver ran last."""
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
         self.switched_off: frozenset[SwitchedOff] = frozenset()
-        """Codecs that are not used any more, since they degraded gradients."""
+        """Codecs that new policies must not use, because they degraded gradients."""
         self._plans: BlockPlans | None = None
-        self._findings = Findings()
+        self._measurements = Measurements()
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
-        """Tracking steps so far; the blocks whose gradients are compared go on from there."""
-        self._degraded: list[str] = []
-        """The blocks whose gradients were found degraded last."""
+        """Number of tracking steps so far. The blocks to sample are chosen in turn by this number."""
+        self._degraded_blocks: list[str] = []
+        """Sampled blocks of the kinds whose gradients were degraded at the latest tracking step that found any."""
         self.lacks_room = False
-        """Whether the budget had room for fewer comparisons than `guard_blocks`, at the last tracking step."""
+        """True if the budget had room for fewer comparisons than `guard_blocks` at the last tracking step."""
         self.solver_ms = 0.0
-        """What the solver computed for the last `take_over`, 0 on ranks that only hear of it."""
-        self._solving: Background[ReplanResult] | None = None
-        self._solving_from = profile
+        """CPU time of the solver for the last `take_over`; 0 on ranks that do not solve."""
+        self._solver: Background[ReplanResult] | None = None
+        self._solver_profile = profile
+        """Profile that the running solver will have solved for."""
 
     @property
     def is_tracking(self) -> bool:
@@ -116,118 +117,123 @@ class Replanner:
 
     @property
     def is_solving(self) -> bool:
-        return self._solving is not None
+        return self._solver is not None
 
     def has_work(self) -> bool:
-        """Whether any activation is compressed in a way that can lose something or keeps outliers apart."""
+        """Return True if the policy compresses any activation with loss."""
         return bool(self.lossy_blocks())
 
     def lossy_blocks(self) -> list[str]:
-        """Blocks that compress something with loss, in forward order."""
+        """Return the names of the blocks in which the policy compresses with loss, in forward order."""
         lossy = [any(not c.lossless for c in _codecs(plan).values()) for plan in self.policy.plans]
         return [name for name, plan in self.policy.blocks if lossy[plan]]
 
     def start_tracking(self, plans: BlockPlans, every_kind: bool = False) -> None:
-        """Have the next forward measure; with `every_kind` the gradient of a block of every lossy kind."""
-        self._plans, self._findings = plans, Findings()
+        """Measure in the next step. If `every_kind`, compare the gradient of one block of each kind that has loss."""
+        self._plans, self._measurements = plans, Measurements()
         for block in self.profile.blocks:
-            plans.strategies[block.name].wrap_codec = self._measuring(block.kind)
-        names = self._sampled(every_kind) if self.config.guard else []
+            plans.strategies[block.name].wrap_codec = self._codec_wrapper(block.kind)
+        names = self._sample_names(every_kind) if self.config.guard else []
         self._samples = {name: BlockSample(plans.strategies[name]) for name in names}
         self.num_tracked += 1
 
     def finish_tracking(self) -> Tracking:
-        """Stop measuring, and put what was found on any rank into the prices."""
+        """Stop measuring, and update the prices from the measurements of all ranks."""
         return self.reprice(self.observed())
 
     def observed(self) -> NamedObservation:
-        """Stop measuring; returns what was found on any rank."""
+        """Stop measuring. Return the measurements of all ranks, merged."""
         self._stop_measuring()
-        gradients, degrading = self._compare()
-        observation = Observation.merged(gather_from_all_ranks(self._findings.read(gradients, degrading)))
-        kinds = {kind for kind, _, _ in observation.degrading}
+        gradients, degrading_codecs = self._compare_gradients()
+        own_observation = self._measurements.read(gradients, degrading_codecs)
+        observation = Observation.merged(gather_from_all_ranks(own_observation))
+        kinds = {kind for kind, _, _ in observation.degrading_codecs}
         degraded = [block.name for block in self.profile.blocks if block.name in self._samples and block.kind in kinds]
-        self._degraded = degraded or self._degraded
+        self._degraded_blocks = degraded or self._degraded_blocks
         self.cancel_tracking()
         return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
-        """Stop measuring and forget what was found. Harmless when nothing is measured."""
+        """Stop measuring and drop the measurements. Harmless when nothing is measured."""
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()
-        self._plans, self._findings, self._samples = None, Findings(), {}
+        self._plans, self._measurements, self._samples = None, Measurements(), {}
 
     def predicted_peak_bytes(self) -> int:
-        """Peak of the policy in force at today's prices."""
+        """Return the peak of a step under the policy at the current prices."""
         return current_policy(self.profile, self.policy).predicted_peak_bytes
 
     def is_over_budget(self, peak_bytes: int) -> bool:
-        """Whether the budget bounds the peak of a step, and one of `peak_bytes` is above it."""
+        """Return True if the budget bounds the peak of a step, and `peak_bytes` exceeds it."""
         budget = Budget.resolve(self.memory_budget, self.profile, self.config)
-        return budget.of_peak and peak_bytes > budget.nbytes
+        return budget.limits_peak and peak_bytes > budget.nbytes
 
     def add_memory(self, extra_bytes: int) -> None:
-        """Price a step that was measured to need `extra_bytes` more than predicted."""
+        """Add `extra_bytes` to the predicted memory, because a measured step needed that much more than predicted."""
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
-        """From the next solving on, none of `codecs`, and perhaps a finer one in place of each."""
+        """Exclude `codecs` from new policies. If the config allows, offer a finer codec in place of each."""
         self.switched_off |= frozenset(codecs)
         if self.switched_off:
             self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
-        """The policy for the prices of `profile`, today's from now on; on all ranks what the first one solves.
+        """Make `profile` the current prices, solve for them, and set and return the policy.
 
-        It is the policy from now on. Raises InfeasibleBudgetError, and leaves the policy as it is.
+        The first rank solves for all ranks. Raises InfeasibleBudgetError, and then keeps the policy.
         """
         self.profile = profile
         budget, config = self.memory_budget, with_margin(self.config)
-        self.policy = broadcast_from_first_rank(lambda: solve_policy(self._to_solve(), budget, config))
+        self.policy = broadcast_from_first_rank(lambda: solve_policy(self._allowed_profile(), budget, config))
         self.priced = self.searched = profile
         return self.policy
 
     def start_solving(self) -> None:
-        """Solve for today's prices on a thread of the first rank."""
-        profile, policy, budget = self._to_solve(), self.policy, self.memory_budget
-        searched = self.searched.without_codecs_below(self.config.min_compress_bytes)
-        self._solving_from = self.profile
-        self._solving = Background(lambda: judged(profile, policy, budget, self.config, searched))
+        """Begin to solve for the current prices, on a thread of the first rank."""
+        profile, policy, budget = self._allowed_profile(), self.policy, self.memory_budget
+        last_solved = self.searched.without_codecs_below(self.config.min_compress_bytes)
+        self._solver_profile = self.profile
+        self._solver = Background(lambda: replan(profile, policy, budget, self.config, last_solved))
 
     def take_over(self) -> ReplanResult:
-        """What was solved, which is the policy from now on. Waits for the solver and raises its errors."""
-        assert self._solving is not None, "start_solving comes first"
-        found = self._solving.result()
-        self.solver_ms, self._solving = self._solving.cpu_ms, None
-        if found.searched:
-            self.searched = self._solving_from
-        if found.policy is not None:
-            self.policy, self.priced = found.policy, self._solving_from
-        return found
+        """Wait for the solver that `start_solving` began, and return its result. If that has a policy, set it.
+
+        Raises the solver's errors.
+        """
+        assert self._solver is not None, "call start_solving first"
+        result = self._solver.result()
+        self.solver_ms, self._solver = self._solver.cpu_ms, None
+        if result.has_solved:
+            self.searched = self._solver_profile
+        if result.policy is not None:
+            self.policy, self.priced = result.policy, self._solver_profile
+        return result
 
     def solve_within(self, memory_budget: str | float | int) -> Policy:
-        """The policy for another budget, which is the policy from now on. Raises InfeasibleBudgetError.
+        """Solve for another budget, and set and return the policy. A solver running for the old budget is ignored.
 
-        What is being solved for the budget until now is given up.
+        Raises InfeasibleBudgetError, and then keeps the policy and the budget.
         """
-        self.policy = solve_policy(self._to_solve(), memory_budget, with_margin(self.config))
-        self._solving = None
+        self.policy = solve_policy(self._allowed_profile(), memory_budget, with_margin(self.config))
+        self._solver = None
         self.memory_budget, self.priced, self.searched = memory_budget, self.profile, self.profile
         return self.policy
 
-    def _to_solve(self) -> Profile:
-        # An estimated profile prices codecs for what is large enough at some size.
+    def _allowed_profile(self) -> Profile:
+        """Return the current prices of the codecs that new policies may use."""
+        # An estimated profile has codecs for every value that reaches min_compress_bytes at some batch size.
         allowed = without_codecs(self.profile, self.switched_off)
         return allowed.without_codecs_below(self.config.min_compress_bytes)
 
-    def _measuring(self, kind_index: int) -> Callable[[int, Codec], MeasuringCodec]:
+    def _codec_wrapper(self, kind_index: int) -> Callable[[int, Codec], MeasuringCodec]:
         values = self.profile.kinds[kind_index].values
 
         def wrap(value: int, codec: Codec) -> MeasuringCodec:
             tracks = is_tracked(values[value], self.config)
             key, options = (kind_index, value), values[value].codecs
-            return MeasuringCodec(codec, key, options, self.config, self._findings, tracks)
+            return MeasuringCodec(codec, key, options, self.config, self._measurements, tracks)
 
         return wrap
 
@@ -235,19 +241,20 @@ class Replanner:
         for strategy in self._plans.strategies.values() if self._plans is not None else ():
             strategy.wrap_codec = None
 
-    def _sampled(self, every_kind: bool) -> list[str]:
-        """Blocks whose gradients are compared: some in turn, or a lossy one of every kind.
+    def _sample_names(self, every_kind: bool) -> list[str]:
+        """Return the names of the blocks whose gradients are compared.
 
-        In turn those for which the budget has room. Of every kind, room or not, the one that was found degraded last,
-        or the first one, which takes least.
+        If `every_kind`, these are one lossy block of each kind, even if the budget has no room for the comparison: the
+        one that was degraded last, else the first one, which needs the least memory. Otherwise
+        `guard_blocks` of the lossy blocks for which the budget has room take turns.
         """
         names = self.lossy_blocks()
         if every_kind:
             kinds = {block.name: block.kind for block in self.profile.blocks}
-            suspects = [name for name in self._degraded if name in names]
+            suspects = [name for name in self._degraded_blocks if name in names]
             return list({kinds[name]: name for name in reversed([*suspects, *names])}.values())
         budget = Budget.resolve(self.memory_budget, self.profile, self.config)
-        if budget.of_peak:
+        if budget.limits_peak:
             peaks = peaks_with_samples(self.profile, current_policy(self.profile, self.policy))
             after = comparison_peaks(self.profile)
             fitting = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
@@ -256,74 +263,78 @@ class Replanner:
         num = min(self.config.guard_blocks, len(names))
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
-    def _compare(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Gradient errors by kind, and the codecs that must not be used any more for them to keep to the bound.
+    def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
+        """Return the errors of the sampled gradients by kind, and the codecs to switch off so that they are in bounds.
 
-        All ranks search together, as they may have to: a block that exchanges something runs on all of them or none.
+        If a gradient is out of bounds on one rank, all ranks search for its codecs, because a block with collectives
+        has to run on all ranks.
         """
         bound = gradient_bound(self.config)
         kinds = {block.name: block.kind for block in self.profile.blocks}
-        found: dict[int, list[GradientError]] = {}
-        degrading: set[OptionKey] = set()
+        errors_by_kind: dict[int, list[GradientError]] = {}
+        degrading_codecs: set[OptionKey] = set()
         for name, sample in self._samples.items():
             error = sample.compare()
             if error is not None:
-                found.setdefault(kinds[name], []).append(error)
+                errors_by_kind.setdefault(kinds[name], []).append(error)
             if any(gather_from_all_ranks(error is not None and error.error > bound)):
-                degrading |= self._degrading(name, kinds[name], sample, was_compared=error is not None)
-            sample.close()  # one exact gradient at a time
-        return {kind: GradientError.worst(errors) for kind, errors in found.items()}, frozenset(degrading)
+                degrading_codecs |= self._find_degrading(name, kinds[name], sample, was_compared=error is not None)
+            sample.close()  # so that only one exact gradient is held at a time
+        worst_errors = {kind: GradientError.worst(errors) for kind, errors in errors_by_kind.items()}
+        return worst_errors, frozenset(degrading_codecs)
 
-    def _degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
-        """The codecs of the block `name` without which its gradient is mended: all where that cannot be found.
+    def _find_degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
+        """Return the codecs of the block `name` to switch off so that its gradient's error is in bounds.
 
-        Those that are switched off already, and in force until another policy is, are taken for granted.
+        Codecs that are switched off already, which the policy uses until it is replaced, are part of the result. If the
+        search fails, the result is all lossy codecs of the block's kind, and a warning is logged.
         """
         bound = gradient_bound(self.config)
         lossy = {value: codec.name for value, codec in _codecs(self.policy.plan_of(name)).items() if not codec.lossless}
-        gone = options_of(self.profile, self.switched_off)
-        known = frozenset(value for value, codec in lossy.items() if (kind, value, codec) in gone)
+        off_options = switched_off_options(self.profile, self.switched_off)
+        off_values = frozenset(value for value, codec in lossy.items() if (kind, value, codec) in off_options)
 
         def error_without(values: frozenset[int]) -> float | None:
-            found = sample.compare(known | values)
-            without_gradient = None if was_compared else 0.0  # a rank that never had one agrees with the others
-            errors = gather_from_all_ranks(without_gradient if found is None else found.error)
-            told = [error for error in errors if error is not None]
-            return max(told) if len(told) == len(errors) else None
+            error = sample.compare(off_values | values)
+            default = None if was_compared else 0.0  # 0.0: a rank without the sample adopts the other ranks' result
+            rank_errors = gather_from_all_ranks(default if error is None else error.error)
+            measured_errors = [rank_error for rank_error in rank_errors if rank_error is not None]
+            return max(measured_errors) if len(measured_errors) == len(rank_errors) else None
 
-        before = error_without(frozenset()) if known else None
-        is_explained = before is not None and before <= bound
-        values = known if is_explained else fewest(lossy.keys() - known, bound, error_without)
+        error_without_off = error_without(frozenset()) if off_values else None
+        is_explained = error_without_off is not None and error_without_off <= bound
+        values = off_values if is_explained else find_culprits(lossy.keys() - off_values, bound, error_without)
         if values is None:
             log.warning(
-                "Adacc: what degrades the gradient of %s cannot be told: lossy compression ends for all blocks like it",
+                "Adacc: the codecs that degrade the gradient of %s cannot be determined: lossy compression is switched "
+                "off for all blocks of its kind",
                 name,
             )
             return lossy_options(self.profile, [name])
-        return frozenset((kind, value, lossy[value]) for value in known | values)
+        return frozenset((kind, value, lossy[value]) for value in off_values | values)
 
     def reprice(self, observed: NamedObservation) -> Tracking:
-        """Put what was found into the prices: under this policy, or under that of the same blocks at another size."""
+        """Update the prices from the measurements `observed`, which may be of the same blocks at another batch size."""
         before = self.profile
-        found = observed.within(before)
-        repriced = with_outlier_counts(before, found.num_outliers)
-        channels_moved = repriced != before
-        self.profile = with_errors(repriced, found.option_errors)
-        self.switch_off(in_all_blocks(before, found.degrading))
-        over = over_bound(self._to_solve(), self.policy, self.config)
-        if channels_moved:
-            reason = "the number of outliers changed"
-        elif over:
-            reason = f"errors above the bound: {', '.join(over)}"
+        observation = observed.for_profile(before)
+        repriced = with_outlier_counts(before, observation.num_outliers)
+        has_changed_counts = repriced != before
+        self.profile = with_errors(repriced, observation.option_errors)
+        self.switch_off(in_all_blocks(before, observation.degrading_codecs))
+        disallowed = over_bound(self._allowed_profile(), self.policy, self.config)
+        if has_changed_counts:
+            reason = "the number of outlier channels changed"
+        elif disallowed:
+            reason = f"errors above the bound: {', '.join(disallowed)}"
         else:
-            reason = "outliers as before"
+            reason = "outlier channels unchanged, errors within the bound"
         return Tracking(
-            num_outliers={full_name(before, key): count for key, count in found.num_outliers.items()},
-            errors={full_name(before, key): error for key, error in found.errors.items()},
-            gradients=found.gradients,
-            degrading=found.degrading,
+            num_outliers={full_name(before, key): count for key, count in observation.num_outliers.items()},
+            errors={full_name(before, key): error for key, error in observation.errors.items()},
+            gradients=observation.gradients,
+            degrading_codecs=observation.degrading_codecs,
             reason=reason,
-            needs_solving=channels_moved or bool(over),
+            needs_solving=has_changed_counts or bool(disallowed),
         )
 
 
@@ -335,22 +346,21 @@ def _codecs(plan: Plan) -> dict[int, Codec]:
     }
 
 
-# One function at a time on a thread of its own, on the first rank.
-
 T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """The result of `make`, which starts at once on the first rank.
+    """A call of `compute` on a thread of the first rank, which starts at once.
 
-    All ranks must ask for the result at the same point.
+    All ranks have to call `result` at the same point.
     """
 
-    def __init__(self, make: Callable[[], T]) -> None:
+    def __init__(self, compute: Callable[[], T]) -> None:
         self.cpu_ms = 0.0
-        """What `make` computed, which training may have had to wait for; known on the first rank once it is done."""
-        self._make = make
-        self._made: list[T] = []
+        """CPU time of `compute`, for which training may have waited. On the first rank, 0 until `compute` has returned;
+        on the others always 0."""
+        self._compute = compute
+        self._results: list[T] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if is_first_rank():
@@ -358,20 +368,20 @@ class Background(Generic[T]):
             self._thread.start()
 
     def result(self) -> T:
-        """What `make` returned, on every rank; waits for it. Its error is raised everywhere."""
-        return broadcast_from_first_rank(self._joined)
+        """Wait for `compute`, and return its result on every rank. An error of `compute` is raised on every rank."""
+        return broadcast_from_first_rank(self._join)
 
     def _run(self) -> None:
         started = time.thread_time()
         try:
-            self._made.append(self._make())
-        except BaseException as error:  # raised again where the result is asked for
+            self._results.append(self._compute())
+        except BaseException as error:  # raised again by `result`
             self._error = error
         self.cpu_ms = (time.thread_time() - started) * 1e3
 
-    def _joined(self) -> Any:
-        assert self._thread is not None, "only the first rank makes"
+    def _join(self) -> Any:
+        assert self._thread is not None, "only the first rank has a thread"
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._made[0]
+        return self._results[0]

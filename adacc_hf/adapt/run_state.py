@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import going_on, save_files, save_history
+from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
 from adacc_hf.adapt.optimizer_hooks import OptimizerProbe
 from adacc_hf.adapt.policy_builder import PolicySource
@@ -84,15 +85,15 @@ class RunState:
     """State of one run of a training loop, shared by all its phases, and the files that describe the run."""
 
     def __init__(
-        self, config: AdaccConfig, given: PolicySource | None, model: nn.Module, optimizer: Any, loop: TrainingLoop
+        self, config: AdaccConfig, source: PolicySource | None, model: nn.Module, optimizer: Any, loop: TrainingLoop
     ) -> None:
-        self.config, self.given = config, given
+        self.config, self.source = config, source
         self.model, self.optimizer, self.loop = model, optimizer, loop
         self.phase = Phase()
         self.policy: Policy | None = None
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
-        self.ran = FallbackStats()
+        self.stats = FallbackStats()
         self.num_before = 0
         """Finished steps of the run that this one resumes; 0 for a new run."""
         self.num_steps = 0
@@ -112,13 +113,14 @@ class RunState:
         return self.num_before + self.num_steps
 
     @property
-    def in_force(self) -> Policy:
+    def active_policy(self) -> Policy:
         """The current policy. Only for phases that follow a policy."""
         assert self.policy is not None
         return self.policy
 
-    def note(self, step: int, event: str, **figures: Any) -> None:
-        self.history.append({"step": step, "event": event, **figures})
+    def note(self, event: Event) -> None:
+        """Append `event` to the history."""
+        self.history.append(event.to_record())
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
         """Set the policy that is followed from now on, and the profile it was solved for."""
@@ -134,7 +136,7 @@ class RunState:
 
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if part of it did not follow the policy."""
-        self._is_uncounted |= self.ran.step_ends(step, self.history)
+        self._is_uncounted |= self.stats.step_ends(step, self.history)
 
     def fallback_figures(self) -> dict[str, float]:
         """Return the number of fallback steps, for the log."""
@@ -151,7 +153,7 @@ class RunState:
         self._is_unsaved |= changed
         with going_on(folder, REPORTS_LACK):
             if self._is_unsaved:
-                save_files(folder, self.in_force, self.profile)
+                save_files(folder, self.active_policy, self.profile)
                 self._is_unsaved = False
             if changed or is_last or (len(self.history) - self._num_saved) * HISTORY_PARTS >= len(self.history):
                 save_history(folder, self.history)

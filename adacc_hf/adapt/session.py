@@ -56,11 +56,11 @@ RETRY = (
 class AdaccSession:
     """Memory budget for a model in any training loop.
 
-    Before the first forward, small parts of the first batch are profiled, or the whole batch if the model cannot run on
-    parts of it, and a policy is solved. If the first batch leaves blocks out, or the model is sharded (FSDP, ZeRO-3),
-    the first `profile_steps` steps run under torch's checkpoint before that. Each size of batch gets a policy of its
-    own, and policies change with the data. AdaccCallback does the same in a Trainer; only models compiled as a whole
-    need the callback. For example:
+    Before the first forward, the session profiles small parts of the first batch (the whole batch if the model cannot
+    run on parts) and solves a policy. If the first batch leaves blocks out, or the model is sharded (FSDP, ZeRO-3), the
+    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each size of batch gets a policy
+    of its own, and policies change with the data. AdaccCallback does the same in a Trainer. Only models compiled as a
+    whole need the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:
@@ -120,8 +120,8 @@ class AdaccSession:
         """True inside the context of `step`."""
         self._num_unseen = 0
         """Steps in a row in which the optimizer was not seen to step."""
-        self._said: set[str] = set()
-        """What the loop was told, once each."""
+        self._warned: set[str] = set()
+        """Warnings so far, which come once each."""
         self._is_one = False
         """True if the current step is known to have one micro-batch: inside `step(batch)` or `run`."""
 
@@ -283,12 +283,12 @@ class AdaccSession:
         """
         if self._is_closed:
             raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")
-        run, given = self._run, self._run.given
+        run, source = self._run, self._run.source
         if remove_policy(run.model):
-            log.warning("Adacc: the policy or session that the model had is taken off: a model has one of them")
+            log.warning("Adacc: the model's earlier policy or session is removed: a model has one of them")
         self._has_begun, run.num_before = True, step
-        if saved is None and isinstance(given, (str, Path, Policy)):
-            policy = given if isinstance(given, Policy) else Policy.load(given)
+        if saved is None and isinstance(source, (str, Path, Policy)):
+            policy = source if isinstance(source, Policy) else Policy.load(source)
             refuse_above_budget(policy, self.config.memory_budget)
             saved = Saved(shape_policies=[SavedSizePolicy(policy=policy, profile=None)])
         if saved is None:
@@ -350,11 +350,11 @@ class AdaccSession:
         self.phase.step_ends(self.num_steps if step is None else step)
 
     def _has_trained(self, watch: LoopHooks) -> bool:
-        """Tell the loop what its step lacks, and return True if the step is one to be counted."""
+        """Return True if the step has trained the model. Warn of a missing forward or optimizer step."""
         if watch.num_forwards == 0:
             self.phase.broken_off()
             why = "of the very model that the session was given" if self._run.model.training else "it is in eval mode"
-            self._say(NO_FORWARD, why)
+            self._warn(NO_FORWARD, why)
             return False
         if self._num_micro:
             self._run.loop.num_micro = self._num_micro
@@ -362,13 +362,13 @@ class AdaccSession:
         if not self._run.has_stepped:
             self.phase.backward_is_over()
         if self._num_unseen == UNSEEN_STEPS:
-            self._say(NOT_SEEN, UNSEEN_STEPS, "steps")
+            self._warn(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
 
-    def _say(self, text: str, *details: Any) -> None:
+    def _warn(self, text: str, *details: Any) -> None:
         """Warn, once for each text."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             log.warning(text, *details)
 
     @property
@@ -387,7 +387,7 @@ class AdaccSession:
                 self.begin_step()
         self._num_micro += 1
         if self._num_micro > MOST_MICRO and not self._is_explicit:
-            self._say(NOT_SEEN, MOST_MICRO, "micro-batches")
+            self._warn(NOT_SEEN, MOST_MICRO, "micro-batches")
         if self._watch is not None:
             if self._run.num_steps == 0:
                 self._run.loop.num_micro = 1 if self._is_one else MANY
@@ -416,7 +416,7 @@ class AdaccSession:
 
 
 def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
-    """What `save` has written into a folder. Raises FileNotFoundError if there is no such folder."""
+    """Return what `save` has written into a folder, None if that is not used. Raises FileNotFoundError."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
     return load_from_checkpoint(folder, memory_budget)

@@ -1,1 +1,1 @@
-"""What passes between the rooms, as records without torch: settings, profiles, policies, a step's memory."""
+"""Records without torch that the other packages exchange: settings, profiles, policies, and the memory of a step."""

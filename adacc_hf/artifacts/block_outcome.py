@@ -1,4 +1,4 @@
-"""What one block keeps and needs under any plan: by activation, or as a whole under torch's checkpoint."""
+"""Memory and time of one block under any plan: with an action per activation, or under torch's checkpoint."""
 
 from __future__ import annotations
 
@@ -14,54 +14,57 @@ if TYPE_CHECKING:
 
 
 def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
-    """Return what one block of `kind` keeps, needs and costs under `plan`.
+    """Return the memory and time of one block of `kind` under `plan`.
 
-    Raises ValueError for a plan that cannot be carried out.
+    Raises ValueError for a plan that cannot be executed.
     """
     return _checkpointed(kind, plan) if plan.is_checkpointed else BlockWalk(kind, plan).outcome()
 
 
 def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
-    """Return the outcome of one block under torch's checkpoint: only its inputs are stored until backward.
+    """Return the memory and time of one block under torch's checkpoint, which stores only the inputs for backward.
 
     - An input lives until the block's backward ends. A compressed input is encoded at the end of the forward and
       decoded before the second forward; its payload lives until the block's backward ends too.
-    - A saved tensor that others hold as well (`Value.is_kept`) stays, and the second forward makes a second copy.
+    - A saved tensor with a reference outside the block (`Value.is_kept`) stays live, and the second forward computes a
+      second copy.
     - The second forward stops at the last saved tensor (early stop of `torch.utils.checkpoint`). An operator saves its
-      inputs before it runs, so that the product that ends a block is not computed again.
-    - The backward of a block that cannot be replayed was measured under torch's checkpoint as a whole.
+      inputs before it runs, so that the matrix product at the end of a block is not computed again.
+    - If a block cannot be replayed, its whole backward was measured under torch's checkpoint.
     """
     plain = plain_plan(kind)
-    if not kind.slots:  # nothing is saved, so that nothing runs again
+    if not kind.slots:  # autograd saves no tensor, so that no second forward runs
         return BlockWalk(kind, plain).outcome()
     choices = dict(plan.choices)
-    coded = {v.index: kind.codec_option(v.index, choices[v.index]) for v in kind.inputs if choices[v.index] != RETAIN}
-    kept = {value.index: value.nbytes for value in kind.inputs if value.index not in coded}
-    payload_bytes = sum(option.nbytes for option in coded.values())
-    decoded_bytes = sum(kind.values[value].nbytes for value in coded)
-    walk = BlockWalk(kind, plain, held=kept).outcome()
+    compressed = {
+        v.index: kind.codec_option(v.index, choices[v.index]) for v in kind.inputs if choices[v.index] != RETAIN
+    }
+    retained = {value.index: value.nbytes for value in kind.inputs if value.index not in compressed}
+    payload_bytes = sum(option.nbytes for option in compressed.values())
+    decoded_bytes = sum(kind.values[value].nbytes for value in compressed)
+    walk = BlockWalk(kind, plain, held_inputs=retained).outcome()
     gradient_bytes = kind.backward[0].entry_bytes if kind.backward else 0
-    others = [value for value in kind.activations if value.saved and value.is_kept]
-    extra_bytes = payload_bytes + kind.generator_bytes + sum(value.nbytes for value in others)
-    # All inputs are live when the second forward starts, and so is a copy of the generator's present state.
-    inputs_bytes = sum(kept.values()) + decoded_bytes + kind.generator_bytes
+    externally_held = [value for value in kind.activations if value.saved and value.is_kept]
+    extra_bytes = payload_bytes + kind.generator_bytes + sum(value.nbytes for value in externally_held)
+    # At the start of the second forward, all inputs and a copy of the generator's current state are live.
+    inputs_bytes = sum(retained.values()) + decoded_bytes + kind.generator_bytes
     backward_bytes = extra_bytes + kind.elsewhere_bytes
-    again = [max(walk.forward_moments, default=0) + inputs_bytes + gradient_bytes + backward_bytes]
-    stored_bytes = sum(kept.values()) + extra_bytes
-    # The measured backward of a block that cannot be replayed has the second forward in it.
-    moments = [*([] if kind.untrusted else again), *(live + backward_bytes for live in walk.moments)]
+    rerun = [max(walk.forward_moments, default=0) + inputs_bytes + gradient_bytes + backward_bytes]
+    stored_bytes = sum(retained.values()) + extra_bytes
+    # If the block cannot be replayed, its measured backward includes the second forward.
+    moments = [*([] if kind.untrusted else rerun), *(live + backward_bytes for live in walk.moments)]
     return BlockOutcome(
         stored_bytes=stored_bytes,
         shared=frozenset(kind.given),
-        overhead_ms=rerun_ms(kind) + sum(option.encode_ms + option.decode_ms for option in coded.values()),
+        overhead_ms=rerun_ms(kind) + sum(option.encode_ms + option.decode_ms for option in compressed.values()),
         forward_moments=_forward_moments(kind, payload_bytes),
         moments=tuple(moments),
-        live_bytes=stored_bytes - sum(value.nbytes for value in others if value.cached),
+        live_bytes=stored_bytes - sum(value.nbytes for value in externally_held if value.cached),
     )
 
 
 def rerun_ms(kind: KindProfile) -> float:
-    """Return the time that torch's checkpoint spends on a block's second forward."""
+    """Return the time of a block's second forward under torch's checkpoint, in ms."""
     if kind.untrusted:
         return kind.forward_ms
     producers = [kind.values[value].producer for value in kind.slots if value >= 0]
@@ -70,13 +73,13 @@ def rerun_ms(kind: KindProfile) -> float:
 
 
 def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
-    """Return the live bytes at each moment of a forward that keeps its inputs, and encodes some of them at its end."""
-    others = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
-    # Measured was a forward that lets go of a value at its death; these stay, and count from there on.
-    staying = {value.index: value.nbytes for value in [*kind.inputs, *others]}
-    dying = (staying.get(event.value, 0) if event.death else 0 for event in kind.forward)
+    """Return the live bytes at each moment of a checkpointed forward, which encodes some of its inputs at the end."""
+    externally_held = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
+    # The measured forward frees a value at its death. Inputs and externally held values stay, and count from there on.
+    nbytes = {value.index: value.nbytes for value in [*kind.inputs, *externally_held]}
+    staying_bytes = accumulate(nbytes.get(event.value, 0) if event.death else 0 for event in kind.forward)
     live = [
-        kind.generator_bytes + kept + event.extra_bytes
-        for kept, event in zip(accumulate(dying), kind.forward, strict=True)
+        kind.generator_bytes + staying + event.extra_bytes
+        for staying, event in zip(staying_bytes, kind.forward, strict=True)
     ]
     return (*live, live[-1] + payload_bytes) if live and payload_bytes else tuple(live)

@@ -1,8 +1,8 @@
 """Names of the calls of blocks in one step.
 
-A model may call a block several times before backward: layers share their weights, or the loss calls the model twice.
-Each call has a name of its own, and so a plan: the first call has the module path of the block, the others "path#2" and
-"path#3".
+A model may call a block several times before backward, if layers share their weights or the loss calls the model twice.
+Each call has its own name, and with it a plan. The first call is named by the block's module path, the others "path#2"
+and "path#3".
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from collections.abc import Iterable
 
 
 def call_name(block: str, number: int) -> str:
-    """The name of the call of `block` with that number in a step, counted from 1."""
+    """Return the name of the `number`-th call of `block` in a step, counted from 1."""
     return block if number == 1 else f"{block}#{number}"
 
 
-def numbered(names: Iterable[str]) -> list[str]:
-    """`names` told apart as calls are: the second "norm" is "norm#2"."""
-    seen: Counter[str] = Counter()
-    found = []
+def numbered_names(names: Iterable[str]) -> list[str]:
+    """Return `names` with a number appended to each repeated name: the second "norm" becomes "norm#2"."""
+    counts: Counter[str] = Counter()
+    unique_names = []
     for name in names:
-        seen[name] += 1
-        found.append(call_name(name, seen[name]))
-    return found
+        counts[name] += 1
+        unique_names.append(call_name(name, counts[name]))
+    return unique_names
 
 
 def block_of_call(name: str) -> str:
-    """The block of a call with that name."""
+    """Return the module path of the block of the call `name`."""
     return split_call(name)[0]
 
 
 def split_call(name: str) -> tuple[str, int]:
-    """The block of a call and its number in a step, counted from 1."""
+    """Split a call's name into the block's module path and the call's number in a step, counted from 1."""
     block, mark, number = name.rpartition("#")
     return (block, int(number)) if mark and number.isdigit() else (name, 1)
 
 
-def num_calls(names: Iterable[str]) -> dict[str, int]:
-    """How often each block is called in a step that has calls with these `names`."""
-    found: dict[str, int] = {}
+def calls_per_block(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of calls of each block in a step whose calls have `names`, by the block's module path."""
+    counts: dict[str, int] = {}
     for name in names:
         block, number = split_call(name)
-        found[block] = max(number, found.get(block, 0))
-    return found
+        counts[block] = max(number, counts.get(block, 0))
+    return counts

@@ -1,4 +1,4 @@
-"""The settings of a run, in one frozen record, and the memory budget that they come to."""
+"""Settings of a run as one frozen record, and the memory budget in bytes that the settings resolve to."""
 
 from __future__ import annotations
 
@@ -9,109 +9,114 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.policy import HEADS, Action
-from adacc_hf.artifacts.units import MOST_BYTES, parse_bytes
+from adacc_hf.artifacts.units import MAX_BYTES, parse_bytes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 TRACKING_NAMES = ("exponential", "off")
-LEAST_BUDGET_BYTES = 64 * 1024
-"""The smallest budget in bytes. Nothing trains in less: a smaller number is a fraction or a size without its unit."""
+MIN_BUDGET_BYTES = 64 * 1024
+"""Smallest budget in bytes. No model trains in less: a smaller number is a fraction or a size whose unit was
+forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaccConfig:
-    """How activations may be treated, and within which memory. Raises ValueError for a value outside its range."""
+    """Settings of a run: the memory budget, and the allowed actions on activations.
+
+    Raises ValueError for a value outside its range.
+    """
 
     memory_budget: str | float | int = "auto"
-    """What training may use.
+    """Memory budget of training.
 
-    A float in (0, 1]: that fraction of the activation bytes that plain training keeps for backward
-    (`Profile.plain_stored_bytes`); 1.0 asks for nothing, small fractions approach full recomputation.
-    An int from 65536, or a string such as "20GiB": bytes that the peak of a whole training step keeps to, with
-    parameters, gradients and optimizer state. "auto": the same, with the bytes that this process holds and those that
-    are free on the device when it profiles, less `memory_margin`. If plain training keeps to the budget, nothing is
-    done.
+    A float in (0, 1]: limit on the bytes stored for backward, as a fraction of plain training's
+    (`Profile.plain_stored_bytes`). 1.0 is plain training, small fractions approach full recomputation.
+    An int from 65536, or a string such as "20GiB": limit on the peak of a whole training step in bytes, with
+    parameters, gradients and optimizer state. "auto": limit on the peak, equal to the bytes that this process uses plus
+    the bytes free on the device at the time of profiling, less `memory_margin`. If plain training fits the budget, the
+    blocks are not changed.
     """
     memory_margin: float = 0.05
-    """Fraction, 0 to 0.9, of what the device has for this process that "auto" leaves free, for rounding and all that no
-    profile sees. On a GPU another 10 % go to fragments of torch's allocator (`memory.FRAGMENTS`), unless it was told to
-    avoid them: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
+    """Fraction, 0 to 0.9, of the available device memory that "auto" leaves free, for rounding and allocations that a
+    profile does not measure. On a GPU another 10 % are reserved for fragmentation of torch's allocator
+    (`memory.FRAGMENTATION_SHARE`), unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
-    """The actions the solver may choose from. Without "compress" training is bit-equal to plain training; dropout masks
-    may be stored as bits in any case, which loses nothing. Where "recompute" is allowed, they may be drawn again, and
-    torch's checkpoint may run whole blocks."""
+    """Actions that the solver may choose. Without "compress", training is bit-equal to plain training. Dropout masks
+    may be stored as bits in any case, which is lossless. With "recompute", dropout masks may also be drawn again from
+    the generator's state, and torch's checkpoint may run whole blocks."""
     codecs: tuple[str, ...] | None = None
-    """Names of the codecs that may be used (`list_codecs()`); None picks by the kind of layer (paper, section 3.2)."""
+    """Names of the allowed codecs (`list_codecs()`). None selects codecs by the kind of layer (paper, section 3.2)."""
     outliers: bool = True
-    """Whether outlier channels are kept raw; False is the paper's "Adacc w/o outlier"."""
+    """True to store outlier channels uncompressed. False is the paper's "Adacc w/o outlier"."""
     compiled_outliers: float = 0.0
-    """Share of the channels, 0 to 0.5, that are kept raw in compiled graphs, where shapes are fixed before there is
-    data. Each step chooses them anew, which takes two more readings of an activation; 0.01 is what `adacc plan` reckons
-    with."""
+    """Share of the channels, 0 to 0.5, stored uncompressed in compiled graphs, whose shapes are fixed before any data
+    is seen. Each step selects the outlier channels again, which reads an activation two more times. `adacc plan`
+    assumes 0.01."""
     zscore_threshold: float = 3.0
-    """Channels whose absolute sum lies this many standard deviations above the mean are outliers (equation 1). Large
-    values, up to 1e6, find none; 0 takes every channel above the mean."""
+    """Channels whose absolute sum is this many standard deviations above the mean are outliers (equation 1). Large
+    values, up to 1e6, select no channel. 0 selects every channel above the mean."""
     group_size: int = 64
-    """Elements that share one scale in group-wise codecs, a power of two from 16 to 1024; small groups are more exact
-    and larger in bytes."""
+    """Elements that share one scale in group-wise codecs, a power of two from 16 to 1024. Smaller groups are more exact
+    and take more bytes."""
     min_compress_bytes: int = 64 * 1024
-    """Activations below this size, 0 to 2^40, are never compressed: a launch costs more than they hold."""
+    """Activations smaller than this, 0 to 2^40, are never compressed, because a kernel launch costs more than the
+    memory saved."""
     profile_steps: int = 2
-    """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, where the first batch leaves
-    blocks out or ranks hold parts of the parameters. Elsewhere there are none: the first batch is profiled before its
-    step. A budget in bytes wants at least 2, since the first optimizer step allocates the optimizer's state."""
+    """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, if the first batch does not
+    call all blocks or if parameters are sharded over ranks. In all other cases the first batch is profiled before its
+    step. Use at least 2 with a budget in bytes, because the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
-    """Whether prices of operators and codecs are taken from the folder that `adacc profiles` shows, where one is
-    there for the very same tape, shapes, dtypes, device, versions and settings. Codec errors are then those of the data
-    of that time. False measures them anew; they are kept there either way."""
+    """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
+    for the same tape, shapes, dtypes, device, versions and settings. The codec errors are then from the data of the
+    earlier run. False measures again. New measurements are saved to the folder in both cases."""
     tracking: str | int = "exponential"
-    """When outliers are looked at again (paper, section 3.4): "exponential" at 1, 2, 4, ... steps after the policy was
-    set, an int from 1 at every so many steps, "off" never. Each time adds some KiB to the run's history, which every
-    checkpoint has: an int is for short runs, or a large one for long ones."""
+    """Schedule of tracking steps, which measure outliers again (paper, section 3.4): "exponential" at 1, 2, 4, ...
+    steps after the policy was set, an int n of 1 or more every n steps, "off" never. Each tracking step adds some KiB
+    to the run's history, which every checkpoint contains: use a small int for short runs only."""
     tracked_modules: tuple[str, ...] | None = None
-    """Patterns (fnmatch) of module paths inside a block whose activations are tracked; None tracks every activation
-    that keeps outliers."""
+    """Patterns (fnmatch) of module paths inside a block whose activations are tracked. None tracks every activation
+    whose codec stores outliers."""
     head: str = "auto"
-    """How the output layer and the loss run. "plain": with whole logits. "chunked": logits are made a chunk of tokens
-    at a time and never as a whole; loss and gradients are the same but for the order of sums. "auto": chunked where
-    that lets the budget be met at all, or faster; considered only where "compress" is allowed, since it is not
-    bit-equal. "auto" measures both, so the first steps and the profile need the memory of whole logits; "chunked"
-    never makes them."""
+    """Head: the way the output layer and the loss run. "plain": with whole logits. "chunked": logits are computed for
+    one chunk of tokens at a time, and loss and gradients differ only by the order of sums. "auto": chunked if the
+    budget cannot be met otherwise, or if chunked is faster. "auto" considers the chunked head only if "compress" is
+    allowed, because the chunked head is not bit-equal. "auto" measures both heads, so that the first steps and the
+    profile need the memory of whole logits; "chunked" never allocates whole logits."""
     max_error: float | None = None
-    """Largest relative L2 round-trip error that a compressed activation may have, and largest relative error of a
-    sampled block's gradient. What tracking steps find above it, or to degrade a gradient by that much, is promoted: to
-    INT8, or not compressed at all. None does not bound it, 0 allows lossless codecs only; up to 1e6."""
+    """Largest relative L2 round-trip error of a compressed activation, and largest relative error of a sampled block's
+    gradient, up to 1e6. If a tracking step measures a larger error, the activation is promoted to INT8, or not
+    compressed any more. None sets no limit. 0 allows lossless codecs only."""
     solver_gap: float = 0.0
-    """Part of the overhead, 0 to 1, by which a solution of an integer program may miss the best one; 0 asks for a
-    proof, 0.05 stops at five percent. `Policy.facts` has as "gap" what any policy within the budget could still gain on
-    the one found, and as "status" whether that is within this: "optimal", else "feasible"."""
+    """Relative optimality gap of the integer programs, 0 to 1, as a part of the overhead. 0 requires a proof of
+    optimality, 0.05 stops at five percent. `Policy.facts` has the remaining gap of the policy as "gap", and as "status"
+    "optimal" if the remaining gap is within this limit, else "feasible"."""
     solver_seconds: float = 60.0
-    """Longest that one integer program may run, 0.001 to 86400 seconds. A program that ends at this limit makes the
-    policy depend on the machine's load; it takes 10 to 30 ms as a rule."""
+    """Time limit of one integer program, 0.001 to 86400 seconds. A program usually takes 10 to 30 ms. If a program ends
+    at the limit, the policy depends on the machine's load."""
     guard: bool = True
-    """Whether tracking steps measure what compression costs in accuracy, and loss spikes are looked into. Where a
-    sampled block's gradient has a relative error above 0.25, the codecs that make it so are found, as few as will do,
-    and are not used any more for these activations in all blocks of the kind."""
+    """True to measure gradient errors at tracking steps, and to check gradients after loss spikes. If the gradient of a
+    sampled block has a relative error above 0.25, the codecs that cause the error, as few as possible, are switched off
+    for these activations in all blocks of the kind."""
     guard_blocks: int = 1
-    """Blocks per tracking step, 0 to 1000, whose gradient is compared with an uncompressed backward, in turn; each
-    costs two forwards and backwards of one block, and for a gradient above its bound up to two more for each activation
-    that is compressed. Under a budget in bytes only blocks whose input and gradient can be held within it take turns. 0
-    compares none."""
+    """Number of blocks, 0 to 1000, whose gradient a tracking step compares with an uncompressed backward. Blocks take
+    turns. A comparison costs two forwards and backwards of one block, and, for a gradient above its limit, up to two
+    more for each compressed activation. Under a budget in bytes, only blocks whose input and gradient fit the budget
+    take turns. 0 compares no block."""
     loss_spike: float = 2.0
-    """A logged loss above this many times (1 to 1e6) the median of the last 16, and outside their noise, is a spike.
-    Codecs that degrade the gradient of any kind of block then are switched off, as under `guard`. Close to 1 every bad
-    batch is one; 1e6 sees only non-finite ones."""
+    """A logged loss is a spike if it is above this factor (1 to 1e6) times the median of the last 16 losses and outside
+    their noise. After a spike, codecs that degrade the gradient of any kind of block are switched off, as under
+    `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are spikes."""
     takeover_steps: int = 1
-    """Optimizer steps, 0 to 1000, between a tracking step and the taking over of what was solved from it. 0 waits for
-    the solver at once; large values train longer under the old policy."""
+    """Optimizer steps, 0 to 1000, from a tracking step to the switch to the policy solved from its measurements. 0
+    waits for the solver at once. Large values train longer under the old policy."""
     on_over_budget: str = "warn"
-    """What is done about batches of a size at which no policy keeps to the budget, before the first of them runs:
-    "warn" says so and trains them with the least memory, "error" raises InfeasibleBudgetError."""
+    """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
+    logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
     length_buckets: bool | None = None
-    """Deprecated, without effect: every size of a batch has a policy of its own."""
+    """Deprecated, without effect: each size class of batches has its own policy."""
     retry_out_of_memory: bool = True
-    """Whether a step that ran out of memory is tried once more under a tighter policy, where that is possible."""
+    """True to retry a step that ran out of memory once under a tighter policy, if a retry is possible."""
     block_classes: tuple[str, ...] | None = None
     """Class names of the modules to treat as blocks; None takes every GradientCheckpointingLayer of Transformers."""
 
@@ -137,8 +142,8 @@ class AdaccConfig:
             raise ValueError(f'on_over_budget={self.on_over_budget!r} is unknown: choose from "warn" and "error"')
         if self.length_buckets is not None:
             warnings.warn(
-                f"length_buckets={self.length_buckets!r} has no effect any more and will go: every size of a batch has "
-                f"a policy of its own",
+                f"length_buckets={self.length_buckets!r} has no effect and will be removed: each size class of batches "
+                f"has its own policy. Leave the setting out",
                 FutureWarning,
                 stacklevel=3,
             )
@@ -152,7 +157,7 @@ class AdaccConfig:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads that a policy may choose from."""
+        """Heads that a policy may choose."""
         if self.head != "auto":
             return (self.head,)
         return HEADS if "compress" in self.actions and self.max_error != 0 else ("plain",)
@@ -162,20 +167,21 @@ class AdaccConfig:
         return frozenset(Action(name) for name in self.actions)
 
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
-        """A copy with some fields changed. Raises TypeError for a field that does not exist, with the nearest one."""
+        """Return a copy with some fields changed. Raises TypeError, which names the closest setting, for an unknown
+        field."""
         names = [field.name for field in fields(self)]
         unknown = [name for name in overrides if name not in names]
         if unknown:
-            near = [known for known in names if unknown[0] in known] or get_close_matches(unknown[0], names)
-            allowed = ", ".join(near[:1] or names)
-            raise TypeError(f"{unknown[0]}={overrides[unknown[0]]!r} is no setting of AdaccConfig: choose {allowed}")
+            matches = [name for name in names if unknown[0] in name] or get_close_matches(unknown[0], names)
+            allowed = ", ".join(matches[:1] or names)
+            raise TypeError(f"{unknown[0]}={overrides[unknown[0]]!r} is not a setting of AdaccConfig: choose {allowed}")
         return replace(self, **overrides)
 
 
-def check_memory_budget(budget: str | float | int, least_bytes: int = LEAST_BUDGET_BYTES) -> None:
-    """Raise ValueError unless `budget` is one of the four forms that `AdaccConfig.memory_budget` describes.
+def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_BYTES) -> None:
+    """Raise ValueError unless `budget` has one of the four forms of `AdaccConfig.memory_budget`.
 
-    A number of bytes must be `least_bytes` or more.
+    A number of bytes must be `min_bytes` or more.
     """
     allowed = 'use "auto", a float in (0, 1], a number of bytes as an int, or a size such as "20GiB"'
     if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
@@ -185,14 +191,14 @@ def check_memory_budget(budget: str | float | int, least_bytes: int = LEAST_BUDG
     if budget == "auto" or isinstance(budget, float):
         return
     num_bytes = parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
-    if not least_bytes <= num_bytes <= MOST_BYTES:
-        meant = what_was_meant(num_bytes)
-        raise ValueError(f"memory_budget={budget!r} is outside [{least_bytes}, {MOST_BYTES}] bytes{meant}: {allowed}")
+    if not min_bytes <= num_bytes <= MAX_BYTES:
+        hint = budget_hint(num_bytes)
+        raise ValueError(f"memory_budget={budget!r} is outside [{min_bytes}, {MAX_BYTES}] bytes{hint}: {allowed}")
 
 
-def what_was_meant(num_bytes: int) -> str:
-    """Words to add to a message on a budget of `num_bytes` that nothing trains in; none for one that is no such."""
-    if not 0 < num_bytes < LEAST_BUDGET_BYTES:
+def budget_hint(num_bytes: int) -> str:
+    """Return a hint for the error message if the budget is too small to train in, else ""."""
+    if not 0 < num_bytes < MIN_BUDGET_BYTES:
         return ""
     size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'
     fraction = "1.0, all that plain training stores, or " if num_bytes == 1 else ""
@@ -203,50 +209,57 @@ def what_was_meant(num_bytes: int) -> str:
 class Budget:
     """A memory budget in bytes."""
 
-    given: str | float | int
+    setting: str | float | int
+    """Value of `memory_budget`."""
     nbytes: int
-    of_peak: bool
-    """Whether it bounds the peak of the step; else it bounds what is stored for backward."""
+    limits_peak: bool
+    """True if the budget limits the peak of the step. False if the budget limits the bytes stored for backward."""
 
     @classmethod
-    def resolve(cls, given: str | float | int, profile: Profile, config: AdaccConfig) -> Budget:
-        """Raises ValueError unless `given` is one of the forms that `AdaccConfig.memory_budget` describes."""
-        check_memory_budget(given, least_bytes=1)  # where nothing fits is said what it may have meant
-        if isinstance(given, float):
-            # The factor makes up for rounding: (n / plain) * plain must not come out below n.
-            return cls(given, int(given * profile.plain_stored_bytes * (1 + 4e-16)), of_peak=False)
-        if given == "auto":
-            return cls(given, int(profile.available_bytes * (1 - config.memory_margin)), of_peak=True)
-        return cls(given, parse_bytes(given, "memory_budget") if isinstance(given, str) else given, of_peak=True)
+    def resolve(cls, setting: str | float | int, profile: Profile, config: AdaccConfig) -> Budget:
+        """Return the budget in bytes for `profile`.
+
+        Raises ValueError unless `setting` has one of the forms of `AdaccConfig.memory_budget`.
+        """
+        check_memory_budget(setting, min_bytes=1)  # the solver refuses budgets below MIN_BUDGET_BYTES, with a hint
+        if isinstance(setting, float):
+            # The factor compensates for rounding: (n / plain) * plain must not be less than n.
+            return cls(setting, int(setting * profile.plain_stored_bytes * (1 + 4e-16)), limits_peak=False)
+        if setting == "auto":
+            return cls(setting, int(profile.available_bytes * (1 - config.memory_margin)), limits_peak=True)
+        num_bytes = parse_bytes(setting, "memory_budget") if isinstance(setting, str) else setting
+        return cls(setting, num_bytes, limits_peak=True)
 
 
 def _store_tuple(config: AdaccConfig, name: str) -> None:
-    """Turn a list given for field `name` into a tuple; one bare string would be taken letter by letter."""
-    given: Sequence[str] | None = getattr(config, name)
-    if given is None and name != "actions":
+    """Convert the list in field `name` to a tuple. Raise ValueError for a bare string, which would be split into
+    letters."""
+    names: Sequence[str] | None = getattr(config, name)
+    if names is None and name != "actions":
         return
-    if isinstance(given, str):
-        raise ValueError(f"{name}={given!r} must be a tuple of names: write ({given!r},)")
-    if not isinstance(given, (Sequence, Set)) or not all(isinstance(one, str) for one in given):
-        raise ValueError(f"{name}={given!r} must be a tuple of names, each of them a string")
-    object.__setattr__(config, name, tuple(given))
+    if isinstance(names, str):
+        raise ValueError(f"{name}={names!r} must be a tuple of names: write ({names!r},)")
+    if not isinstance(names, (Sequence, Set)) or not all(isinstance(item, str) for item in names):
+        raise ValueError(f"{name}={names!r} must be a tuple of names, each of them a string")
+    object.__setattr__(config, name, tuple(names))
 
 
 def _check_actions(actions: tuple[str, ...]) -> None:
     parsed = [Action.parse(action) for action in actions]
     if Action.RETAIN not in parsed:
         raise ValueError(
-            f"actions={actions!r} must contain 'retain': what can be neither compressed nor recomputed has to be kept"
+            f"actions={actions!r} must contain 'retain', because some activations can be neither compressed nor "
+            f"recomputed"
         )
 
 
 def _check_codecs(codecs: tuple[str, ...]) -> None:
     from adacc_hf.kernels.codecs import list_codecs
 
-    known = list_codecs()
-    unknown = [name for name in codecs if name not in known]
+    allowed = list_codecs()
+    unknown = [name for name in codecs if name not in allowed]
     if unknown:
-        raise ValueError(f"codecs={unknown!r} are unknown: choose from {', '.join(known)}")
+        raise ValueError(f"codecs={unknown!r} are unknown: choose from {', '.join(allowed)}")
 
 
 def _check_tracking(tracking: str | int) -> None:
@@ -258,7 +271,7 @@ def _check_tracking(tracking: str | int) -> None:
 def _check_group_size(size: int) -> None:
     _check_integer("group_size", size, 16, 1024)
     if size & (size - 1):
-        raise ValueError(f"group_size={size} is no power of two: choose 16, 32, 64, 128, 256, 512 or 1024")
+        raise ValueError(f"group_size={size} is not a power of two: choose 16, 32, 64, 128, 256, 512 or 1024")
 
 
 def _check_flag(name: str, value: bool) -> None:
@@ -277,9 +290,9 @@ def _check_integer(name: str, value: int, low: int, high: int) -> None:
 
 
 def parse_budget(text: str) -> str | float | int:
-    """Return the budget in AdaccConfig's terms: digits are bytes, a decimal is a fraction, all else stays text.
+    """Convert a command-line argument to `AdaccConfig.memory_budget`: an int, a float, or the text itself.
 
-    Example: "0.5" is half of plain's activation bytes, "1" is one byte, "1.0" is all of them.
+    Example: "0.5" is half of plain training's activation bytes, "1.0" is all activation bytes, "1" is one byte.
     """
     for number in (int, float):
         try:

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message names the setting, its value, the allowed range and the next step."""
+"""Exceptions of this package. Each message names the setting, its value, the allowed range and the next step."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ if TYPE_CHECKING:
 
 
 def as_sentence(text: object) -> str:
-    """`text`, a message of others', with a full stop at its end unless it has one: for what is said after it."""
+    """Return `text`, such as another library's error message, with a full stop at the end, to append a sentence."""
     stripped = str(text).rstrip()
     return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
 
 
-OTHER_CLASSES = (
-    "where the model has blocks of other classes, name these alone with AdaccConfig(block_classes=...), else train "
+BLOCK_CLASSES_HINT = (
+    "if the model has blocks of other classes, name only these with AdaccConfig(block_classes=...), else train "
     "without adacc_hf (gradient_checkpointing=True saves memory too)"
 )
-"""What to do about blocks of a class that cannot run under a policy."""
+"""Advice, at the end of error messages, for blocks of a class that cannot run under a policy."""
 
 
 class AdaccError(Exception):
-    """Base of every error of this package that is not a plain ValueError or FileNotFoundError."""
+    """Base class of this package's errors, except for plain ValueError and FileNotFoundError."""
 
 
 class InfeasibleBudgetError(AdaccError, ValueError):
     """No policy fits the memory budget.
 
-    `smallest_budget_bytes` is the least budget that some policy fits, in the terms the budget was given in: peak
-    bytes of a step for an absolute budget, stored bytes for a fraction. `bound_bytes` is what no policy can do with
-    less than: the same, where that is proven to be the least. `least` is the policy that needs the least of all found,
-    where the solver has raised it.
+    `smallest_budget_bytes` is the smallest budget of a policy that the solver found, in the unit of the budget: peak
+    bytes of a step for an absolute budget, stored bytes for a fraction. `bound_bytes` is a lower bound for every
+    policy, equal to `smallest_budget_bytes` if that is proven to be the minimum. `least` is the policy with the
+    smallest budget, if the solver raised the error.
     """
 
     def __init__(
@@ -47,60 +47,61 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
 
 class OptimizerStateError(AdaccError, ValueError):
-    """What state an optimizer will have, which has none yet, cannot be known."""
+    """The optimizer has no state yet, and the size of its state cannot be predicted."""
 
 
 class NoBlocksError(AdaccError, ValueError):
-    """The model has no repeated transformer blocks that this package can find."""
+    """The model has no repeated transformer blocks that this package recognizes."""
 
 
 class UncalledBlocksError(AdaccError, ValueError):
-    """A batch did not call every block, so that no policy for all of them can be made of it."""
+    """The batch did not call every block, so that no policy for all blocks can be solved from its profile."""
 
 
 class PolicyMismatchError(AdaccError, RuntimeError):
-    """A policy, or its file, belongs to another model or is not a policy."""
+    """The policy or its file belongs to another model, or the file is not a policy."""
 
 
 class TapeMismatchError(AdaccError, RuntimeError):
-    """A block saved other tensors for backward than its tape says."""
+    """A block differs from its tape."""
 
 
-class SavedOtherwiseError(TapeMismatchError):
-    """What autograd saved in a call is not what the block's tape says of it."""
+class SavedTensorMismatchError(TapeMismatchError):
+    """Autograd saved another tensor in a call than recorded in the block's tape."""
 
 
-class ProfilerAtWorkError(AdaccError, RuntimeError):
-    """Memory of the CPU cannot be counted while another profiler of torch's is at work: it would lose its trace."""
+class ProfilerConflictError(AdaccError, RuntimeError):
+    """CPU memory cannot be measured while another torch profiler is running, because that profiler would lose its
+    trace."""
 
 
-class SeveralThreadsError(AdaccError, RuntimeError):
-    """Several threads call the blocks of one model at a time."""
+class ConcurrentCallError(AdaccError, RuntimeError):
+    """Several threads call the blocks of one model at the same time."""
 
 
 class UnrestorableError(AdaccError, RuntimeError):
-    """Forward changed state that cannot be put back after a run that is no part of training."""
+    """Forward changed state that cannot be restored after a run for measurement."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):
-    """Something asks of a chunked head what only whole logits can give."""
+    """An operation on a chunked head needs whole logits."""
 
 
 class NestedHooksError(AdaccError, RuntimeError):
-    """Another pair of saved-tensor hooks stands around or inside a block; only the innermost pair would run."""
+    """Another pair of saved-tensor hooks is active around or inside a block. Only the innermost pair would run."""
 
 
 class CompiledBlockError(AdaccError, RuntimeError):
-    """A block runs inside a module that torch.compile compiles; its operators cannot be recorded there."""
+    """A block runs inside a module compiled with torch.compile, where its operators cannot be recorded."""
 
 
 class RankFailedError(AdaccError):
-    """Something failed on another rank, or on this one where the others cannot hear of it."""
+    """An operation failed on another rank, or on this rank at a point where the other ranks cannot be notified."""
 
 
 class FakeDeviceError(AdaccError, RuntimeError):
-    """Tensors without memory cannot be made here for a device."""
+    """Fake tensors (without memory) cannot be created for a device on this machine."""
 
 
 class NoEstimateError(Exception):
-    """A batch's profile cannot be told from a few of its samples; the message says why."""
+    """The profile of a batch cannot be predicted from a few of its samples, for the reason in the message."""

@@ -1,20 +1,20 @@
-"""What no replay may make from numbers that a lossy codec changed: indices, statistics of rows, and what would be far
-off.
+"""Rules for values that must not be recomputed from lossily compressed inputs.
 
-Indices follow from numbers: which expert a token goes to, in which order rows are sorted. A replay that reads numbers
-from a lossy codec may decide otherwise than forward did, where two were nearly equal: rows that forward saved in one
-order would meet gradients in another. So no replay makes such indices, unless all that they follow from is exact.
-Truths (a comparison's result) are recomputed: where they come out otherwise, a number was near the threshold, and what
-they choose between is near too.
+Index values are computed from numbers: the expert of a token, or the order of sorted rows. If two numbers are nearly
+equal, a replay that reads a lossily compressed tensor may choose another index than forward did. Rows saved in one
+order would then meet gradients in another order. So indices are recomputed only from exact inputs. Boolean values
+(results of comparisons) are recomputed: a boolean differs only if a number is near the threshold, and then both
+branches are near each other too.
 
-A statistic is one number for each row, such as a norm's deviation. A row of which a codec leaves next to nothing has a
-deviation out of all proportion, and that one number scales all of its gradient. So where rows are stored with loss
-their statistics are stored too. Where rows are recomputed themselves, statistics of the same rows suit them better.
+A statistic is one number per row, such as the standard deviation of a norm. If a codec sets nearly all of a row to 0,
+the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient of the row. So if rows are
+stored lossily, their statistics are stored too. If the rows themselves are recomputed, statistics of the recomputed
+rows match better.
 
-What an `autograd.Function` of the user's own draws may depend on numbers too (an element is dropped by chance and by
-size), and no operator shows which. Its results count as indices.
+Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element is dropped by chance and by
+magnitude), and no recorded operator shows the dependence. The outputs count as index values.
 
-What else comes out far off is found by measuring, when a block is profiled (`price/codec_gradient_error.py`).
+Other values with a large error are found by measurement when a block is profiled (`price/codec_gradient_error.py`).
 """
 
 from __future__ import annotations
@@ -25,82 +25,84 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEGRADED_ERROR = 0.25
-"""Relative error from which compression is held to degrade a gradient, a block's or an operator's. INT4 leaves about
-0.1 (0.15 under eager attention). Errors grow from block to block, so that a whole gradient may be off by far more than
-that of any block."""
+"""Relative error above which the gradient of a block or an operator counts as degraded by compression. INT4 causes
+about 0.1 (0.15 under eager attention). Errors grow from block to block, so that the error of the model's whole gradient
+may be far larger than the error of each block."""
 
 
 def index_values(
     operators: Iterable[tuple[Sequence[int], Sequence[int]]],
     is_index: Callable[[int], bool],
-    coded: Collection[int],
+    lossy: Collection[int],
     stored: Collection[int],
 ) -> frozenset[int]:
-    """Values that no replay may make where those in `coded` are stored with loss.
+    """Return the values that must not be recomputed if the values in `lossy` are stored lossily.
 
-    `operators` are, in order, the values that each reads and makes; `is_index` tells whether a value holds
-    indices. What is made of an index that is not `stored` cannot be recomputed either (rule R14).
+    `operators` are (inputs, outputs) of each operator in order. `is_index` returns True for a value with indices.
+    Values computed from an index that is not in `stored` cannot be recomputed either (rule R14).
     """
-    inexact, found = set(coded), set[int]()
-    for inputs, made in operators:
-        if any(value in found and value not in stored for value in inputs):
-            found.update(made)
+    inexact, forbidden = set(lossy), set[int]()
+    for inputs, outputs in operators:
+        if any(value in forbidden and value not in stored for value in inputs):
+            forbidden.update(outputs)
         elif not inexact.isdisjoint(inputs):
-            found.update(filter(is_index, made))
-            inexact.update(value for value in made if not is_index(value))
-    return frozenset(found)
+            forbidden.update(filter(is_index, outputs))
+            inexact.update(value for value in outputs if not is_index(value))
+    return frozenset(forbidden)
 
 
 FUNCTIONS = "autograd_function"
-"""Namespace of the operators that are `autograd.Function`s."""
+"""Namespace in the names of operators that are an `autograd.Function`."""
 
 
 def is_function(name: str) -> bool:
-    """Whether an operator of that name is an `autograd.Function`."""
+    """Return True if the operator `name` is an `autograd.Function`."""
     return name.startswith(f"{FUNCTIONS}.")
 
 
 def is_index(dtype: str) -> bool:
-    """Whether a dtype is one of whole numbers; those of a byte are codes or truths."""
+    """Return True for integers of 16 bits or more. Integers of one byte are quantized codes or booleans."""
     return dtype.lstrip("u") in ("int16", "int32", "int64")
 
 
 def is_statistic(size: Sequence[int]) -> bool:
-    """Whether a value of this size has one number for each row."""
+    """Return True if a value of this size has one number per row."""
     return tuple(size[-1:]) == (1,)
 
 
-def made_from(
+def source_activations(
     value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
 ) -> frozenset[int]:
-    """The activations that a replay starts from to make `value`: of a statistic, its rows.
+    """Return the activations from which a replay computes `value`: for a statistic, its rows.
 
-    `reads` gives the values that the operator reads that makes one.
+    `reads` returns the inputs of the operator that computes a value.
     """
     return frozenset(walk_back(reads(value), lambda v: None if is_activation(v) else reads(v))[0])
 
 
-def upstream(value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]) -> frozenset[int]:
-    """All activations that `value` is made from, near or far."""
+def upstream_activations(
+    value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
+) -> frozenset[int]:
+    """Return all activations from which `value` is computed, directly or indirectly."""
     return frozenset(filter(is_activation, walk_back(reads(value), reads)[1]))
 
 
-def walk_back(wanted: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
-    """(the ends, at which the walk goes no further; what it passes on the way), each once in the order found.
+def walk_back(starts: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
+    """Walk a graph from `starts` to the inputs. Return (nodes at which the walk ends, nodes passed), in visiting order.
 
-    `reads` gives what one is made of, which may leave out what it gave before; None for an end.
+    `reads` returns the inputs of a node, and None if the walk ends at the node. Inputs returned before may be left out.
     """
     ends: dict[T, None] = {}
     passed: dict[T, None] = {}
-    pending = list(wanted)
+    pending = list(starts)
     while pending:
         current = pending.pop()
         if current in passed or current in ends:
             continue
-        made_of = reads(current)
-        if made_of is None:
+        inputs = reads(current)
+        if inputs is None:
             ends[current] = None
         else:
             passed[current] = None
-            pending += made_of
+            pending += inputs
     return ends, passed

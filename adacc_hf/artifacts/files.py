@@ -1,4 +1,4 @@
-"""JSON files that are whole or absent, the files of a run by name, and memory of what came last."""
+"""JSON files that are written atomically, the names of a run's files, and bounded caches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 PROFILES_VARIABLE = "ADACC_HF_PROFILES"
-"""The variable of the environment that names the folder of prices."""
+"""Environment variable with the path of the folder of cached prices."""
 __version__ = "0.2.0"
-"""Of this package, which files say that they were written by."""
+"""Version of this package, which is also written to files."""
 
 
 def write_json(path: str | Path, record: Any, indent: int | None = 1) -> None:
-    """Write `record` to `path` so that a reader sees the old file or the new one, never a part.
+    """Write `record` to `path` atomically: a reader sees the complete old file or the complete new file.
 
-    Dataclasses are written by their fields. indent=None is one long line, and ten times as fast.
+    Dataclasses are written as dictionaries of their fields. indent=None writes one line, and is ten times as fast.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,46 +33,56 @@ def write_json(path: str | Path, record: Any, indent: int | None = 1) -> None:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name, not copied. Raises TypeError, in json's words, for what is none."""
+    """Return the fields of a dataclass by name, without copies.
+
+    Raises TypeError, with json's error message, for any other object.
+    """
     if is_dataclass(record) and not isinstance(record, type):
         return {field.name: getattr(record, field.name) for field in fields(record)}
     raise TypeError(f"an object of type {type(record).__name__} is not JSON serializable")
 
 
-def read_json(path: str | Path, error_class: type[Exception], what: str) -> Any:
-    """The JSON value in `path`. Raises FileNotFoundError, IsADirectoryError, or `error_class` if it is not JSON."""
+def read_json(path: str | Path, error_class: type[Exception], file_type: str) -> Any:
+    """Return the JSON value in `path`. `file_type` names the file in error messages.
+
+    Raises FileNotFoundError, IsADirectoryError, or `error_class` if the content is not JSON.
+    """
     path = Path(path)
     if path.is_dir():
-        raise IsADirectoryError(f"{what} file {path} is a folder: name the {what} file in it")
+        raise IsADirectoryError(f"{file_type} file {path} is a folder: name the {file_type} file in it")
     if not path.is_file():
-        raise FileNotFoundError(f"{what} file {path} does not exist: check the path or save a {what} there first")
+        raise FileNotFoundError(
+            f"{file_type} file {path} does not exist: check the path or save a {file_type} there first"
+        )
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise error_class(f"{what} file {path} is not JSON ({error}): save the {what} again") from error
+        raise error_class(f"{file_type} file {path} is not JSON ({error}): save the {file_type} again") from error
 
 
 class RecordFolder:
-    """JSON records by name, each a file in `folder`: whole or absent, so that several processes may use it at once.
+    """JSON records by name, each in a file of its own in `folder`.
 
-    Reading makes no folder. What is no record of this `version` is refused with an `error_class`.
+    Files are written atomically, so that several processes may use the folder at the same time. The first `put` creates
+    the folder. A file that is not a record of this `version` raises `error_class`. `record_type` is part of the file
+    names.
     """
 
-    def __init__(self, folder: Path, what: str, version: int, error_class: type[Exception]) -> None:
+    def __init__(self, folder: Path, record_type: str, version: int, error_class: type[Exception]) -> None:
         self.folder = folder
-        self._what = what
+        self._record_type = record_type
         self._version = version
         self._error_class = error_class
 
     def get(self, name: str) -> Any:
-        """The record of that name; None if there is none."""
+        """Return the record `name`, or None if the record does not exist."""
         path = self.folder / f"{name}{self._ending}"
         try:
-            content = read_json(path, self._error_class, self._what)
+            content = read_json(path, self._error_class, self._record_type)
         except FileNotFoundError:
             return None
         if not isinstance(content, dict) or content.get("version") != self._version:
-            raise self._error_class(f"{self._what} file {path} is not of version {self._version}: delete it")
+            raise self._error_class(f"{self._record_type} file {path} is not of version {self._version}: delete it")
         return content["record"]
 
     def put(self, name: str, record: Any) -> None:
@@ -82,7 +92,7 @@ class RecordFolder:
         return [path.name.removesuffix(self._ending) for path in self._paths()]
 
     def clear(self) -> int:
-        """Remove all records, those that are refused too, and return how many there were."""
+        """Delete all records, with records of other versions. Return the number of deleted records."""
         paths = self._paths()
         for path in paths:
             path.unlink(missing_ok=True)
@@ -90,13 +100,13 @@ class RecordFolder:
 
     @property
     def _ending(self) -> str:
-        return f".{self._what}.json"
+        return f".{self._record_type}.json"
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob(f"*{self._ending}"))
 
 
-# The files that a run leaves in its folder and in each checkpoint.
+# Names of the files that a run writes to its folder and to each checkpoint.
 
 POLICY_FILE = "adacc_policy.json"
 PROFILE_FILE = "adacc_profile.json"
@@ -108,15 +118,15 @@ COMPILED_FILE = "adacc_compiled.json"
 """The policy of a run with `torch_compile=True`."""
 
 
-# Memory of what came last, so that a long run takes no more of it than a short one.
+# Bounded caches, so that a long run needs no more memory than a short one.
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-def note_latest(noted: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """Put `key` last, and forget the first if there are more than `most`."""
-    noted[key] = value
-    noted.move_to_end(key)
-    if len(noted) > most:
-        noted.popitem(last=False)
+def put_latest(cache: OrderedDict[K, V], key: K, value: V, max_entries: int) -> None:
+    """Insert `key` as the newest entry, and remove the oldest entry if there are more than `max_entries`."""
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > max_entries:
+        cache.popitem(last=False)

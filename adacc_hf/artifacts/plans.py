@@ -1,4 +1,4 @@
-"""Plans of one block that need no solver: plain, checkpointed, one action for all activations, random actions."""
+"""Plans of one block without a solver: plain, checkpointed, one action for all activations, random actions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
-    """Return the plan that checkpoints a block of `kind` and compresses its inputs as `codecs` says.
+    """Return the plan that checkpoints a block of `kind` and compresses its inputs with `codecs`, by value index.
 
-    None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
+    Return None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
     """
     if BlockAction.CHECKPOINT not in kind.block_actions:
         return None
@@ -32,16 +32,17 @@ def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = Non
 
 
 def plain_plan(kind: KindProfile) -> Plan:
-    """Return the plan that leaves a block of `kind` untouched."""
+    """Return the plan that runs a block of `kind` unchanged."""
     return Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
 
 
 def recompute_plan(kind: KindProfile) -> Plan:
-    """Return the plan that recomputes all it can, or checkpoints a block that cannot be replayed."""
+    """Return the plan that recomputes all recomputable values, or that checkpoints a block that cannot be replayed."""
     return uniform_plan(kind, Action.RECOMPUTE, None)
 
 
 def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
+    """Return the plan that gives `action` to each activation that allows the action. See `uniform_policy`."""
     must_run_again = BlockAction.PLAIN not in kind.block_actions
     checkpointed = checkpoint_plan(kind)
     if checkpointed is not None and (must_run_again or (kind.untrusted and action is Action.RECOMPUTE)):
@@ -63,23 +64,28 @@ def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
 def random_plan(
     kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, share: float
 ) -> Plan:
-    """A random plan; torch's checkpoint runs a `share` of the blocks that can be replayed."""
+    """Return a plan with random actions out of `allowed`. See `random_policy`.
+
+    `share` is the probability that torch's checkpoint runs a block that can be replayed. For other blocks it is 0.5.
+    """
     checkpointed = checkpoint_plan(kind)
     if BlockAction.PLAIN not in kind.block_actions and checkpointed is not None:
         return checkpointed
     share = 0.5 if kind.untrusted else share
     if share and checkpointed is not None and Action.RECOMPUTE in allowed and generator.random() < share:
         return checkpointed
-    choices, coded = {}, set()
+    choices, lossy_values = {}, set()
     for value in kind.activations:
         options = [option for option in value.codecs if option.lossless or not lossless]
-        menu = [RETAIN] if Action.RETAIN in allowed else []
+        candidates = [RETAIN] if Action.RETAIN in allowed else []
         if Action.RECOMPUTE in allowed and value.recomputable:
-            menu.append(RECOMPUTE)
+            candidates.append(RECOMPUTE)
         if Action.COMPRESS in allowed:
-            menu += [Choice.compress(option) for option in options]
-        choices[value.index] = generator.choice(menu) if menu else RETAIN
+            candidates += [Choice.compress(option) for option in options]
+        choices[value.index] = generator.choice(candidates) if candidates else RETAIN
         if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
-            coded.add(value.index)
-    kept = [v for v in kind.index_values(coded) | kind.exactness_dependents_of(coded) if choices.get(v) == RECOMPUTE]
-    return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(kept, RETAIN)).items()))
+            lossy_values.add(value.index)
+    # Values that must not be recomputed from lossy ones are retained instead.
+    exact_values = kind.index_values(lossy_values) | kind.exactness_dependents_of(lossy_values)
+    retained = [v for v in exact_values if choices.get(v) == RECOMPUTE]
+    return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(retained, RETAIN)).items()))

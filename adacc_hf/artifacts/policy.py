@@ -1,7 +1,7 @@
-"""A policy: one action for every activation of every block, as a frozen record that knows no torch.
+"""A policy: one action for every activation of every block, as a frozen record without torch.
 
-A `Plan` holds the actions of one block; blocks that act alike share one. The file is JSON with a version and, per plan,
-the digest of the tape that the actions belong to, so that a policy cannot be applied to another model.
+A `Plan` has the actions of one block. Blocks with the same actions share a plan. The file of a policy is JSON with a
+version and, for each plan, the digest of the block's tape, so that a policy cannot be applied to another model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.call_names import num_calls
+from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import read_json, write_json
 from adacc_hf.artifacts.units import format_bytes
@@ -26,40 +26,41 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 3
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
-"""What the file of a policy for compiled graphs says it is; see `adacc_hf/compiler/compiled_policy.py`."""
+"""Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 IDLE_KIND = "idle"
-"""What stands for a tape's digest in the plan of a block that the profiled batch ran without gradients alone: there is
-nothing to decide. See `adacc_hf/price/heads.py`."""
+"""Placeholder for the tape's digest in the plan of an idle block, which the profiled batch ran only without gradients.
+The plan has no actions. See `adacc_hf/price/idle_blocks.py`."""
 
 Place = tuple[int | str, ...]
-"""Where an argument is among those of a call: its position or name, then the steps into containers."""
+"""Place of a tensor among the arguments of a call: the argument's position or name, then the keys into containers."""
 
 
 class BlockAction(str, Enum):
-    """What happens to a block as a whole."""
+    """Action on a whole block."""
 
     PLAIN = "plain"
-    """It runs untouched: autograd keeps what it saves."""
+    """Run the block unchanged: autograd keeps all saved tensors."""
     CHECKPOINT = "checkpoint"
-    """torch's checkpoint runs it: its inputs are kept, some as a codec's payload, and backward runs it once more."""
+    """Run the block under torch's checkpoint: store only the inputs, some of them compressed, and run the block again
+    in backward."""
     REPLAY = "replay"
-    """Each of its activations has an action of its own."""
+    """Apply an action to each activation of the block."""
 
 
 class Action(str, Enum):
-    """What happens to an activation between forward and backward (R_{i,t} of the paper's equation 4)."""
+    """Action on an activation between forward and backward (R_{i,t} of the paper's equation 4)."""
 
     RETAIN = "retain"
-    """Keep the tensor as autograd would."""
+    """Keep the tensor, as autograd does."""
     COMPRESS = "compress"
-    """Keep a codec's payload instead and decode it in backward."""
+    """Keep the payload of a codec instead, and decode the payload in backward."""
     RECOMPUTE = "recompute"
-    """Keep nothing and replay the operators that made it when backward asks."""
+    """Free the tensor in forward, and replay the operators that compute it when backward needs the tensor."""
 
     @classmethod
     def parse(cls, name: str | Action) -> Action:
-        """The action called `name`. Raises ValueError naming the allowed ones."""
+        """Return the action `name`. Raises ValueError, which lists the allowed actions, for an unknown name."""
         try:
             return cls(name)
         except ValueError:
@@ -69,7 +70,7 @@ class Action(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The action for one activation, with its codec and the codec's options if it is COMPRESS."""
+    """The action for one activation, with the codec and its options if the action is COMPRESS."""
 
     action: Action
     codec: str | None = None
@@ -105,18 +106,18 @@ class Plan:
     kind: str
     choices: tuple[tuple[int, Choice], ...]
     is_checkpointed: bool = False
-    """Whether torch's checkpoint runs the whole block. Its inputs alone are retained or compressed then."""
+    """True if torch's checkpoint runs the whole block. Then only the block's inputs are retained or compressed."""
     places: tuple[tuple[int, Place], ...] = ()
-    """Where a call of a checkpointed block finds each input that is compressed, by value index."""
+    """Place among the arguments of each compressed input of a checkpointed block, by value index."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the block runs untouched: everything is retained."""
+        """True if all activations are retained, so that the block runs unchanged."""
         return not self.is_checkpointed and all(choice.action is Action.RETAIN for _, choice in self.choices)
 
     @property
     def block_action(self) -> BlockAction:
-        """What happens to the block as a whole."""
+        """Action on the whole block that this plan amounts to."""
         if self.is_checkpointed:
             return BlockAction.CHECKPOINT
         return BlockAction.PLAIN if self.is_plain else BlockAction.REPLAY
@@ -127,74 +128,74 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """An action for every activation of every block, with what it is predicted to cost.
+    """An action for every activation of every block, with the predicted memory and time.
 
-    Made by `solve_policy`, by the functions of `solve/simple_policies.py`, and by `Policy.load`.
+    `solve_policy`, the functions in `solve/simple_policies.py`, and `Policy.load` return policies.
     """
 
     plans: tuple[Plan, ...]
-    """The different plans of this policy."""
+    """Distinct plans of this policy."""
     blocks: tuple[tuple[str, int], ...]
-    """Every call of a block in a step, in forward order, and the index of its plan: the block's module path, and from
-    its second call on "path#2"."""
+    """(name of the call, index of its plan) of each block call in a step, in forward order. The name is the block's
+    module path, and "path#2" for the block's second call."""
     predicted_stored_bytes: int
-    """Bytes that forward leaves behind for backward, storages counted once, the model's embedding and head included."""
+    """Bytes stored by forward for backward, storages counted once, with the model's embedding and head."""
     predicted_peak_bytes: int
-    """Peak of live tensor bytes over a training step: parameters, buffers, gradients as they appear, optimizer state if
-    there is any, stored activations and temporaries."""
+    """Peak of live tensor bytes in a training step: parameters, buffers, gradients, optimizer state if it exists,
+    stored activations and temporaries."""
     predicted_overhead_ms: float
-    """Time per step spent on replay, encoding and decoding (the paper's equation 4), and by a slower head."""
+    """Time per step of replay, encoding and decoding (the paper's equation 4), and of a slower head."""
     head: str = "plain"
-    """How the output layer and the loss run: "plain", or "chunked" without whole logits."""
+    """Head, which runs the output layer and the loss: "plain", or "chunked" without whole logits."""
     batch: Shapes = field(default=(), compare=False)
-    """Names and sizes of the tensors of the batch that the predictions are for. Empty if they are not known."""
+    """Names and sizes of the tensors of the batch that the predictions are for. Empty if unknown."""
     facts: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
-    """How it came about: solver status, gap, seconds, budget. JSON scalars only."""
+    """Facts about the solver run: status, gap, seconds, budget. JSON scalars only."""
 
     def plan_of(self, block: str) -> Plan:
         return self.plans[dict(self.blocks)[block]]
 
     @property
     def is_plain(self) -> bool:
-        """Whether this policy does nothing at all."""
+        """True if training under this policy is plain training."""
         return self.head == "plain" and all(plan.is_plain for plan in self.plans)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of what is done to which activation of which block; predictions and facts are left out."""
+        """Hash of the head and of the actions of all blocks, without predictions and facts."""
         record = self.to_json()
         actions = {name: record[name] for name in ("head", "plans", "blocks")}
         return hashlib.sha256(json.dumps(actions, sort_keys=True).encode()).hexdigest()
 
     @property
     def idle_blocks(self) -> set[str]:
-        """The blocks that the policy decides nothing about, since the profiled batch did not train them."""
+        """Names of blocks without actions, because the profiled batch ran them only without gradients."""
         return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
     def block_counts(self) -> Counter[str]:
-        """How many calls of blocks get each action of a whole block; none of those with nothing to decide."""
+        """Return the number of block calls with each action on the whole block. Idle blocks are not counted."""
         plans = (self.plans[index] for _, index in self.blocks)
         return Counter(plan.block_action.value for plan in plans if plan.kind != IDLE_KIND)
 
     def action_counts(self) -> Counter[str]:
-        """How many activations of all blocks get each action."""
+        """Return the number of activations with each action, over all block calls."""
         counts: Counter[str] = Counter()
         for _, plan in self.blocks:
             counts.update(choice.action.value for _, choice in self.plans[plan].choices)
         return counts
 
     def _num_masks(self) -> int:
-        """How many of the activations that all blocks compress are masks that become bits."""
-        named = [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
-        if not named:
+        """Return the number of compressed activations that are masks stored as bits, over all block calls."""
+        codecs = [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
+        if not codecs:
             return 0
-        from adacc_hf.kernels.codecs import MASK, codecs_suiting  # they need torch
+        from adacc_hf.kernels.codecs import MASK, codecs_suiting  # imported here, because codecs import torch
 
-        bits = codecs_suiting(MASK)
-        return sum(name in bits for name in named)
+        mask_codecs = codecs_suiting(MASK)
+        return sum(codec in mask_codecs for codec in codecs)
 
     def summary(self) -> str:
-        """One line for a log. Masks that become bits, at no loss, are counted apart from what is compressed."""
+        """Return a summary in one line for a log. Masks stored as bits, which is lossless, are counted separately."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
         actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
@@ -202,10 +203,10 @@ class Policy:
         checkpointed = f" ({num_checkpointed} under torch's checkpoint)" if num_checkpointed else ""
         actions += f", {num_masks} mask{'' if num_masks == 1 else 's'} as bits" if num_masks else ""
         head = "" if self.head == "plain" else f", {self.head} head"
-        num_blocks = len(num_calls(name for name, _ in self.blocks))
-        again = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"
+        num_blocks = len(calls_per_block(name for name, _ in self.blocks))
+        calls = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"
         return (
-            f"{num_blocks} block{'' if num_blocks == 1 else 's'}{again}{checkpointed}, {actions}{head}; "
+            f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{head}; "
             f"stored {format_bytes(self.predicted_stored_bytes)}, "
             f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
         )
@@ -246,10 +247,10 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
-        """Read what `save` wrote.
+        """Read a policy file.
 
-        Raises FileNotFoundError if there is no such file and PolicyMismatchError if it is not a whole policy file of
-        this version.
+        Raises FileNotFoundError if the file does not exist, and PolicyMismatchError if the file is not a complete
+        policy of this format version.
         """
         return cls.from_json(read_json(path, PolicyMismatchError, "policy"), str(path))
 
@@ -289,7 +290,7 @@ class Policy:
 
 def _checked_head(name: str) -> str:
     if name not in HEADS:
-        raise ValueError(f"head {name!r} is none of {', '.join(HEADS)}")
+        raise ValueError(f"head {name!r} is not one of {', '.join(HEADS)}")
     return name
 
 

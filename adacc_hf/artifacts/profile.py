@@ -1,6 +1,6 @@
-"""A profile: what the blocks of a model keep for backward and what every action would cost, as records without torch.
+"""A profile: the tensors that a model's blocks save for backward and the cost of each action, as records without torch.
 
-It is what the solver and the simulator read. `profile_model` makes it (paper, section 3.1).
+`profile_model` measures a profile (paper, section 3.1). The solver and the memory simulator read it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.artifacts.call_names import numbered
+from adacc_hf.artifacts.call_names import numbered_names
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.exact_recompute_rules import (
     DEGRADED_ERROR,
@@ -20,8 +20,8 @@ from adacc_hf.artifacts.exact_recompute_rules import (
     is_function,
     is_index,
     is_statistic,
-    made_from,
-    upstream,
+    source_activations,
+    upstream_activations,
 )
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
@@ -29,12 +29,12 @@ from adacc_hf.artifacts.size_model import ProfileSizes, Shapes, sizes_of
 
 FORMAT_VERSION = 8
 WHOLE = "whole"
-"""The role of the activation that stands for all that a block saves, where its operators cannot be replayed."""
+"""Role of the single activation that represents all saved tensors of a block whose operators cannot be replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOption:
-    """One codec that an activation can be compressed with, priced on the profiled data."""
+    """One codec for an activation, with its cost as measured on the profiled data."""
 
     codec: str
     options: tuple[tuple[str, Any], ...]
@@ -49,183 +49,187 @@ class CodecOption:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """One storage, at one version, that a block reads or makes.
+    """One storage, at one version, that a block reads or writes.
 
-    An *activation* is a value that the block must have stored or recompute for backward: what autograd saves, and the
+    An *activation* is a value that the block stores or recomputes for backward: a tensor that autograd saves, or the
     block input that replay starts from.
     """
 
     index: int
     name: str
-    """Where it comes from: module path and operator, or the argument's place."""
+    """Origin of the value: module path and operator, or the place of the argument."""
     shape: tuple[int, ...]
     encoded_shape: tuple[int, ...]
-    """The shape that codecs see: dimensions in the order of memory."""
+    """Shape as passed to codecs: dimensions in memory order."""
     dtype: str
     nbytes: int
     """Bytes of the whole storage."""
     producer: int | None
-    """Index of the operator that makes it; None for a block input."""
+    """Index of the operator that computes the value; None for a block input."""
     saved: bool
-    """Whether autograd saves it in this block."""
+    """True if autograd saves the value in this block."""
     activation: bool
-    """Whether a policy has an action for it: it is saved and belongs to this block alone, or it is the block input."""
+    """True if a policy has an action for the value: autograd saves it in this block alone, or it is the block input."""
     shared: int | None
-    """Index into `Profile.shared` for an input that other blocks or the caller hold too; always available."""
+    """Index into `Profile.shared` of an input that other blocks or the caller also hold. The input is always live."""
     recomputable: bool
-    """Whether replay was verified to recompute it bit for bit from what is stored (rule R7)."""
+    """True if a replay from stored values was verified to be bit-exact (rule R7)."""
     role: str
-    """Class of tensor for the choice of a codec (paper, section 3.2): linear, norm, activation, qkv, softmax, mask,
-    input, parameter (a cast of one), generator (its state), whole (WHOLE), other."""
+    """Class of tensor for codec selection (paper, section 3.2): linear, norm, activation, qkv, softmax, mask, input,
+    parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
     cached: bool = False
-    """Whether it lives until the whole forward ends in any case: a parameter's cast in autocast's cache."""
+    """True for a cast parameter in autocast's cache, which lives until the end of the model's forward."""
     is_kept: bool = False
-    """Whether others hold it too, whatever the block does: an output that the next block saves, a parameter's cast."""
+    """True if a reference outside the block also keeps the value alive: an output that the next block saves, or a cast
+    parameter."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
-    """An earlier activation with the same bits, made by the same operator from the same input. RECOMPUTE takes this
-    value from there."""
+    """Index of an earlier activation with the same bits, from the same operator and input. With RECOMPUTE, backward
+    reads the earlier activation instead."""
     replay_error: float = 0.0
-    """Largest relative error that it makes in the gradient of an operator to recompute it from what codecs left of
-    other activations; 0 where that was not measured."""
+    """Largest relative gradient error of an operator if the value is recomputed from activations that lossy codecs
+    compressed. 0 if not measured."""
     taken_after: int = 0
-    """Of a generator's state, how many slots autograd has filled when the block takes it."""
+    """For a generator's state: number of slots that autograd has filled when the block saves the state."""
     place: Place = ()
-    """Of a block input, where a call finds it among its arguments."""
+    """For a block input: its place among the arguments of a call."""
     too_coarse: tuple[tuple[str, float], ...] = ()
-    """Codecs that are left out, and the relative error that each would make in the gradient of an operator."""
+    """Excluded codecs, each with the relative error that it causes in the gradient of an operator."""
 
     @property
     def is_generator_state(self) -> bool:
-        """Whether it is a random generator's state: a block keeps those that its replay draws from."""
+        """True if the value is the state of a random generator. A block stores the states that its replay needs."""
         return self.role == "generator"
 
     @property
     def is_index(self) -> bool:
-        """Whether it holds whole numbers; those of a byte are codes or truths."""
+        """True if the value has integers that may be indices (see `exact_recompute_rules.is_index`)."""
         return is_index(self.dtype)
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it holds one number for each row."""
+        """True if the value has one number per row."""
         return is_statistic(self.shape)
 
     @property
     def is_far_recomputed(self) -> bool:
-        """Whether it comes out too far off where replay starts from what codecs left."""
+        """True if a replay from lossily compressed activations would degrade a gradient."""
         return self.replay_error > DEGRADED_ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One replayable or recorded operator of a block: it reads `inputs` and makes `outputs`, by value index."""
+    """One recorded operator of a block, with its inputs and outputs by value index."""
 
     index: int
     name: str
     module: str
     inputs: tuple[int, ...]
-    """Values it reads, parameters and buffers left out."""
+    """Values that the operator reads, without parameters and buffers."""
     outputs: tuple[int, ...]
     ms: float
-    """Median time of one run (T_comp_i of the paper's equation 4)."""
+    """Median time of one execution (T_comp_i of the paper's equation 4)."""
     replayable: bool
     extra_bytes: int = 0
-    """What a run of it takes besides its results; below 0 where these lie in what it reads."""
+    """Bytes that an execution allocates in addition to its outputs. Negative if outputs share the storage of inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardEvent:
-    """One moment of a block's forward: it starts (value -1), a value is saved first, or its last reader but autograd
-    goes. Where the rest of the model works before the block's next call, more such moments follow."""
+    """One moment of a block's forward: its start (value -1), or a value is first saved, or a value's last non-autograd
+    reference is freed. If the rest of the model runs before the block's next call, its moments are appended."""
 
     value: int
     death: bool
     extra_bytes: int
-    """Most bytes live until the next event when nothing is stored, besides what was live when the block started."""
+    """Peak until the next event if nothing is stored, in bytes above the bytes live at the start of the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardEvent:
-    """One moment of a block's backward: autograd asks for a slot, or lets go of it."""
+    """One moment of a block's backward: autograd unpacks a slot, or releases it."""
 
     slot: int
     release: bool
     entry_bytes: int
-    """Bytes live at this moment besides stored and replayed values: gradients on their way."""
+    """Bytes live at this moment, without stored and replayed values: gradients in flight."""
     extra_bytes: int
-    """Most bytes live until the next event besides stored and replayed values: gradients and temporaries."""
+    """Peak until the next event in bytes, without stored and replayed values: gradients and temporaries."""
 
 
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
-    """The slots in the order in which backward first asks for them."""
+    """Return the slots in the order in which backward first unpacks each."""
     return tuple(dict.fromkeys(event.slot for event in events if not event.release))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindProfile:
-    """A tape with prices. Blocks with the same class, parameter shapes and recorded operators are of one kind."""
+    """A tape with costs. Blocks of the same class, parameter shapes and recorded operators are of one kind."""
 
     digest: str
     block_class: str
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
     slots: tuple[int, ...]
-    """Value that each saved-tensor slot holds, in the order autograd saves them; -1 for what lives anyway (state)."""
+    """Value of each saved-tensor slot, in the order in which autograd saves. -1 for parameters and buffers."""
     backward: tuple[BackwardEvent, ...]
-    """The order in which backward asks for slots and releases them."""
+    """Unpacks and releases of slots, in the order of the backward."""
     forward: tuple[ForwardEvent, ...]
-    """The order in which forward saves values and lets go of them by itself, when nothing is stored."""
+    """Saves and frees of values, in the order of a forward that stores nothing."""
     forward_ms: float
-    """Sum of its operators' times."""
+    """Sum of the operators' times."""
     held: tuple[int, ...] = ()
-    """Indices into `Profile.shared` of what such a block holds for backward only where its replay reads it, as full
-    recomputation's does, under which memory was measured."""
+    """Indices into `Profile.shared` of the tensors that a block keeps alive for backward only if its replay reads them.
+    Memory was measured under full recomputation, whose replay reads all of them."""
     given: tuple[int, ...] = ()
-    """Indices into `Profile.shared` of what such a block is given, read or not: torch's checkpoint holds it."""
+    """Indices into `Profile.shared` of the arguments of a call, used or not. Torch's checkpoint keeps them alive."""
     copied_slots: tuple[int, ...] = ()
-    """Slots of autograd Functions written in Python. Their backward may write into what they saved, so that it gets a
-    copy of what a replay reads (rule R6)."""
+    """Slots of autograd Functions written in Python. Their backward may write into its saved tensors, so that it gets a
+    copy of each tensor that a replay reads (rule R6)."""
     untrusted: str | None = None
-    """Reason why the block's operators cannot be replayed; None if they can. All saved tensors form one activation then
-    (role WHOLE): a block that runs plainly retains it, and torch's checkpoint makes it again."""
+    """Reason why the block's operators cannot be replayed; None if they can. If not, all saved tensors form one
+    activation of role WHOLE: a plain block retains it, and torch's checkpoint recomputes it."""
     block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
-    """What may be done with the block as a whole. Torch's checkpoint may run it if all of it came out alike when it was
-    replayed, or nothing can be. Operators that other ranks take part in must run again on all ranks or on none."""
+    """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
+    if no operator can be replayed. Collective operators must run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Bytes of casts of parameters that the block saves, and that an earlier call made: autocast's cache has them. A
-    second forward makes them again."""
+    """Bytes of cast parameters that the block saves and an earlier call computed. Autocast's cache has these casts, and
+    a second forward computes them again."""
     generator_bytes: int = 0
-    """What torch's checkpoint keeps of the random generators' states on the block's device."""
+    """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
     untraced: str | None = None
-    """Why each call of such a block is compared with its tape, operator by operator: Dynamo cannot trace its Python
-    whole. None if guards tell whether a call runs what was recorded."""
+    """Reason why Dynamo cannot trace the block's Python completely. Each call is then compared with its tape, operator
+    by operator. None if guards can check that a call runs the recorded operators."""
 
     @cached_property
     def activations(self) -> tuple[Value, ...]:
-        """The values that a policy has an action for."""
+        """Values that a policy has an action for."""
         return tuple(value for value in self.values if value.activation)
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """What torch's checkpoint of the block has to keep: the tensors given to it that nothing else holds."""
+        """Inputs that torch's checkpoint of the block must store, because nothing else keeps them alive."""
         return tuple(value for value in self.activations if value.producer is None and value.role != WHOLE)
 
     @cached_property
     def names(self) -> list[str]:
-        """A name for each value that no other has, the same in batches of all sizes: "attn:clone", "attn:clone#2"."""
-        return numbered(value.name for value in self.values)
+        """Unique name of each value, the same for batches of all sizes: "attn:clone", "attn:clone#2"."""
+        return numbered_names(value.name for value in self.values)
 
     @cached_property
     def equal(self) -> dict[int, int]:
-        """Values that repeat an earlier activation, mapped to it."""
+        """Map from each value that repeats an earlier activation to the earlier one, by index."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
-    def index_values(self, coded: Collection[int]) -> frozenset[int]:
-        """Values that no replay may make where those in `coded` are stored with loss (`exact_recompute_rules.py`)."""
+    def index_values(self, lossy: Collection[int]) -> frozenset[int]:
+        """Return the index values that must not be recomputed if the values in `lossy` are stored lossily.
+
+        See `exact_recompute_rules.py`.
+        """
         return index_values(
             ((operator.inputs, operator.outputs) for operator in self.operators),
             self._counts_as_index,
-            coded,
+            lossy,
             {value.index for value in self.values if value.shared is not None or (value.activation and value.saved)},
         )
 
@@ -233,32 +237,39 @@ class KindProfile:
         producer = self.values[value].producer
         if self.values[value].is_index or producer is None:
             return self.values[value].is_index
-        maker = self.operators[producer]
-        return is_function(maker.name) and any(self.values[read].is_generator_state for read in maker.inputs)
+        operator = self.operators[producer]
+        return is_function(operator.name) and any(self.values[read].is_generator_state for read in operator.inputs)
 
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
-        """Saved activations that no replay may make where any of these others is stored with loss: those with one
-        number for each row, and what comes out too far off (`exact_recompute_rules.py`)."""
+        """Map from saved activations to the values that must be exact if the activation is recomputed.
+
+        Keys are statistics (one number per row), which depend on their rows, and activations whose replay error is too
+        large, which depend on all upstream activations. See `exact_recompute_rules.py`.
+        """
         saved = [value for value in self.activations if value.saved]
-        far = {v.index: upstream(v.index, self._reads, self._is_activation) for v in saved if v.is_far_recomputed}
-        # Where a statistic's rows are recomputed from further up, it is recomputed with them: it suits them better.
-        rows = {v.index: made_from(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
-        return far | rows
+        imprecise = {
+            v.index: upstream_activations(v.index, self._reads, self._is_activation)
+            for v in saved
+            if v.is_far_recomputed
+        }
+        # If a statistic's rows are recomputed, the statistic is recomputed with them, because it must match the rows.
+        rows = {v.index: source_activations(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
+        return imprecise | rows
 
     @cached_property
-    def bears_coded_inputs(self) -> bool:
-        """Whether the block may run again on inputs that were stored with loss.
+    def allows_lossy_inputs(self) -> bool:
+        """True if the block may run again on inputs that were stored lossily.
 
-        It may not if it cannot be replayed, since its operators may depend on data then; if indices are computed from
+        False if the block cannot be replayed, because its operators may depend on data; if indices are computed from
         the inputs (`exact_recompute_rules.py`); or if the replay error of a saved value is too large.
         """
         inputs = {value.index for value in self.inputs}
-        is_far = any(value.saved and value.is_far_recomputed for value in self.values)
-        return self.untrusted is None and not is_far and not self.index_values(inputs)
+        is_imprecise = any(value.saved and value.is_far_recomputed for value in self.values)
+        return self.untrusted is None and not is_imprecise and not self.index_values(inputs)
 
     def codec_option(self, value: int, choice: Choice) -> CodecOption:
-        """The price of the codec that `choice` compresses a value with. Raises ValueError if it was not priced."""
+        """Return the cost of compressing `value` as `choice` says. Raises ValueError if the codec was not measured."""
         for option in self.values[value].codecs:
             if (option.codec, option.options) == (choice.codec, choice.options):
                 return option
@@ -274,22 +285,22 @@ class KindProfile:
     def _is_activation(self, value: int) -> bool:
         return self.values[value].activation
 
-    def exactness_dependents_of(self, coded: Collection[int]) -> frozenset[int]:
-        """Activations that no replay may make where those in `coded` are stored with loss."""
-        return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(coded))
+    def exactness_dependents_of(self, lossy: Collection[int]) -> frozenset[int]:
+        """Return the activations that must not be recomputed if the values in `lossy` are stored lossily."""
+        return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
 
-    def merged(self, equal: Mapping[int, int]) -> KindProfile:
-        """The kind in which `equal[v]` stands for `v` wherever an operator reads it or a slot holds it."""
+    def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
+        """Return a copy in which `equal[v]` replaces `v` in all operators' inputs and slots."""
         if not equal:
             return self
         operators = (
             replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
             for operator in self.operators
         )
-        gone = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}
+        replaced = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}
         return replace(
             self,
-            values=tuple(gone.get(value.index, value) for value in self.values),
+            values=tuple(replaced.get(value.index, value) for value in self.values),
             operators=tuple(operators),
             slots=tuple(equal.get(value, value) for value in self.slots),
         )
@@ -297,49 +308,51 @@ class KindProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One call of a block in a step, in the order of the forward."""
+    """One call of a block in a step."""
 
     name: str
-    """The block's module path; of a second call in the step "path#2", and so on."""
+    """Module path of the block. The second call in the step is "path#2", and so on."""
     kind: int
     """Index into `Profile.kinds`."""
     forward_base_bytes: int
-    """Bytes live when this block's forward starts, besides what earlier blocks store; its own input is counted."""
+    """Bytes live at the start of this block's forward, without the bytes that earlier blocks store. The block's own
+    input is included."""
     backward_base_bytes: int
-    """Bytes live when this block's backward starts, besides what blocks stored: parameters, gradients so far, what the
-    rest of the model stores, the gradient that flows in, shared tensors that are saved or `held`."""
+    """Bytes live at the start of this block's backward, without the bytes that blocks store: parameters, accumulated
+    gradients, tensors stored by the rest of the model, the incoming gradient, and shared tensors that are saved or in
+    `KindProfile.held`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A tensor that several blocks read, or that the rest of the model saves too: held once, whatever the policy."""
+    """A tensor that several blocks read, or that the rest of the model also saves. Live once, under every policy."""
 
     name: str
     nbytes: int
     saved: bool
-    """Whether plain training keeps it for backward."""
+    """True if plain training keeps the tensor for backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """One way to run the output layer and the loss: its time, and what of a profile's memory depends on it."""
+    """One way to run the output layer and the loss: its time, and the fields of a profile that depend on the head."""
 
     name: str
-    """ "plain": whole logits; "chunked": a loss that does without (chunked_loss.py)."""
+    """ "plain": with whole logits. "chunked": a loss without whole logits (chunked_loss.py)."""
     ms: float
-    """Time of its forward and backward; 0 for the only one of a profile, which nothing is compared with."""
+    """Time of the head's forward and backward. 0 if the profile has only one head, because nothing is compared."""
     outside_stored_bytes: int
     outside_peak_bytes: int
     loss_peak_bytes: int
     tail_peak_bytes: int
     backward_base_bytes: tuple[int, ...]
-    """Of each block in forward order."""
+    """`BlockProfile.backward_base_bytes` of each block, in forward order."""
     outside_live_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Tapes and prices of a model's blocks for one batch, and the memory of the rest of the step."""
+    """Tapes and costs of a model's blocks for one batch, and the memory of the rest of the step."""
 
     model_class: str
     kinds: tuple[KindProfile, ...]
@@ -349,67 +362,67 @@ class Profile:
     """Bytes kept for backward by the rest of the model (embedding, head, loss), storages counted once."""
     static_bytes: int
     """Bytes live before a forward: parameters, buffers, optimizer state, the step's batches, and, with gradient
-    accumulation, the gradients that earlier micro-batches left."""
+    accumulation, the gradients of earlier micro-batches."""
     outside_peak_bytes: int
-    """Most bytes live in the forward of the head and the loss, besides what blocks store. Casts that autocast caches
-    are there whether blocks store them or not."""
+    """Peak in bytes in the forward of the head and the loss, without the bytes that blocks store. Casts in autocast's
+    cache are included, because they are live under every policy."""
     loss_peak_bytes: int
-    """Most bytes live in the backward of the head and the loss, besides what blocks store."""
+    """Peak in bytes in the backward of the head and the loss, without the bytes that blocks store."""
     tail_peak_bytes: int
-    """Most bytes live when no block stores anything: after the last block's backward (the embedding's gradient), and
-    before the first block's forward (a teacher's)."""
+    """Peak in bytes while no block stores anything: after the last block's backward (the embedding's gradient), and
+    before the first block's forward (a teacher model)."""
     available_bytes: int
-    """Bytes that the device had for this process when it was profiled: live and free ones together."""
+    """Bytes available to this process on the device at the time of profiling: live plus free."""
     step_ms: float
-    """Time of one forward and backward with everything recomputed."""
+    """Time of one forward and backward under full recomputation."""
     device: str
     head: str = "plain"
-    """The head that the memory above was measured with; `with_head` gives the profile for another."""
+    """Head that the memory was measured with. `with_head` returns the profile for another head."""
     head_ms: float = 0.0
-    """`Head.ms` of that head."""
+    """`Head.ms` of the measured head."""
     other_heads: tuple[Head, ...] = ()
     """The other heads that a policy may choose."""
     outside_live_bytes: int = 0
-    """By how much `outside_peak_bytes` is lower where no replay reads any of the `held` tensors."""
+    """Bytes by which `outside_peak_bytes` is lower if no replay reads any of the tensors in `KindProfile.held`."""
     optimizer_peak_bytes: int = 0
-    """Most bytes live while gradients are clipped and the optimizer steps; 0 if it was profiled without one."""
+    """Peak in bytes of gradient clipping and the optimizer step. 0 if profiled without an optimizer."""
     measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = field(default=(), repr=False)
-    """(shapes, numbers) of the batch, then of other sizes: all numbers of this profile that depend on the shapes, as
-    they were measured. If no other size was measured, only the batch's shapes, with no numbers. See size_model.py.
+    """(shapes, numbers) of the batch, then of other measured sizes. The numbers are all numbers of this profile that
+    depend on the shapes. If no other size was measured, only the batch's shapes, with no numbers. See size_model.py.
     """
 
     @property
     def sizes(self) -> ProfileSizes | None:
-        """What gives this profile for batches of other sizes; None where none was measured."""
+        """Size model that predicts this profile at other sizes of a batch. None if no other size was measured."""
         return sizes_of(self.measured) if len(self.measured) > 1 else None
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Names of the heads that a policy may choose, this profile's own first."""
+        """Names of the heads that a policy may choose, the measured head first."""
         return (self.head, *(head.name for head in self.other_heads))
 
     def with_head(self, name: str) -> Profile:
-        """The profile of the same model with the head `name`. Raises ValueError if it was not profiled."""
+        """Return the profile of the same model with the head `name`. Raises ValueError if the head was not profiled."""
         if name == self.head:
             return self
-        wanted = next((head for head in self.other_heads if head.name == name), None)
-        if wanted is None:
+        new_head = next((head for head in self.other_heads if head.name == name), None)
+        if new_head is None:
             raise ValueError(
                 f"head={name!r} is not in this profile, which has {' and '.join(self.heads)}: profile again with "
                 f"AdaccConfig(head={name!r}), on a model whose output layer can be chunked"
             )
-        bases = zip(self.blocks, wanted.backward_base_bytes, strict=True)
+        bases = zip(self.blocks, new_head.backward_base_bytes, strict=True)
         return replace(
             self,
             head=name,
-            head_ms=wanted.ms,
-            other_heads=(self._own_head(), *(head for head in self.other_heads if head is not wanted)),
+            head_ms=new_head.ms,
+            other_heads=(self._own_head(), *(head for head in self.other_heads if head is not new_head)),
             blocks=tuple(replace(block, backward_base_bytes=base) for block, base in bases),
-            outside_stored_bytes=wanted.outside_stored_bytes,
-            outside_peak_bytes=wanted.outside_peak_bytes,
-            outside_live_bytes=wanted.outside_live_bytes,
-            loss_peak_bytes=wanted.loss_peak_bytes,
-            tail_peak_bytes=wanted.tail_peak_bytes,
+            outside_stored_bytes=new_head.outside_stored_bytes,
+            outside_peak_bytes=new_head.outside_peak_bytes,
+            outside_live_bytes=new_head.outside_live_bytes,
+            loss_peak_bytes=new_head.loss_peak_bytes,
+            tail_peak_bytes=new_head.tail_peak_bytes,
         )
 
     def without_codecs_below(self, nbytes: int) -> Profile:
@@ -420,10 +433,11 @@ class Profile:
 
         return replace(self, kinds=tuple(replace(k, values=tuple(map(limited, k.values))) for k in self.kinds))
 
-    def with_more_live(self, forward: int, blocks: Sequence[int], after: int) -> Profile:
-        """The same model with so many bytes more, or fewer, live: until backward, in each block's, and after theirs.
+    def with_extra_live_bytes(self, forward: int, blocks: Sequence[int], after: int) -> Profile:
+        """Return a copy with more bytes live, or fewer if negative, for every head.
 
-        That is so with every head. What is live before the step, and in the optimizer's, stays as it is.
+        `forward` bytes are live in the forward and in the loss's backward, `blocks[i]` in the backward of the i-th
+        block, and `after` after the backward of all blocks. `static_bytes` and the optimizer's peak do not change.
         """
 
         def shifted(bases: Sequence[int]) -> tuple[int, ...]:
@@ -466,8 +480,8 @@ class Profile:
 
     @property
     def head_overhead_ms(self) -> float:
-        """Time that the head takes beyond the plain one: below 0 if it is faster, 0 if the plain one was not
-        profiled."""
+        """Time of the head minus the time of the plain head: negative if the head is faster, 0 if the plain head was
+        not profiled."""
         plain_ms = next((head.ms for head in self.other_heads if head.name == "plain"), self.head_ms)
         return self.head_ms - plain_ms
 
@@ -475,47 +489,53 @@ class Profile:
         return self.kinds[block.kind]
 
     @cached_property
-    def held(self) -> tuple[frozenset[int], ...]:
-        """For each block the shared tensors that its base has because blocks up to it read them in replay; the last
-        entry holds for the loss's backward too."""
+    def base_shared(self) -> tuple[frozenset[int], ...]:
+        """Shared tensors included in each block's `backward_base_bytes` because replays of blocks up to the block read
+        them under full recomputation. The last entry also applies to the loss's backward."""
         return tuple(accumulate((frozenset(self.kind_of(block).held) for block in self.blocks), frozenset.union))
 
-    def unread_bytes(self, block: int, read: Set[int]) -> int:
-        """What of the base of the `block`-th block is not there if the replays of blocks up to it read only `read`."""
-        unread = self.held[block] - read
+    def unread_shared_bytes(self, block: int, read: Set[int]) -> int:
+        """Return the bytes of shared tensors that are in the base of the `block`-th block, but not live under a policy.
+
+        `read` are the shared tensors that replays of blocks up to the `block`-th read under the policy.
+        """
+        unread = self.base_shared[block] - read
         return sum(self.shared[index].nbytes for index in unread) if unread else 0
 
-    def further_bytes(self, block: int, read: Set[int]) -> int:
-        """What blocks up to the `block`-th hold for backward on top of its base, if the shared tensors are `read`."""
-        further = read - self.held[block]
-        return sum(shared.nbytes for index in further if not (shared := self.shared[index]).saved) if further else 0
+    def extra_shared_bytes(self, block: int, read: Set[int]) -> int:
+        """Return the bytes of shared tensors that are live under a policy, but not in the base of the `block`-th block.
+
+        `read` are the shared tensors that replays of blocks up to the `block`-th read under the policy.
+        """
+        extra = read - self.base_shared[block]
+        return sum(shared.nbytes for index in extra if not (shared := self.shared[index]).saved) if extra else 0
 
     def head_peaks(self, read: Set[int]) -> tuple[int, int]:
-        """`outside_peak_bytes` and `loss_peak_bytes` if the replays of all blocks read only `read`."""
-        held, unread = self.unread_bytes(-1, frozenset()), self.unread_bytes(-1, read)
-        further = self.further_bytes(-1, read)
-        # What is read is there on top of the peak without any of them, at most.
-        lower = max(0, self.outside_live_bytes - (held - unread))
-        return self.outside_peak_bytes - lower + further, self.loss_peak_bytes - unread + further
+        """Return `outside_peak_bytes` and `loss_peak_bytes` if the replays of all blocks read only `read`."""
+        base, unread = self.unread_shared_bytes(-1, frozenset()), self.unread_shared_bytes(-1, read)
+        extra = self.extra_shared_bytes(-1, read)
+        # The tensors that are read add at most their bytes to the peak without any of the shared tensors.
+        reduction = max(0, self.outside_live_bytes - (base - unread))
+        return self.outside_peak_bytes - reduction + extra, self.loss_peak_bytes - unread + extra
 
     @cached_property
     def plain_stored_bytes(self) -> int:
-        """What training without any action keeps for backward, storages counted once.
+        """Bytes that plain training keeps for backward, storages counted once.
 
-        What lives before the step anyway, parameters, buffers and the batch, is left out.
+        Parameters, buffers and the batch are left out, because they are live before the step.
         """
         own = sum(value.nbytes for block in self.blocks for value in self.kind_of(block).activations if value.saved)
         return own + self.outside_stored_bytes + sum(shared.nbytes for shared in self.shared if shared.saved)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
-        # A run writes one whenever its prices move, and it is some 2,000 records long: no indent, no copies.
+        # Without indent and copies, because a run saves its profile at each change of prices, with some 2,000 records.
         record = {"format": "adacc_hf.profile", "version": FORMAT_VERSION, **fields_of(self)}
         write_json(path, record, indent=None)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote. Raises FileNotFoundError, or AdaccError for what is no whole profile."""
+        """Read a profile file. Raises FileNotFoundError, or AdaccError if the file is not a complete profile."""
         record = read_json(path, AdaccError, "profile")
         if not isinstance(record, dict) or record.get("format") != "adacc_hf.profile":
             raise AdaccError(f"{path} is not an adacc_hf profile: profile the model and save it again")
@@ -573,7 +593,7 @@ def _value_from_json(record: dict[str, Any]) -> Value:
 
 
 def codec_option_from_json(record: dict[str, Any]) -> CodecOption:
-    """What `asdict` or JSON made of a codec option."""
+    """Return the codec option of a record, which JSON or `asdict` produced."""
     return CodecOption(**{**record, "options": _pairs(record["options"])})
 
 

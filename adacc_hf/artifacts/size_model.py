@@ -1,56 +1,62 @@
-"""A profile at any size of batch: its numbers as exact polynomials of the batch's sizes, found from a few.
+"""A model of how the numbers of a profile (bytes, shapes) depend on the sizes of a batch, fitted to a few batches.
 
-A profile is taken at one size, and its memory at three more (price/batch_subsampling.py). What is a sum of products of
-sizes there, as the bytes of all tensors are, is found exactly (`Basis`). What is the larger of several
-sums, as peaks are, may follow none: it is read off a line between the two sizes around, which lies above it, and beyond
-the largest size off the line through the last two. Times go with the bytes that an operator reads and makes.
+A profile is taken at one size, and its memory at three more (price/batch_subsampling.py). A number that is a sum of
+products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`). A peak is the maximum of several
+sums, and may follow no polynomial. The model then interpolates linearly between the two nearest measured sizes, which
+overestimates the peak, and extrapolates above the largest size with the line through the last two. The time of an
+operator scales with the bytes that it reads and writes.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from itertools import combinations, product
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from adacc_hf.artifacts.polynomials import MIN_LEAST_SQUARES_CALLS, Basis, Polynomial, independent_sizes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Head, KindProfile, Operator, Profile, Value
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and size of each tensor of a batch."""
-Change = Callable[[int], int]
+NumberMap = Callable[[int], int]
 
-STEP = 1.25
-"""Ratio of neighbouring classes of sizes. Finer ones would use more of a budget, and take more policies."""
+SIZE_CLASS_RATIO = 1.25
+"""Ratio of neighbouring size classes. A smaller ratio would use more of the budget, and need more policies."""
 
-LINE_SHARE = 0.75
-"""Part of a batch's elements that has to grow with all sizes that vary (samples and length) for memory to be read off a
-line over the number of elements."""
+MIN_SHARE_FOR_LINES = 0.75
+"""Minimum part of a batch's elements that grows with all independent sizes (samples and length). Below this part,
+memory is not interpolated over the number of elements."""
 
-FEW = 16
-"""Sizes up to this are a class each."""
+MAX_EXACT_SIZE = 16
+"""Sizes up to this one are not rounded: each is a size class of its own."""
 
 
-def numbers_of(profile: Profile) -> list[int]:
-    """All numbers of `profile` that depend on the batch's sizes, in a fixed order; those of codecs follow from them."""
+def size_dependent_numbers(profile: Profile) -> list[int]:
+    """Return all numbers of `profile` that depend on the batch's sizes, in a fixed order.
+
+    The numbers of codecs are left out, because they follow from the shapes.
+    """
     numbers: list[int] = []
 
-    def note(number: int) -> int:
+    def append_number(number: int) -> int:
         numbers.append(number)
         return number
 
-    _changed(profile, note)
+    _map_numbers(profile, append_number)
     return numbers
 
 
-def profile_outline(profile: Profile) -> Any:
-    """What profiles of one model at several sizes have in common: which values, operators and moments there are."""
+def profile_structure(profile: Profile) -> Any:
+    """Return the parts of `profile` that do not depend on the batch's sizes: values, operators, and order of events.
+
+    Only profiles of equal structure can be fitted together.
+    """
     kinds = [
         (
             [
@@ -72,170 +78,179 @@ def profile_outline(profile: Profile) -> Any:
 
 
 class ProfileSizes:
-    """The profiles of one model at all sizes of a batch.
+    """Prediction of one model's profile at other sizes of a batch.
 
-    `measured` is `Profile.measured`: the shapes and the numbers of the profile itself, then those of other sizes.
+    `measured` is `Profile.measured`: the shapes and the numbers of the profile itself, then of the other sizes.
     """
 
     def __init__(self, measured: Sequence[tuple[Shapes, Sequence[int]]]) -> None:
         self._shapes = measured[0][0]
         calls = [_dimensions(shapes) for shapes, _ in measured]
         self._reference = calls[0]
-        self._symbols = independent(calls) or ()
+        self._symbols = independent_sizes(calls) or ()
         self._basis = Basis([tuple(call[p] for p in self._symbols) for call in calls])
-        self._following = [self._basis.fit(column) for column in zip(*calls, strict=True)]
-        self._amounts = [_amount(shapes) for shapes, _ in measured]
-        """Elements of each batch."""
-        elements = self._basis.fit(tuple(self._amounts))
+        self._dimension_rules = [self._basis.fit(column) for column in zip(*calls, strict=True)]
+        self._num_elements = [_num_elements(shapes) for shapes, _ in measured]
+        """Elements of each measured batch."""
+        elements = self._basis.fit(tuple(self._num_elements))
         smallest = tuple(min(calls, key=prod)[p] for p in self._symbols)
-        self._are_lines = len(self._symbols) < 3 and (
-            elements is None or self._basis.share_of_all(elements, smallest) >= LINE_SHARE
+        self._uses_lines = len(self._symbols) < 3 and (
+            elements is None or self._basis.share_of_full_products(elements, smallest) >= MIN_SHARE_FOR_LINES
         )
-        """True if a number that is no sum of products is read off a line over the elements of a batch. Elements of
-        images grow with samples alone, where memory grows with a text's length too."""
+        """True if a number that is no sum of products is interpolated linearly over the elements of a batch. False for
+        images with texts: the elements of images grow with samples alone, the memory with the text's length too."""
         columns = list(zip(*(numbers for _, numbers in measured), strict=True))
         rules = {column: self._rule(column) for column in dict.fromkeys(columns)}
         self._rules = [rules[column] for column in columns]
 
     @property
     def uncertainty(self) -> float:
-        """By which part a peak may lie above what is told of it: a line stands for the larger of several sums. More
-        than two sizes that vary by themselves (samples, and the lengths of a pair of texts) make more terms than the
-        measured parts can tell apart."""
-        if self.is_rough:
+        """Largest relative amount by which a peak may exceed its prediction.
+
+        A peak is the maximum of several sums, and is predicted by a line. More than two independent sizes (samples, and
+        the lengths of a pair of texts) make more terms than the measured batches can separate.
+        """
+        if self.is_approximate:
             return 0.1
         return 0.04 if len(self._symbols) > 2 else 0.01
 
     @property
-    def is_rough(self) -> bool:
-        """True if a peak, the larger of several sums, is approximated by one sum of products (`Basis.nearest`).
+    def is_approximate(self) -> bool:
+        """True if a peak, the maximum of several sums, is approximated by one sum (`Basis.fit_least_squares`).
 
-        T5's peaks, predicted from small parts, were up to 9 % too low.
+        T5's peaks, predicted from small batches, were up to 9 % too low.
         """
-        return any(isinstance(rule, _Nearest) for rule in self._rules)
+        return any(isinstance(rule, _LeastSquares) for rule in self._rules)
 
     @property
-    def largest(self) -> int:
+    def max_measured_elements(self) -> int:
         """Elements of the largest batch whose memory was measured."""
-        return max(self._amounts)
+        return max(self._num_elements)
 
-    def class_of(self, shapes: Shapes) -> Shapes | None:
-        """The shapes of the class that batches of `shapes` belong to: none of its batches is larger.
+    def size_class(self, shapes: Shapes) -> Shapes | None:
+        """Return the shapes of the size class of `shapes`, the upper bound of all batches in the class.
 
-        Classes are as far apart as STEP says. None for a batch of other tensors, or one whose sizes hang together in
-        another way than those of the batches that were measured.
+        Neighbouring classes differ by SIZE_CLASS_RATIO. Return None for a batch of other tensors, or if the sizes are
+        related to each other in another way than in the measured batches.
         """
-        own = {name: len(size) for name, size in self._shapes}
-        shapes = tuple((name, size) for name, size in shapes if name in own)  # the Trainer's may have more
-        if {name: len(size) for name, size in shapes} != own:
+        ranks = {name: len(size) for name, size in self._shapes}
+        shapes = tuple((name, size) for name, size in shapes if name in ranks)  # the Trainer's batch may have more
+        if {name: len(size) for name, size in shapes} != ranks:
             return None
-        given = _dimensions(shapes)
-        products = self._basis.products(tuple(_rounded(given[p], self._reference[p]) for p in self._symbols))
-        rounded = [polynomial(products) if polynomial else None for polynomial in self._following]
-        if any(size is None or size < own for size, own in zip(rounded, given, strict=True)):
+        dimensions = _dimensions(shapes)
+        products = self._basis.products(tuple(_round_size(dimensions[p], self._reference[p]) for p in self._symbols))
+        rounded = [polynomial(products) if polynomial else None for polynomial in self._dimension_rules]
+        if any(size is None or size < lower for size, lower in zip(rounded, dimensions, strict=True)):
             return None
         sizes = (size for size in rounded if size is not None)
         return tuple((name, tuple(next(sizes) for _ in size)) for name, size in shapes)
 
-    def at(self, profile: Profile, shapes: Shapes) -> Profile:
-        """`profile`, the one that was measured or one with other prices, for batches of `shapes`.
+    def profile_at(self, profile: Profile, shapes: Shapes) -> Profile:
+        """Return `profile` as predicted for batches of `shapes`.
 
-        They are those of a batch that has a class. The profile's head is the one that it was measured with. Codecs are
-        as they were: `other_sizes.at_size` has theirs too.
+        `profile` is the measured profile or a copy with other prices, with the head that was measured. `shapes` must
+        have a size class. The codecs are not changed: `batch_subsampling.resize_profile` selects codecs for the shapes.
         """
         if shapes == self._shapes:
             return profile
-        dimensions, amount = _dimensions(shapes), _amount(shapes)
+        dimensions, num_elements = _dimensions(shapes), _num_elements(shapes)
         products = self._basis.products(tuple(dimensions[p] for p in self._symbols))
-        before = self._basis.products(tuple(self._reference[p] for p in self._symbols))
+        reference = self._basis.products(tuple(self._reference[p] for p in self._symbols))
         rules = iter(self._rules)
 
-        def change(number: int) -> int:
+        def scale(number: int) -> int:
             rule = next(rules)
-            return number + rule(products, amount) - rule(before, self._amounts[0])
+            return number + rule(products, num_elements) - rule(reference, self._num_elements[0])
 
-        told = _with_times(profile, _changed(profile, change), amount / self._amounts[0])
-        return replace(told, measured=())
+        ratio = num_elements / self._num_elements[0]
+        return replace(_with_times(profile, _map_numbers(profile, scale), ratio), measured=())
 
     def _rule(self, column: tuple[int, ...]) -> Callable[[Sequence[int], int], int]:
         exact = self._basis.fit(column)
         if exact is not None:
             return _Exact(exact, column[0])
-        may_be_nearest = not self._are_lines and len(column) >= ENOUGH_CALLS
-        nearest = self._basis.nearest(column) if may_be_nearest else None
-        if nearest is not None:
-            return _Nearest(*nearest)
-        return _Line(sorted(zip(self._amounts, column, strict=True)))
+        allows_least_squares = not self._uses_lines and len(column) >= MIN_LEAST_SQUARES_CALLS
+        approximation = self._basis.fit_least_squares(column) if allows_least_squares else None
+        if approximation is not None:
+            return _LeastSquares(*approximation)
+        return _Interpolation(sorted(zip(self._num_elements, column, strict=True)))
 
 
 @lru_cache(maxsize=8)
 def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> ProfileSizes:
-    """What `Profile.measured` tells of other sizes. Profiles with other prices share it: to find it takes a while."""
+    """Return the size model of `Profile.measured`, cached because the fit is slow.
+
+    Copies of a profile with other prices share one model.
+    """
     return ProfileSizes(measured)
 
 
 class _Exact:
-    """A sum of products of sizes."""
+    """A number that is a polynomial of the sizes; its measured value where the polynomial is not an integer."""
 
     def __init__(self, polynomial: Polynomial, measured: int) -> None:
         self._polynomial, self._measured = polynomial, measured
 
-    def __call__(self, products: Sequence[int], amount: int) -> int:
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
         number = self._polynomial(products)
         return self._measured if number is None else number
 
 
-class _Nearest:
-    """About a sum of products of sizes, and by how much at most it was too small."""
+class _LeastSquares:
+    """A number approximated by a sum of products of sizes, plus the largest shortfall of the fit."""
 
-    def __init__(self, terms: tuple[tuple[float, int], ...], too_small: float) -> None:
-        self._terms, self._too_small = terms, too_small
+    def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
+        self._terms, self._shortfall = terms, shortfall
 
-    def __call__(self, products: Sequence[int], amount: int) -> int:
-        return math.ceil(sum(factor * products[place] for factor, place in self._terms) + self._too_small)
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
+        return math.ceil(sum(factor * products[place] for factor, place in self._terms) + self._shortfall)
 
 
-class _Line:
-    """The lines through what was measured at several amounts of data."""
+class _Interpolation:
+    """A number interpolated linearly over the elements of the measured batches."""
 
     def __init__(self, points: Sequence[tuple[int, int]]) -> None:
-        most: dict[int, int] = {}
-        for amount, number in points:
-            most[amount] = max(number, most.get(amount, number))
-        self._points = sorted(most.items())
+        maxima: dict[int, int] = {}
+        for num_elements, number in points:
+            maxima[num_elements] = max(number, maxima.get(num_elements, number))
+        self._points = sorted(maxima.items())
 
-    def __call__(self, products: Sequence[int], amount: int) -> int:
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
         points = self._points
         if len(points) == 1:
             return points[0][1]
-        place = min(max(bisect_left(points, (amount,)), 1), len(points) - 1)
-        (less, low), (more, high) = points[place - 1], points[place]
-        if amount < less:
+        place = min(max(bisect_left(points, (num_elements,)), 1), len(points) - 1)
+        (start, low), (end, high) = points[place - 1], points[place]
+        if num_elements < start:
             return min(low, high)
-        return math.ceil(low + (high - low) * (amount - less) / (more - less))
+        return math.ceil(low + (high - low) * (num_elements - start) / (end - start))
 
 
-def _rounded(size: int, reference: int) -> int:
-    """The size of the class of `size`, of which `reference` is one. Few samples are not rounded, but for one alone: it
-    often runs other operators, of which nothing is told, and has the room of two."""
-    if size <= FEW:
+def _round_size(size: int, reference: int) -> int:
+    """Return the upper bound of the size class of `size`. `reference` is the upper bound of one of the classes.
+
+    Sizes up to MAX_EXACT_SIZE are not rounded, except for 1. A batch of one sample often runs other operators, whose
+    memory is not predicted, and gets the memory of two samples.
+    """
+    if size <= MAX_EXACT_SIZE:
         return size if size > 1 or reference == 1 else 2
-    return max(size, math.ceil(reference * STEP ** math.ceil(math.log(size / reference, STEP) - 1e-9) - 1e-9))
+    num_steps = math.ceil(math.log(size / reference, SIZE_CLASS_RATIO) - 1e-9)
+    return max(size, math.ceil(reference * SIZE_CLASS_RATIO**num_steps - 1e-9))
 
 
 def _dimensions(shapes: Shapes) -> tuple[int, ...]:
     return tuple(n for _, size in shapes for n in size)
 
 
-def _amount(shapes: Shapes) -> int:
+def _num_elements(shapes: Shapes) -> int:
     return sum(prod(size) for _, size in shapes)
 
 
-def _changed(profile: Profile, change: Change) -> Profile:
-    """`profile` with `change` of each number that depends on sizes."""
+def _map_numbers(profile: Profile, change: NumberMap) -> Profile:
+    """Return `profile` with `change` applied to each number that depends on the batch's sizes."""
     return replace(
         profile,
-        kinds=tuple(_changed_kind(kind, change) for kind in profile.kinds),
+        kinds=tuple(_map_kind(kind, change) for kind in profile.kinds),
         blocks=tuple(
             replace(
                 block,
@@ -245,7 +260,7 @@ def _changed(profile: Profile, change: Change) -> Profile:
             for block in profile.blocks
         ),
         shared=tuple(replace(shared, nbytes=change(shared.nbytes)) for shared in profile.shared),
-        other_heads=tuple(_changed_head(head, change) for head in profile.other_heads),
+        other_heads=tuple(_map_head(head, change) for head in profile.other_heads),
         outside_stored_bytes=change(profile.outside_stored_bytes),
         static_bytes=change(profile.static_bytes),
         outside_peak_bytes=change(profile.outside_peak_bytes),
@@ -256,10 +271,10 @@ def _changed(profile: Profile, change: Change) -> Profile:
     )
 
 
-def _changed_kind(kind: KindProfile, change: Change) -> KindProfile:
+def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
     return replace(
         kind,
-        values=tuple(_changed_value(value, change) for value in kind.values),
+        values=tuple(_map_value(value, change) for value in kind.values),
         operators=tuple(replace(op, extra_bytes=change(op.extra_bytes)) for op in kind.operators),
         forward=tuple(replace(event, extra_bytes=change(event.extra_bytes)) for event in kind.forward),
         backward=tuple(
@@ -269,12 +284,12 @@ def _changed_kind(kind: KindProfile, change: Change) -> KindProfile:
     )
 
 
-def _changed_value(value: Value, change: Change) -> Value:
+def _map_value(value: Value, change: NumberMap) -> Value:
     shape, encoded = tuple(map(change, value.shape)), tuple(map(change, value.encoded_shape))
     return replace(value, shape=shape, encoded_shape=encoded, nbytes=change(value.nbytes))
 
 
-def _changed_head(head: Head, change: Change) -> Head:
+def _map_head(head: Head, change: NumberMap) -> Head:
     return replace(
         head,
         outside_stored_bytes=change(head.outside_stored_bytes),
@@ -287,9 +302,9 @@ def _changed_head(head: Head, change: Change) -> Head:
 
 
 def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
-    """`after` with the times of `before`, as they are at its size.
+    """Return `after` with the times of `before`, scaled to the sizes of `after`.
 
-    `ratio` is by how much more data there is: what runs outside of the blocks takes so much longer.
+    `ratio` is the number of elements after over before. The time of the model outside the blocks scales with `ratio`.
     """
     kinds = tuple(_timed_kind(old, new) for old, new in zip(before.kinds, after.kinds, strict=True))
     heads = tuple(replace(head, ms=head.ms * ratio) for head in after.other_heads)
@@ -305,210 +320,15 @@ def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
 
 
 def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile, launch_ms: float) -> Operator:
-    """`operator` with its time at another size: that of its bytes, but not less than it takes to launch one."""
-    touched = (*operator.inputs, *operator.outputs)
-    ratio = _ratio(sum(before.values[v].nbytes for v in touched), sum(after.values[v].nbytes for v in touched))
+    """Return `operator` with its time scaled by the bytes that it reads and writes, at least the time of a launch."""
+    accessed = (*operator.inputs, *operator.outputs)
+    ratio = _ratio(sum(before.values[v].nbytes for v in accessed), sum(after.values[v].nbytes for v in accessed))
     return replace(operator, ms=min(operator.ms, launch_ms) if ratio == 0 else _scaled(operator.ms, ratio, launch_ms))
 
 
-def _scaled(ms: float, ratio: float, least: float) -> float:
-    return max(ms * ratio, min(ms, least))
+def _scaled(ms: float, ratio: float, min_ms: float) -> float:
+    return max(ms * ratio, min(ms, min_ms))
 
 
 def _ratio(before: int, after: int) -> float:
     return after / before if before else 1.0
-
-
-# Numbers as exact polynomials of a call's sizes, found from a few calls.
-#
-# Sizes, strides, offsets and bytes of a block's tensors are sums of products of few sizes: batch, tokens, an encoder's
-# tokens. Which ones is found by trying, in exact integers: first a constant, then one product of sizes times a number,
-# then a sum of two and of three. What no further call would check is not believed.
-
-Sizes = tuple[int, ...]
-"""The sizes of one call that others do not follow from."""
-Column = tuple[int, ...]
-"""One number in all of the calls, in their order."""
-
-MOST_DEGREE = 3
-"""Sizes in one product: batch x tokens x tokens is what attention's scores have."""
-MOST_TERMS = 3
-ENOUGH_CALLS = 2 * MOST_TERMS
-"""Calls from which on a sum of so many products may stand for a number that is none."""
-NEAR = 1e-6
-"""Part of a column's largest number by which a sum of products may miss it in floats, which round at 1e-16 of the
-terms. Terms of opposite sign may be 1e9 times as large as their sum."""
-MOST_SYMBOLS = 5
-"""Sizes that vary by themselves. With more, products would be too many to choose from."""
-
-
-class Polynomial:
-    """A sum of products of sizes, each times an integer, over a common divisor. It is called with the products'
-    values, which all polynomials of a `Basis` share."""
-
-    __slots__ = ("divisor", "terms")
-
-    def __init__(self, terms: tuple[tuple[int, int], ...], divisor: int = 1) -> None:
-        self.terms = terms
-        """(factor, place of the product in the basis)."""
-        self.divisor = divisor
-
-    def __call__(self, products: Sequence[int]) -> int | None:
-        """The number, or None where it is none that a size could be: a fraction."""
-        total = 0
-        for factor, place in self.terms:
-            total += factor * products[place]
-        if self.divisor == 1:
-            return total
-        number, rest = divmod(total, self.divisor)
-        return None if rest else number
-
-    def __repr__(self) -> str:
-        return f"Polynomial({self.terms}, {self.divisor})"
-
-
-class Basis:
-    """The products of the sizes of some calls, out of which numbers are made.
-
-    `calls` has the sizes of each call; none may be another's twice (see `independent`).
-    """
-
-    def __init__(self, calls: Sequence[Sizes]) -> None:
-        self._exponents = _exponents(len(calls[0]))
-        self._columns = list(zip(*map(self.products, calls), strict=True))
-        self._num_calls = len(calls)
-        self._combined: dict[int, tuple[Any, Any, Any]] = {}
-        """By number of terms, what `_combinations` returns."""
-
-    def products(self, sizes: Sizes) -> list[int]:
-        """The value of each product at `sizes`."""
-        return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
-
-    def share_of_all(self, polynomial: Polynomial, sizes: Sizes) -> float:
-        """Return the part of what `polynomial` gives at `sizes` that comes from products of all sizes."""
-        products = self.products(sizes)
-        with_all = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
-        return sum(with_all) / max(1, sum(f * products[p] for f, p in polynomial.terms))
-
-    def fit(self, column: Column) -> Polynomial | None:
-        """The polynomial of fewest terms that gives each call's number, and at least one that it was not made from.
-
-        There are so many of three terms that two have to be, where a term is subtracted: sums of bytes have none such.
-        """
-        if len(set(column)) == 1:
-            return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
-        single = next(filter(None, (_times(factor, column, p) for p, factor in enumerate(self._columns))), None)
-        if single is not None:
-            return single
-        for num_terms in range(2, MOST_TERMS + 1):
-            if self._num_calls <= num_terms:
-                return None
-            is_doubtful = self._num_calls < 2 * num_terms - 1
-            for places in self._near(num_terms, column):
-                factors = _solve([self._columns[place] for place in places], column)
-                if factors is not None and all(factors) and not (is_doubtful and min(factors) < 0):
-                    return Polynomial(tuple(zip(factors, places, strict=True)))
-        return None
-
-    def nearest(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
-        """Fit `column` by least squares with up to three products of sizes. Return None if no fit is possible.
-
-        Returns ((factor, place of the product), ...) with factors of 0 or more, and the largest amount by which the fit
-        is below a measured number. Used for peaks of two texts, which are the larger of several sums of different
-        products: a line through two calls would confuse the length of one text with that of the other.
-        """
-        if len(self._columns) < MOST_TERMS:
-            return None
-        places, matrices, inverses = self._combinations(MOST_TERMS)
-        wanted = np.array(column, dtype=np.float64)
-        factors = inverses @ wanted
-        distance = np.square((matrices @ factors[:, :, None])[:, :, 0] - wanted).sum(axis=1)
-        distance[(factors < 0).any(axis=1)] = np.inf
-        best = int(distance.argmin())
-        if not np.isfinite(distance[best]):
-            return None
-        too_small = float((wanted - matrices[best] @ factors[best]).max())
-        scaled = factors[best] / self._norms()[places[best]]
-        return tuple(zip(scaled.tolist(), places[best].tolist(), strict=True)), max(0.0, too_small)
-
-    def _near(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
-        """The places of products of which so many add up to about `column`: whether they do is for integers to say."""
-        if len(self._columns) < num_terms:
-            return
-        places, matrices, inverses = self._combinations(num_terms)
-        wanted = np.array(column, dtype=np.float64)
-        distance = np.abs((matrices @ (inverses @ wanted)[:, :, None])[:, :, 0] - wanted).max(axis=1)
-        for place in np.flatnonzero(distance <= NEAR * np.abs(wanted).max()):
-            yield tuple(places[place].tolist())
-
-    def _norms(self) -> Any:
-        return np.maximum(np.linalg.norm(np.array(self._columns, dtype=np.float64), axis=1), 1.0)
-
-    def _combinations(self, num_terms: int) -> tuple[Any, Any, Any]:
-        """(places, values in each call, pseudo-inverses) of every choice of so many products, each of norm 1."""
-        found = self._combined.get(num_terms)
-        if found is None:
-            products = np.array(self._columns, dtype=np.float64) / self._norms()[:, None]
-            places = np.array(list(combinations(range(len(products)), num_terms)))
-            matrices = products[places].transpose(0, 2, 1)
-            found = self._combined[num_terms] = places, matrices, np.linalg.pinv(matrices)
-        return found
-
-
-@cache
-def _exponents(num_sizes: int) -> list[tuple[int, ...]]:
-    """Of each product the exponent of each size, the lowest degree first; 1 itself is the first product."""
-    every = [e for e in product(range(MOST_DEGREE), repeat=num_sizes) if sum(e) <= MOST_DEGREE]
-    return sorted(every, key=lambda e: (sum(e), max(e, default=0)))
-
-
-def _times(factor: Column, column: Column, place: int) -> Polynomial | None:
-    """`column` as `factor` times one number, which may be a fraction (half of the tokens)."""
-    above, below = column[0], factor[0]
-    if below == 0 or any(n * below != above * f for n, f in zip(column, factor, strict=True)):
-        return None
-    number, rest = divmod(above, below)
-    return Polynomial(((above, place),), below) if rest else Polynomial(((number, place),))
-
-
-def _solve(columns: list[Column], wanted: Column) -> tuple[int, ...] | None:
-    """The integers by which `columns` add up to `wanted` in every call; None if there are none, or many."""
-    size = len(columns)
-    rows = list(zip(*columns, wanted, strict=True))
-    matrix = [list(row) for row in rows]
-    # Gauss without fractions: each row stays a multiple of what it would be.
-    for pivot in range(size):
-        chosen = next((r for r in range(pivot, len(matrix)) if matrix[r][pivot]), None)
-        if chosen is None:
-            return None
-        matrix[pivot], matrix[chosen] = matrix[chosen], matrix[pivot]
-        top = matrix[pivot]
-        for r, row in enumerate(matrix):
-            if r != pivot and row[pivot]:
-                lead, head = top[pivot], row[pivot]
-                matrix[r] = [lead * x - head * y for x, y in zip(row, top, strict=True)]
-    if any(row[size] for row in matrix[size:]):
-        return None
-    factors = []
-    for place in range(size):
-        number, rest = divmod(matrix[place][size], matrix[place][place])
-        if rest:
-            return None
-        factors.append(number)
-    return tuple(factors)
-
-
-def independent(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """The places of the numbers that vary by themselves; all others are constant, or follow from those before them.
-
-    None if too many do. What follows by chance in these calls is found out by the first call in which it does not.
-    """
-    places: list[int] = []
-    basis = Basis([()] * len(calls))
-    for place, column in enumerate(zip(*calls, strict=True)):
-        if basis.fit(column) is None:
-            places.append(place)
-            if len(places) > MOST_SYMBOLS:
-                return None
-            basis = Basis([tuple(call[p] for p in places) for call in calls])
-    return tuple(places)

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Parsing and formatting of sizes in bytes, such as "20GiB"."""
 
 import re
 from decimal import Decimal
@@ -15,15 +15,15 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-MOST_BYTES = 2**63 - 1
-"""The largest size there is a use for: what torch counts in."""
+MAX_BYTES = 2**63 - 1
+"""Largest accepted size: torch counts bytes in signed 64-bit integers."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, setting: str) -> int:
-    """Number of bytes that `text` ("20GiB", "512 MB", "1048576") stands for.
+    """Convert `text` ("20GiB", "512 MB", "1048576") to a number of bytes.
 
-    Raises ValueError, naming `setting`, for anything else.
+    Raises ValueError, with the name `setting` in the message, for any other text.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).upper() not in _UNITS:
@@ -32,13 +32,13 @@ def parse_bytes(text: str, setting: str) -> int:
             f'for example "20GiB"'
         )
     num_bytes = Decimal(match.group(1)) * _UNITS[match.group(2).upper()]
-    if num_bytes > MOST_BYTES:
-        raise ValueError(f"{setting}={text!r} is more than any device has: give at most {MOST_BYTES} bytes")
+    if num_bytes > MAX_BYTES:
+        raise ValueError(f"{setting}={text!r} is more than any device has: give at most {MAX_BYTES} bytes")
     return int(num_bytes)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` in the largest binary unit that keeps the number above one: 1536 -> "1.50 KiB"."""
+    """Format `num_bytes` in the largest binary unit in which the number is 1 or more: 1536 -> "1.50 KiB"."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -1,10 +1,10 @@
-"""Linear layers whose backward makes the gradient of their weight in a random subspace of their input.
+"""Linear layers that compute the gradient of their weight in a random subspace of their input (CompAct).
 
-After CompAct (arXiv 2410.15352, section 3). A layer of weight W [m, n] saves z = x P [tokens, r] in place of its input
-x [tokens, n], with P [n, r] drawn anew whenever it is needed. Output and the gradient of x are those of `nn.Linear`,
-bit for bit. The gradient of W is never made: what autograd sees is `core` [m, r], which is zero and enters as
-W + core P^T would, so that its gradient is (dy^T x) P. What works on gradients (accumulation, clipping, DDP) works on
-that.
+See arXiv 2410.15352, section 3. A layer with weight W [m, n] saves z = x P [tokens, r] instead of its input
+x [tokens, n]. P [n, r] is recomputed from its seed whenever it is needed. The output and the gradient of x are equal to
+those of `nn.Linear`, bit for bit. The gradient of W is never computed. Instead, the parameter `core` [m, r] gets the
+gradient (dy^T x) P, as if the weight were W + core P^T with core = 0. Gradient accumulation, clipping and DDP work on
+the gradient of `core`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from adacc_hf.torch_glue.private import version_of
 
 PROJECTIONS = ("gaussian", "orthonormal")
 CORE = "core"
-"""The name of the parameter that a layer gets."""
+"""Name of the parameter that a compact layer has in addition."""
 
 
 @torch.library.custom_op("adacc_hf::projection", mutates_args=())
 def projection(
     seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The projection P [inputs, rank] of `seed`: two integers on the CPU, that of the layers and the period.
+    """Return the projection P [inputs, rank] for `seed`, two integers on the CPU: the layers' seed and the period.
 
-    E[P P^T] is the identity: Gaussian entries of variance 1 / rank, or orthonormal columns times
-    sqrt(inputs / rank). An operator of its own, so that what is compiled or replayed draws it again; no generator of
-    torch's is touched.
+    E[P P^T] is the identity. P has Gaussian entries of variance 1 / rank, or orthonormal columns times
+    sqrt(inputs / rank). It is a custom operator, so compiled and replayed code draws P again. torch's default
+    generators are not used.
     """
-    generator = torch.Generator(device).manual_seed(mixed(*seed.tolist()))
-    drawn = torch.randn(inputs, rank, generator=generator, device=device)
+    generator = torch.Generator(device).manual_seed(derive_seed(*seed.tolist()))
+    matrix = torch.randn(inputs, rank, generator=generator, device=device)
     if orthonormal:
-        basis, triangle = torch.linalg.qr(drawn)
-        # Only with these signs are all bases as likely.
-        drawn = basis * triangle.diagonal().sign() * (inputs / rank) ** 0.5
+        basis, triangle = torch.linalg.qr(matrix)
+        # With these signs the basis is uniformly distributed.
+        matrix = basis * triangle.diagonal().sign() * (inputs / rank) ** 0.5
     else:
-        drawn *= rank**-0.5
-    return drawn.to(dtype)
+        matrix *= rank**-0.5
+    return matrix.to(dtype)
 
 
 @projection.register_fake
@@ -51,27 +51,27 @@ def _(seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtyp
     return torch.empty(inputs, rank, dtype=dtype, device=device)
 
 
-def mixed(*parts: object) -> int:
-    """A seed of `parts`, all of whose bits depend on all of them: the CPU's generator reads the lower 32 alone."""
+def derive_seed(*parts: object) -> int:
+    """Return a seed whose bits all depend on all `parts`, because the CPU's generator uses the lower 32 bits alone."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 class InputGroup:
-    """The layers that may read one input, those of a module with inputs as wide: they share P, and z if they do."""
+    """Group of layers in one module with the same number of inputs. They share P, and z if they read the same input."""
 
     def __init__(self, seed: int, orthonormal: bool) -> None:
         self.seed = torch.tensor([seed, 0])
-        """Their own seed and the period, int64, on the CPU: a tensor, so that what is replayed reads today's."""
+        """Seed of the group and period, int64, on the CPU. A tensor, so replayed code reads the present values."""
         self.orthonormal = orthonormal
         self._period = 0
-        self._projected: _Projected | None = None
+        self._last_projection: _Projection | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_projected": None}
+        return {**vars(self), "_last_projection": None}
 
     @property
     def period(self) -> int:
-        """How often the subspace was drawn anew."""
+        """Number of changes of the subspace so far."""
         return self._period
 
     @period.setter
@@ -79,32 +79,32 @@ class InputGroup:
         self._period = self.seed[1] = period
 
     def projection(self, inputs: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """P [inputs, rank] of this period."""
+        """Return P [inputs, rank] of this period."""
         return projection(self.seed, inputs, rank, self.orthonormal, dtype, device)
 
     def project(self, x: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-        """z [tokens, rank] of the input `x`, computed in `dtype`; the same tensor for all layers that read `x`."""
-        if torch.compiler.is_compiling():  # what is computed twice is merged there
-            return self._made(x, rank, dtype)
-        key = (version_of(x), self.period, rank, dtype)
-        if self._projected is not None and self._projected.key == key and self._projected.x() is x:
-            return self._projected.z
-        z = self._made(x, rank, dtype)
-        self._projected = _Projected(key, weakref.ref(x, self._forget), z)
+        """Return z [tokens, rank] of the input `x`, computed in `dtype`: one tensor for all layers that read `x`."""
+        if torch.compiler.is_compiling():  # the compiler merges equal computations
+            return self._compute(x, rank, dtype)
+        key, last = (version_of(x), self.period, rank, dtype), self._last_projection
+        if last is not None and last.key == key and last.x() is x:
+            return last.z
+        z = self._compute(x, rank, dtype)
+        self._last_projection = _Projection(key, weakref.ref(x, self._forget), z)
         return z
 
     def _forget(self, x: weakref.ref[Tensor]) -> None:
-        """No layer will read `x` any more: from now on z is backward's alone."""
-        if self._projected is not None and self._projected.x is x:
-            self._projected = None
+        """Free the reference to z when `x` has died. From then on only backward holds z."""
+        if self._last_projection is not None and self._last_projection.x is x:
+            self._last_projection = None
 
-    def _made(self, x: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    def _compute(self, x: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         return rows @ self.projection(x.shape[-1], rank, dtype, x.device)
 
 
-class _Projected(NamedTuple):
-    """The last input of a group, and what came of it."""
+class _Projection(NamedTuple):
+    """Input of a group's layers, and its projection z."""
 
     key: tuple[Any, ...]
     x: weakref.ref[Tensor]
@@ -112,7 +112,7 @@ class _Projected(NamedTuple):
 
 
 class _CompactProduct(torch.autograd.Function):
-    """y = x W^T + b, of which backward reads W and z."""
+    """Product y = x W^T + b, whose backward reads W and z instead of x."""
 
     @staticmethod
     def forward(
@@ -121,7 +121,7 @@ class _CompactProduct(torch.autograd.Function):
         ctx.save_for_backward(weight, z)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype, core.dtype
         if is_conv:
-            assert bias is not None, "GPT-2's has one"
+            assert bias is not None, "a Conv1D layer has no bias"
             return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
         return F.linear(x, weight, bias)
 
@@ -132,7 +132,7 @@ class _CompactProduct(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dbias = dcore = None
         if ctx.needs_input_grad[0]:
-            # As autocast leaves it: the product in the dtype of the output, and then the dtype of the input.
+            # As under autocast: compute the product in the dtype of the output, and cast it to the dtype of the input.
             dx = (rows @ weight.to(dy.dtype)).view(*dy.shape[:-1], -1).to(x_dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(bias_dtype)
@@ -142,10 +142,10 @@ class _CompactProduct(torch.autograd.Function):
 
 
 class CompactLayer(nn.Module):
-    """What a layer gets whose class this comes in front of.
+    """Mix-in for linear layers that adds `core`, and projects the input for backward.
 
-    `core` is a parameter, but no part of its state_dict. It has memory before the first step, for DDP to send around,
-    and within steps; between them it is one zero.
+    `core` is a parameter, but not in the state_dict. It has memory before the first step, because DDP broadcasts it,
+    and during steps. Between steps it is an expanded zero.
     """
 
     weight: Tensor
@@ -155,11 +155,12 @@ class CompactLayer(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as [outputs, inputs]."""
+        """Weight as [outputs, inputs]."""
         return self.weight
 
     @property
     def rank(self) -> int:
+        """Dimension of the subspace."""
         return self.core.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,21 +171,21 @@ class CompactLayer(nn.Module):
         return _CompactProduct.apply(x, self.matrix, self.bias, self.core, z, isinstance(self, Conv1D))
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """Give `core` memory, for a step to write into."""
+    def allocate_core(self) -> None:
+        """Give `core` memory that an optimizer step can write to."""
         self.core.data = torch.zeros_like(self.core, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
-    def take(self, scale: float) -> None:
-        """Add what the optimizer made of `core` to the weight, scale * core P^T, and let go of it."""
+    def apply_core(self, scale: float) -> None:
+        """Add scale * core P^T to the weight after an optimizer step, and set `core` to zero."""
         matrix, core = _local(self.matrix), _local(self.core)
-        drawn = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
-        matrix.addmm_(core, drawn.t(), alpha=scale)
-        self.let_go()
+        p = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
+        matrix.addmm_(core, p.t(), alpha=scale)
+        self.clear_core()
 
     @torch.no_grad()
-    def let_go(self) -> None:
-        """Make `core` zero again: one number that stands for all. As a shard of FSDP's it keeps its memory."""
+    def clear_core(self) -> None:
+        """Set `core` to an expanded zero, which frees its memory. A shard of FSDP keeps its memory."""
         if _local(self.core) is self.core:
             self.core.data = self.core.new_zeros(()).expand(self.core.shape)
         else:
@@ -199,11 +200,11 @@ class CompactLayer(nn.Module):
 
 
 class CompactLinear(CompactLayer, nn.Linear):
-    """A linear layer."""
+    """Compact `nn.Linear`."""
 
 
 class CompactConv1D(CompactLayer, Conv1D):
-    """GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    """Compact `Conv1D`, GPT-2's linear layer, whose weight is [inputs, outputs]."""
 
     @property
     def matrix(self) -> Tensor:
@@ -212,11 +213,11 @@ class CompactConv1D(CompactLayer, Conv1D):
 
 Plain = nn.Linear | Conv1D
 CLASSES: dict[type[nn.Module], type[CompactLayer]] = {nn.Linear: CompactLinear, Conv1D: CompactConv1D}
-"""What may be made compact: these classes, and none that somebody derived from them."""
+"""Compact class of each supported class of layers. Subclasses are not supported."""
 
 
 def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:
-    """`layer`, which from now on trains in subspaces of `rank`; its weight gets no gradient any more."""
+    """Make `layer` train in subspaces of dimension `rank`, and return it. Its weight gets no gradient any more."""
     layer.weight.requires_grad_(False)
     layer.__class__ = CLASSES[type(layer)]  # type: ignore[assignment]
     compact = cast(CompactLayer, layer)
@@ -226,18 +227,18 @@ def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:
 
 
 def make_plain(layer: CompactLayer) -> None:
-    """Put a compact layer back as it was."""
+    """Convert a compact layer back to the plain layer, in place."""
     del layer.core, layer.group
     layer.__class__ = next(plain for plain, compact in CLASSES.items() if type(layer) is compact)  # type: ignore[assignment]
     layer.weight.requires_grad_(True)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What a product is computed in: autocast's dtype where it is on, else that of `x`."""
+    """Return the dtype of products with `x`: autocast's if it is enabled, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
+    """Return this rank's part of a sharded tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,4 +1,4 @@
-"""The backend of torch.compile that is called "adacc", and our partitioner as torch's own setting."""
+"""The torch.compile backend "adacc", and installation of the partitioner as torch's own setting."""
 
 from __future__ import annotations
 
@@ -20,91 +20,91 @@ def adacc(
 ) -> Callable[..., Any]:
     """Compile one region: `torch.compile(model, backend="adacc", options={"memory_budget": 0.5})`.
 
-    `options` are the fields of `AdaccConfig` in `GRAPH_SETTINGS`, and settings of Inductor's
-    (`torch._inductor.list_options()`); `mode` is one of Inductor's, which torch takes in place of options only. A
-    `memory_budget` that is a float is a fraction of what torch.compile would save. One in bytes, such as "300MiB",
-    bounds what the region holds for its backward at any time: what it stores, with what is recomputed meanwhile;
-    parameters, gradients, the optimizer and other regions are not in it.
-    A region is compiled without knowing the others or how often it is called, so each gets the whole of it: with graph
-    breaks, or with blocks compiled one by one, that is not the model's budget. AdaccCallback with `torch_compile=True`
-    counts calls and measures steps, and keeps the whole step to a budget.
+    `options` are the fields of `AdaccConfig` in `GRAPH_SETTINGS`, and Inductor's settings
+    (`torch._inductor.list_options()`). `mode` is one of Inductor's modes, which torch accepts only without options. A
+    `memory_budget` that is a float is a fraction of the bytes that torch.compile would save. A budget in bytes, such as
+    "300MiB", bounds the memory that the region holds for its backward at any time: stored and recomputed values.
+    Parameters, gradients, optimizer state and other regions are not included.
+    Each region has the whole budget, because a region is compiled without knowing the others or its number of calls.
+    With graph breaks, or with blocks compiled one by one, the budget is therefore not the model's. AdaccCallback with
+    `torch_compile=True` counts calls, measures steps, and keeps the whole step to a budget.
 
-    Raises ValueError for an option that there is not, or a value out of range, and InfeasibleBudgetError, which Dynamo
-    shows as the cause of its BackendCompilerFailed, for bytes that the region cannot keep to.
+    Raises ValueError for an unknown option or a value out of range. Raises InfeasibleBudgetError if the region cannot
+    keep to a budget in bytes; Dynamo shows this error as the cause of its BackendCompilerFailed.
     """
-    ours, inductors = _split(options or {})
-    config = AdaccConfig(**{"memory_budget": 0.5, **ours})
+    adacc_options, inductor_options = _split(options or {})
+    config = AdaccConfig(**{"memory_budget": 0.5, **adacc_options})
     sizes = tuple(hint(size) for size in inputs if isinstance(size, torch.SymInt))
     partitioner = AdaccPartitioner(config, store=PlanStore(), example_sizes=sizes)
-    of_mode = {} if mode is None else options_of_mode(mode)
-    return compile_by_inductor(module, inputs, {**of_mode, **inductors, "custom_partitioner_fn": partitioner})
+    mode_options = {} if mode is None else options_of_mode(mode)
+    settings = {**mode_options, **inductor_options, "custom_partitioner_fn": partitioner}
+    return compile_by_inductor(module, inputs, settings)
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that graphs are cut by, and those that are settings of Inductor's."""
+    """Split `options` into those in `GRAPH_SETTINGS` and Inductor's settings."""
     if not isinstance(options, Mapping):
         raise ValueError(
-            f"options={options!r} is a {type(options).__name__}, not a dict: write options={{'memory_budget': 0.5}}"
+            f"options={options!r} is of type {type(options).__name__}: give a dict, options={{'memory_budget': 0.5}}"
         )
-    ours = {name: value for name, value in options.items() if name in GRAPH_SETTINGS}
-    rest = {name: value for name, value in options.items() if name not in GRAPH_SETTINGS}
-    unknown = [name for name in rest if name not in inductor_config.get_config_copy()]
+    adacc_options = {name: value for name, value in options.items() if name in GRAPH_SETTINGS}
+    inductor_options = {name: value for name, value in options.items() if name not in GRAPH_SETTINGS}
+    unknown = [name for name in inductor_options if name not in inductor_config.get_config_copy()]
     if unknown:
         raise ValueError(
-            f"options={unknown!r} have no meaning for backend 'adacc': choose from {', '.join(GRAPH_SETTINGS)}, or "
-            f"from Inductor's settings, which torch._inductor.list_options() names"
+            f"options={unknown!r} are unknown to backend 'adacc': choose from {', '.join(GRAPH_SETTINGS)}, or from "
+            f"Inductor's settings (torch._inductor.list_options())"
         )
-    return ours, rest
+    return adacc_options, inductor_options
 
 
-# The partitioner as torch's setting, for models that are compiled by someone else.
+# The partitioner as torch's setting, for models that other code compiles.
 
 log = logging.getLogger(__name__)
 
 
 class InstalledPartitioner:
-    """Cuts every region that Inductor compiles, until it is removed.
+    """Installation of a partitioner for every region that Inductor compiles, until `remove` is called.
 
-    Code that was compiled before is dropped, and so is what was compiled meanwhile when it is removed: torch compiles
-    it again when it is called. AOTAutograd's cache, which would bring back partitioned graphs without their plans, is
-    off meanwhile; Inductor's, which has the code of each graph, is not (see `PlanStore`). Raises ValueError if torch
-    has a partitioner of the user's.
+    Installing and removing drop all compiled code, and torch compiles it again at the next call. AOTAutograd's cache is
+    off meanwhile, because it would return partitioned graphs without their plans. Inductor's cache, which has the code
+    of each graph, stays on (see `PlanStore`). Raises ValueError if torch has a custom partitioner already.
     """
 
     def __init__(self, partitioner: AdaccPartitioner) -> None:
         if inductor_config.custom_partitioner_fn is not None:
             raise ValueError(
-                f"torch._inductor.config.custom_partitioner_fn={inductor_config.custom_partitioner_fn!r} is set: Adacc "
-                f"is such a partitioner itself, and two cannot cut one graph; set it to None"
+                f"torch._inductor.config.custom_partitioner_fn={inductor_config.custom_partitioner_fn!r} is set, and "
+                f"Adacc needs this setting for its own partitioner: set it to None"
             )
         self.partitioner = partitioner
         inductor_config.custom_partitioner_fn = partitioner
         self._cache_was_on, functorch_config.enable_autograd_cache = functorch_config.enable_autograd_cache, False
         self._num_counted = 0
-        self._num_seen = 0
+        self._num_inspected = 0
         self.compile_again()
 
     def compile_again(self) -> None:
-        """Let everything be compiled anew at its next call."""
-        self._num_counted = self._num_seen = 0
+        """Drop all compiled code, so that torch compiles it again at its next call."""
+        self._num_counted = self._num_inspected = 0
         torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Let the policy know how often each region is called, if regions were compiled since it was counted last."""
+        """Record in the policy how often each region is called, if regions were compiled since the last count."""
         num_regions = len(self.partitioner.policy.regions)
         if loss.grad_fn is not None and num_regions != self._num_counted:
             self.partitioner.count_calls(loss)
             self._num_counted = num_regions
 
-    def look_at_code(self) -> None:
-        """After a step whose calls were counted: let the policy know what the code has live, if there is new code."""
+    def inspect_code(self) -> None:
+        """Record in the policy the live bytes of new code. Call this after a step whose calls were counted."""
         num_regions = len(self.partitioner.policy.regions)
-        if num_regions == self._num_counted != self._num_seen:
-            self.partitioner.look_at_code()
-            self._num_seen = num_regions
+        if num_regions == self._num_counted != self._num_inspected:
+            self.partitioner.inspect_code()
+            self._num_inspected = num_regions
 
     def remove(self) -> None:
-        """Harmless when removed already."""
+        """Uninstall the partitioner. A second call has no effect."""
         if inductor_config.custom_partitioner_fn is self.partitioner:
             inductor_config.custom_partitioner_fn = None
             functorch_config.enable_autograd_cache = self._cache_was_on

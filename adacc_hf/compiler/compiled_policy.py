@@ -1,4 +1,4 @@
-"""What is decided for compiled regions, for people to read, and the files that keep it."""
+"""Policies for compiled regions: the plan of each region, its files, and a description of each tensor for reports."""
 
 from __future__ import annotations
 
@@ -25,45 +25,43 @@ FORMAT_VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """What was decided for one compiled region; bytes are those of the traced example's sizes."""
+    """Plan of one compiled region. Bytes are at the sizes of the traced example."""
 
     digest: str
-    """Of the region's joint graph."""
+    """Digest of the region's joint graph."""
     region: str = ""
-    """The number of the compiled function, which it has at all the sizes that it is compiled for; where the function is
-    split into several graphs, as DDP does, with the number of the graph."""
+    """Number of the compiled function, the same for all sizes that the function is compiled for. If the function is
+    split into several graphs, for example by DDP, the graph's number is appended."""
     calls: int | None = None
-    """How often the forward of one micro-batch calls it, which is more than once where blocks are compiled one by one;
-    None if that was not counted."""
+    """Calls by the forward of one micro-batch, more than one if blocks are compiled one by one. None if not counted."""
     plain_bytes: int = 0
-    """What torch's own partitioner would hand to backward, parameters left out."""
+    """Bytes that torch's own partitioner would store for backward, parameters excluded."""
     stored_bytes: int = 0
     peak_bytes: int = 0
-    """Most that is live of it in backward while a part of it is recomputed: what is stored up to there, and that
-    part."""
+    """Most live bytes in backward while a segment is recomputed: values stored up to the segment, and its recomputed
+    values."""
     backward_bytes: int = 0
-    """Most that its backward has live in all, temporaries and gradients with it, as `live_bytes` reads the graph."""
+    """Most live bytes of the backward, temporaries and gradients included, as estimated from the graph."""
     code_bytes: tuple[int, int] | None = None
-    """The same of its forward, what it is given not counted, and of its backward, as is found in the compiled
-    code; None until that was looked at, or where it cannot be."""
+    """Most live bytes of the forward, without its inputs, and of the backward, measured on the compiled code. None if
+    not inspected yet or unknown."""
     overhead_ms: float = 0.0
-    """What replay, storing and codecs take beyond those of torch's own partition, as priced; below 0 where they take
-    less."""
+    """Time for replay, storing and codecs, minus that of torch's own partition, by the cost model. Can be negative."""
     stored: tuple[tuple[str, Choice], ...] = ()
-    """How each value that is handed over is stored, by the name of its node; the others are recomputed."""
+    """Choice for each stored value, by the name of its node. All other values are recomputed."""
     tensors: tuple[GraphTensor, ...] = ()
-    """What becomes of each tensor that torch's partitioner or this plan hands over; no plan is followed by it."""
+    """Description of each tensor that torch's partitioner or this plan stores. Not read when a plan is applied."""
     reason: str = ""
-    """Why torch's own partition was taken, if it was."""
+    """Reason for using torch's own partition, or ""."""
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return a one-line description for logs."""
         if self.reason:
-            return f"region {self.region}: as torch.compile cuts it, {self.reason}"
-        num_coded = sum(choice.action is Action.COMPRESS for _, choice in self.stored)
+            return f"region {self.region}: partitioned by torch.compile: {self.reason}"
+        num_compressed = sum(choice.action is Action.COMPRESS for _, choice in self.stored)
         return (
             f"region {self.region}: {format_bytes(self.stored_bytes)} of {format_bytes(self.plain_bytes)} stored in "
-            f"{len(self.stored) - num_coded} tensors retained and {num_coded} compressed; overhead "
+            f"{len(self.stored) - num_compressed} tensors retained and {num_compressed} compressed; overhead "
             f"{self.overhead_ms:.2f} ms"
         )
 
@@ -75,34 +73,34 @@ class RegionPlan:
     def from_json(cls, record: dict[str, Any]) -> RegionPlan:
         stored = tuple((name, Choice.from_json(choice)) for name, choice in record["stored"].items())
         tensors = tuple(GraphTensor.from_json(tensor) for tensor in record["tensors"])
-        code_bytes = record.get("code_bytes")  # not in files of earlier versions
+        code_bytes = record.get("code_bytes")  # missing in files of earlier versions
         code_bytes = None if code_bytes is None else tuple(code_bytes)
         return cls(**{**record, "stored": stored, "tensors": tensors, "code_bytes": code_bytes})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPolicy:
-    """The plans of all regions of a run that were compiled so far, and what they were made for."""
+    """Plans of all regions that a run compiled so far, and the budget of these plans."""
 
     share: float | None
-    """Fraction of plain bytes that each region was allowed; None: the least possible, or `budget_bytes`."""
+    """Fraction of its plain bytes that each region may store. None means the least possible, or `budget_bytes`."""
     budget_bytes: int | None = None
-    """What each region was allowed to hold for its backward, where that was given in bytes."""
+    """Bytes that each region may hold for its backward, if the budget was given in bytes."""
     settled_for: str | float | int | None = None
-    """The `memory_budget` of a run whose steps keep to it under this policy; None while that is being found out."""
+    """The `memory_budget` that a run's steps keep to under this policy. None while the share is being adjusted."""
     regions: tuple[RegionPlan, ...] = ()
 
     def allowed_bytes(self, plain_bytes: int) -> int | None:
-        """What a region of `plain_bytes` may hold for its backward; None: the least possible."""
+        """Return the bytes that a region of `plain_bytes` may hold for its backward. None means the least possible."""
         if self.budget_bytes is not None or self.share is None:
             return self.budget_bytes
         return int(self.share * plain_bytes)
 
     @property
     def in_force(self) -> tuple[RegionPlan, ...]:
-        """The plan of every call that a micro-batch makes, in their order as far as it is known.
+        """The plan of every call of a micro-batch, in call order as far as known.
 
-        Where calls were not counted: each region once, if it was compiled for several sizes by its last plan.
+        If calls were not counted, each region appears once, with the plan of its last compiled size.
         """
         counted = [(plan, plan.calls) for plan in self.regions if plan.calls]
         if counted:
@@ -119,24 +117,23 @@ class CompiledPolicy:
 
     @property
     def peak_bytes(self) -> int:
-        """The regions run backward one after the other, each beside what those before it store."""
+        """Peak over the backward passes of the regions. Each runs while earlier regions' stored values are live."""
         return self._most([plan.peak_bytes for plan in self.in_force])
 
     @property
     def backward_bytes(self) -> int:
-        """As `peak_bytes`, with temporaries and the region's own gradients."""
+        """Peak as in `peak_bytes`, with temporaries and the region's own gradients."""
         return self._most([plan.backward_bytes for plan in self.in_force])
 
     @property
     def code_bytes(self) -> int | None:
-        """Most that a step has live beside what is there before it, by the code of all regions; None where one is not
-        known."""
+        """Most live bytes that a step adds, by the compiled code of all regions. None if one region's are unknown."""
         plans = self.in_force
-        found = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
-        return self._most(found) if found and len(found) == len(plans) else None
+        region_bytes = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
+        return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
-        """The most of what is live in each region's backward, beside what those before it store."""
+        """Return the maximum over regions of their live bytes plus the bytes stored by earlier regions."""
         stored = [0, *accumulate(plan.stored_bytes for plan in self.in_force)]
         return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 
@@ -153,25 +150,25 @@ class CompiledPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
-        """Read what `save` wrote. Raises FileNotFoundError, or PolicyMismatchError if it is not a whole such file."""
+        """Read a file written by `save`. Raises FileNotFoundError, or PolicyMismatchError if the file is invalid."""
         record = read_json(path, PolicyMismatchError, "compiled policy")
         try:
             if (record["format"], record["version"]) != (COMPILED_FORMAT, FORMAT_VERSION):
                 raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
             regions = tuple(RegionPlan.from_json(region) for region in record["regions"])
-            settled_for = record.get("settled_for")  # not in files of earlier versions
+            settled_for = record.get("settled_for")  # missing in files of earlier versions
             return cls(
                 share=record["share"], budget_bytes=record["budget_bytes"], settled_for=settled_for, regions=regions
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PolicyMismatchError(
-                f"{path} is not a whole compiled policy of version {FORMAT_VERSION} ({type(error).__name__}: {error}): "
-                f"delete it, and the regions are planned again"
+                f"{path} is not a complete compiled policy of version {FORMAT_VERSION} ({type(error).__name__}: "
+                f"{error}): delete the file to plan the regions again"
             ) from error
 
 
 def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
-    """What tells one joint graph from another: operators, what they read, dtypes and sizes."""
+    """Return a digest of a joint graph: operators, their arguments, dtypes and sizes."""
     lines = [str(num_outputs)]
     for node in module.graph.nodes:
         value = node.meta.get("val")
@@ -181,25 +178,28 @@ def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
 
 
 def plan_for(joint: JointGraph, plan: RegionPlan) -> dict[int, Choice]:
-    """The choices of `plan` by value index. Raises PolicyMismatchError where the graph has no such value."""
+    """Return the choices of `plan` by value index. Raises PolicyMismatchError if the graph lacks a stored value."""
     index = {node.name: number for number, node in enumerate(joint.nodes)}
     unknown = [name for name, _ in plan.stored if name not in index]
     if unknown:
-        raise PolicyMismatchError(f"the policy for region {plan.region} stores {unknown[0]}, which its graph has not")
+        raise PolicyMismatchError(
+            f"the policy for region {plan.region} stores {unknown[0]}, which the region's graph does not contain: use "
+            f"the policy with the model and batch sizes that it was made for"
+        )
     return {index[name]: choice for name, choice in plan.stored}
 
 
-# What a region's plan does with each tensor, for people to read: explain and reports need no graph.
+# Description of each tensor under a region's plan, so that `adacc explain` and reports need no graph.
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTensor:
-    """A tensor that torch's partitioner would hand to backward, or that ours does."""
+    """Tensor that torch's partitioner or the region's plan stores for backward."""
 
     name: str
-    """Of its node."""
+    """Name of the tensor's node."""
     module: str
-    """Path of the module whose forward makes it, within the region; "" where that is not known."""
+    """Path, within the region, of the module whose forward computes the tensor; "" if unknown."""
     operator: str
     shape: tuple[int, ...]
     dtype: str
@@ -207,7 +207,7 @@ class GraphTensor:
     action: str
     codec: str | None = None
     stored_bytes: int = 0
-    """What backward gets of it; 0 if it is recomputed."""
+    """Bytes stored for backward; 0 if recomputed."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> GraphTensor:
@@ -217,7 +217,7 @@ class GraphTensor:
 def graph_tensors(
     joint: JointGraph, plain: Iterable[int], stored: Mapping[int, Choice], stored_bytes: Mapping[int, int]
 ) -> tuple[GraphTensor, ...]:
-    """The values in `plain`, which torch would save, and those that are `stored`, in the order they are made."""
+    """Describe the values in `plain`, which torch would save, and the `stored` values, in the order of forward."""
     return tuple(
         _tensor(joint, value, stored.get(value, RECOMPUTE), stored_bytes.get(value, 0))
         for value in sorted({*plain, *stored})
@@ -241,7 +241,7 @@ def _tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) ->
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the innermost module that a node was traced in: "L['self'].transformer.h.0" -> "transformer.h.0"."""
+    """Return the path of the node's innermost module: "L['self'].transformer.h.0" -> "transformer.h.0"."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -250,32 +250,33 @@ def module_path(node: fx.Node) -> str:
     return ".".join(part for part in path.split(".") if part not in ("module", COMPILED_MODULE))
 
 
-# Plans of earlier runs, beside Inductor's code: prices are measured, and a plan made anew would miss that code.
+# Plans of earlier runs are stored next to Inductor's code. Costs are measured, so a new plan could differ from the old
+# one and miss the cached code.
 
 
 class PlanStore:
-    """One file per region and way of deciding about it; it goes when torch's caches are deleted.
+    """Files with one plan per region and decision key, deleted together with torch's caches.
 
-    Nothing is kept or found where Inductor's cache of graphs is off.
+    If Inductor's graph cache is off, nothing is stored or loaded.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """`folder` is by default in torch's cache directory."""
+        """Use `folder`, by default one in torch's cache directory."""
         folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
         self._records = RecordFolder(folder, "plan", FORMAT_VERSION, PolicyMismatchError)
 
-    def load(self, decider: str, digest: str) -> RegionPlan | None:
-        """The plan that `decider`, the partitioner's uuid, made for the graph of that digest; None if there is none."""
-        record = self._records.get(_name(decider, digest)) if _is_on() else None
+    def load(self, decision_key: str, digest: str) -> RegionPlan | None:
+        """Return the stored plan for the graph with that digest, or None. The key contains the partitioner's uuid."""
+        record = self._records.get(_name(decision_key, digest)) if _is_on() else None
         return None if record is None else RegionPlan.from_json(record)
 
-    def save(self, decider: str, plan: RegionPlan) -> None:
+    def save(self, decision_key: str, plan: RegionPlan) -> None:
         if _is_on():
-            self._records.put(_name(decider, plan.digest), plan.to_json())
+            self._records.put(_name(decision_key, plan.digest), plan.to_json())
 
 
-def _name(decider: str, digest: str) -> str:
-    return f"{digest}-{hashlib.sha256(decider.encode()).hexdigest()[:16]}"
+def _name(decision_key: str, digest: str) -> str:
+    return f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}"
 
 
 def _is_on() -> bool:

@@ -1,4 +1,4 @@
-"""A Trainer's run with torch_compile=True: the partitioner cuts its graphs, and measured peaks set its share."""
+"""Trainer run with torch_compile=True: the partitioner splits the graphs, and measured peaks set its share."""
 
 from __future__ import annotations
 
@@ -22,105 +22,106 @@ from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.compiled_policy import PlanStore
 from adacc_hf.compiler.functorch import recompile_limit
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
-from adacc_hf.torch_glue.distributed import from_first_rank, of_all_ranks
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks
 from adacc_hf.torch_glue.memory import available_bytes
 from adacc_hf.torch_glue.private import tree_leaves
 
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 4
-"""Times that all regions are compiled again for a better share; each costs what the first compilation did."""
+"""Most rounds of compiling all regions again for a better share. Each costs as much as the first compilation."""
 SLACK = 0.03
-"""Part of the budget that may be left unused before the regions are compiled again for more."""
+"""Fraction of the budget that may stay unused before the regions are compiled again for a larger share."""
 MARGIN = 0.01
-"""Part of the regions' bytes that a share is lowered by beyond what was measured to be too much."""
+"""Fraction of the regions' bytes by which a share is lowered beyond the measured excess."""
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "profile_steps")
-"""The fields of `AdaccConfig` that a compiled run goes by."""
+"""Fields of `AdaccConfig` that affect a compiled run."""
 
 
 class CompiledRun:
-    """Cuts a run's compiled graphs within a budget.
+    """Controller that keeps a run's compiled graphs within a budget.
 
-    A fraction is one of what all regions store together, each as often as a micro-batch calls it: where a region cannot
-    keep to it, the others store less. For a peak, the first steps run with graphs that take as little as can be; what
-    their measured peak leaves of the budget is given to the regions, which are compiled and measured again.
+    A fraction is relative to the bytes that all regions store together, each counted as often as a micro-batch calls
+    it. If a region cannot keep to its share, the others store less. For a budget in bytes, the first steps run with
+    graphs that store the least possible. The memory left by their measured peak is given to the regions, which are
+    compiled and measured again.
 
-    Several ranks have one share, found from the rank with the highest peak, and compile again at the same steps. Within
-    it each decides about its own graphs, by its own prices and the sizes of its own batches: gradients are reduced
-    outside of the graphs, so that ranks may store different tensors.
+    All ranks have one share, set by the rank with the highest peak, and compile again at the same steps. Within the
+    share each rank decides about its own graphs, with its own costs and batch sizes. Ranks may store different tensors,
+    because gradients are reduced outside of the graphs.
     """
 
     def __init__(
-        self, config: AdaccConfig, model: Any, note: Callable[..., None], given: CompiledPolicy | None = None
+        self, config: AdaccConfig, model: Any, note: Callable[..., None], initial_policy: CompiledPolicy | None = None
     ) -> None:
-        """`note(step, event, **figures)` is told what happens. A policy that is `given` is followed as it is."""
+        """Report events by `note(step, event, **figures)`. Follow `initial_policy` unchanged if there is one."""
         self._config = config
         self._note = note
         self._fraction = config.memory_budget if isinstance(config.memory_budget, float) else None
         _warn_of_idle_settings(config)
-        self._is_settled = given is not None
+        self._is_settled = initial_policy is not None
         self._is_measured = False
         self._num_steps = self._num_noted = self._num_rounds = 0
         self._is_reached = False
         self._is_called = True
-        """Whether the last forward called a compiled graph, as far as it is known."""
+        """True if the last forward called a compiled graph, as far as known."""
         self.fell_back = False
-        """Whether a forward of the last step called none."""
+        """True if a forward of the last step called no compiled graph."""
         self._is_warned = False
-        """Whether it was said that a forward called none."""
+        """True if the warning about a forward without compiled graphs was logged."""
         self._num_elements = self._most_elements = 0
-        """Of the largest micro-batch of this step, and of all measured ones."""
-        self._least: int | None = None
-        """Modelled peak of the regions that take least."""
-        self._next: _ShareChange | None = None
-        """What the next step begins with, if there is one."""
+        """Input elements of the largest micro-batch: of this step, and of all measured steps."""
+        self._least_peak_bytes: int | None = None
+        """Modelled peak of the regions that store the least possible."""
+        self._next_change: _ShareChange | None = None
+        """Change to make at the start of the next step."""
         self._meter = StepMeter()
         self.peak_bytes: int | None = None
-        """Measured over a whole step, the optimizer's part included; the last one that was counted."""
-        if given is None and self._fraction is None:
-            given = CompiledPolicy(share=None)
-        partitioner = AdaccPartitioner(config, given, PlanStore())
+        """Measured peak of the last counted step, the optimizer's part included."""
+        if initial_policy is None and self._fraction is None:
+            initial_policy = CompiledPolicy(share=None)
+        partitioner = AdaccPartitioner(config, initial_policy, PlanStore())
         self._undo_checkpointing = _without_checkpointing(model)
         self._installed = InstalledPartitioner(partitioner)
         log.info(
-            "Adacc: torch.compile is on: activations are decided about when a region is compiled, and again only when "
-            "it is compiled again; outliers, the accuracy guard and the head are for runs without it"
+            "Adacc: torch.compile is on: each region's activations are decided when the region is compiled. Outlier "
+            "tracking, the accuracy guard and the head's actions have no effect in compiled graphs"
         )
 
     @property
     def policy(self) -> CompiledPolicy:
-        """The regions that were compiled so far."""
-        settled_for = self._config.memory_budget if self._is_settled and self._next is None else None
+        """Regions compiled so far."""
+        settled_for = self._config.memory_budget if self._is_settled and self._next_change is None else None
         return replace(self._installed.partitioner.policy, settled_for=settled_for)
 
     def step_begins(self, model: Any, optimizer: Any) -> None:
-        if self._next is not None:
-            self._compile_again(self._next)
+        if self._next_change is not None:
+            self._compile_again(self._next_change)
         self._meter.begin()
         self._num_elements, self.fell_back = 0, False
-        # The step that compiles is no measure, and the first one allocates the optimizer's state.
+        # A step that compiles is not representative, and the first step allocates the optimizer's state.
         is_late = self._num_steps >= max(1, self._config.profile_steps - 1)
         self._is_measured = is_late and self._fraction is None and not self._is_settled
         if self._is_measured:
             self._meter.count_memory(model, optimizer)
 
     def loss_is_made(self, loss: Any, inputs: Any) -> None:
-        """`loss` is what the forward gave of the micro-batch `inputs`, before its backward."""
+        """Count the calls and the input elements of a micro-batch. Call this between its forward and its backward."""
         if isinstance(loss, torch.Tensor):
             self._installed.count_calls(loss)
-            self._note_whether_called(loss)
+            self._check_called(loss)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
     def step_ends(self, step: int, model: Any) -> None:
-        """Note what was compiled; settle the share by what was measured.
+        """Report the newly compiled regions, and adjust the share by the measured peak.
 
-        Raises RuntimeError if the first step compiled nothing that could be decided about.
+        Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """
         self._check_reached()
         self._num_steps += 1
         self._meter.backward_is_over()
-        self._installed.look_at_code()
+        self._installed.inspect_code()
         for plan in self.policy.regions[self._num_noted :]:
             self._note(
                 step, "policy", region=plan.region, stored_bytes=plan.stored_bytes, plain_bytes=plan.plain_bytes,
@@ -144,12 +145,12 @@ class CompiledRun:
         return figures
 
     def save(self, folder: str | Path, history: list[dict[str, Any]]) -> None:
-        """Write the policy and what happened so far into `folder`, for reports and for runs that resume."""
-        save_history(folder, history)  # first, for a run that resumes reads it where there is a policy
+        """Write the policy and the history into `folder`, for reports and for resumed runs."""
+        save_history(folder, history)  # before the policy: a resumed run reads the history if there is a policy
         self.policy.save(Path(folder) / COMPILED_FILE)
 
     def remove(self) -> None:
-        """Take the partitioner out of torch, and what it cut out of the model. Harmless when called again."""
+        """Remove the partitioner from torch and drop its compiled code. A second call has no effect."""
         self._meter.close()
         self._installed.remove()
         self._undo_checkpointing()
@@ -158,31 +159,33 @@ class CompiledRun:
         self._is_reached = self._is_reached or bool(self.policy.regions)
         if not self._is_reached:
             raise RuntimeError(
-                "no compiled graph reached Adacc in the first step: the model was given to the Trainer compiled, with "
-                "a backend that has a partitioner of its own (such as 'adacc', which keeps to its own options) or "
-                "none, or torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE, "
-                "torch.compiler.set_stance); give the Trainer the model as it is and let torch compile it, or train "
+                "no compiled graph reached Adacc in the first step. Either the Trainer got a model that was compiled "
+                "already, with a backend that has its own partitioner (such as 'adacc', which follows its own options) "
+                "or none, or torch.compile is off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE, "
+                "torch.compiler.set_stance): give the Trainer the uncompiled model and let torch compile it, or train "
                 "without AdaccCallback"
             )
 
-    def _note_whether_called(self, loss: torch.Tensor) -> None:
-        """Warn once if a forward called none of the graphs that there are: torch then runs the model as it is."""
+    def _check_called(self, loss: torch.Tensor) -> None:
+        """Warn once if a forward called no compiled graph, because torch then runs the model eagerly."""
         self._is_called = loss.grad_fn is None or self._installed.partitioner.is_called(loss)
         self.fell_back |= self._is_reached and not self._is_called
         if self._is_reached and not (self._is_called or self._is_warned):
             log.warning(
-                "Adacc: a forward ran without compiled graphs, and so do others like it, which keep to no budget: "
-                "torch.compiler.set_stance asked for that, or torch._dynamo.config.recompile_limit=%d was reached "
-                "(torch warned of it): raise that, or train with batches of fewer sizes",
+                "Adacc: a forward ran without compiled graphs. This forward and similar ones keep to no budget. The "
+                "cause is torch.compiler.set_stance, or torch._dynamo.config.recompile_limit=%d was reached (torch "
+                "warned about it): raise the limit, or train with fewer different batch sizes",
                 recompile_limit(),
             )
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """If the regions of the first step store too much together, let those that can store less do so."""
+        """If the first step's regions together store too much, lower the share of the regions that can store less."""
         policy = self.policy
         figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
-        stored_bytes, plain_bytes, share = max(of_all_ranks(figures), key=lambda rank: rank[0] / max(rank[1], 1))
+        stored_bytes, plain_bytes, share = max(
+            gather_from_all_ranks(figures), key=lambda rank: rank[0] / max(rank[1], 1)
+        )
         self._is_settled = stored_bytes <= budget * plain_bytes
         if self._is_settled:
             return
@@ -190,107 +193,118 @@ class CompiledRun:
             raise InfeasibleBudgetError(
                 f"memory_budget={budget!r} allows {format_bytes(int(budget * plain_bytes))} of the "
                 f"{format_bytes(plain_bytes)} that torch.compile stores, and the least possible with "
-                f"actions={self._config.actions!r} is {format_bytes(stored_bytes)}: give at least "
+                f"actions={self._config.actions!r} is {format_bytes(stored_bytes)}: raise memory_budget to at least "
                 f"{math.ceil(1000 * stored_bytes / plain_bytes) / 1000:.3f}, allow more actions, or compile the model "
                 f"with fewer graph breaks",
                 stored_bytes,
             )
         self._num_rounds += 1
-        # The least possible takes far more time than a fair share; batches of another size have another one.
+        # Storing the least possible takes far more time than a fair share, so it is the last resort. Batches of another
+        # size have another fair share.
         share = share if self._num_rounds <= MAX_ROUNDS else None
-        self._next = _ShareChange(step, share, "some regions cannot keep to their share")
+        self._next_change = _ShareChange(step, share, "some regions cannot keep to their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
         """Set the share by the measured peak of a whole step."""
         policy = self.policy
-        figures = of_all_ranks((self._meter.peak_bytes, policy.peak_bytes, policy.plain_bytes, self._num_elements))
+        figures = gather_from_all_ranks(
+            (self._meter.peak_bytes, policy.peak_bytes, policy.plain_bytes, self._num_elements)
+        )
         measured = [(peak, *others) for peak, *others in figures if peak is not None]
         if len(measured) < len(figures):
             return
-        peak_bytes, modelled, plain, num_elements = max(measured)
+        peak_bytes, modelled_bytes, plain_bytes, num_elements = max(measured)
         is_smaller = num_elements < self._most_elements
         self._most_elements = max(self._most_elements, num_elements)
         self.peak_bytes = peak_bytes
         budget_bytes = self._budget_bytes(device)
-        if self._least is None:
+        if self._least_peak_bytes is None:
             if peak_bytes > budget_bytes:
                 raise InfeasibleBudgetError(
-                    f"memory_budget={self._config.memory_budget!r} allows {format_bytes(budget_bytes)}, and the step "
-                    f"whose compiled graphs take least has a peak of {format_bytes(peak_bytes)} at this batch: give "
-                    f"at least that, or a smaller batch",
+                    f"memory_budget={self._config.memory_budget!r} allows {format_bytes(budget_bytes)}, and a step has "
+                    f"a peak of {format_bytes(peak_bytes)} at this batch size even if the compiled graphs store the "
+                    f"least possible: raise memory_budget to at least that, or use a smaller batch",
                     peak_bytes,
                 )
-            self._least = modelled
+            self._least_peak_bytes = modelled_bytes
         else:
             self._note(step, "memory", measured_peak_bytes=peak_bytes, budget_bytes=budget_bytes)
-        left = budget_bytes - peak_bytes
-        # What a small batch leaves is not there for larger ones, by whose peak the share was set.
-        fits = left >= 0 and (left <= SLACK * budget_bytes or modelled >= plain or is_smaller)
+        free_bytes = budget_bytes - peak_bytes
+        # Memory left by a small batch is needed by larger batches, by whose peak the share was set.
+        is_full = free_bytes <= SLACK * budget_bytes or modelled_bytes >= plain_bytes or is_smaller
+        fits = free_bytes >= 0 and is_full
         self._num_rounds += 1
-        if fits or (left >= 0 and self._num_rounds > MAX_ROUNDS):
+        if fits or (free_bytes >= 0 and self._num_rounds > MAX_ROUNDS):
             self._is_settled = True
             return
-        allowed = modelled + left - (int(MARGIN * plain) if left < 0 else 0)
-        is_last = self._num_rounds > MAX_ROUNDS or allowed <= self._least
+        allowed_bytes = modelled_bytes + free_bytes - (int(MARGIN * plain_bytes) if free_bytes < 0 else 0)
+        is_last = self._num_rounds > MAX_ROUNDS or allowed_bytes <= self._least_peak_bytes
         self._is_settled = is_last
-        # Regions together take less than their share: most are not at their own peak when the step is at its.
-        share, taken = (1.0, plain) if self.policy.share is None else (self.policy.share, modelled)
+        # All regions together use less than their share, because most are not at their own peak at the step's peak.
+        share, used_bytes = (1.0, plain_bytes) if self.policy.share is None else (self.policy.share, modelled_bytes)
         reason = f"a measured peak of {format_bytes(peak_bytes)}"
-        self._next = _ShareChange(step, None if is_last else min(1.0, share * allowed / max(taken, 1)), reason)
+        next_share = None if is_last else min(1.0, share * allowed_bytes / max(used_bytes, 1))
+        self._next_change = _ShareChange(step, next_share, reason)
 
     def _compile_again(self, change: _ShareChange) -> None:
-        """Compile all regions again, each with the changed share of its bytes."""
+        """Compile all regions again with the changed share."""
         step, share, reason = change
-        allowed = "as little as can be" if share is None else format_bytes(int(share * self.policy.plain_bytes))
+        allowed = "the least possible" if share is None else format_bytes(int(share * self.policy.plain_bytes))
         plain = format_bytes(self.policy.plain_bytes)
-        log.info("Adacc: step %d: %s; the regions, %s in all, are compiled again for %s", step, reason, plain, allowed)
+        log.info(
+            "Adacc: step %d: %s: all regions are compiled again to store %s (torch.compile alone stores %s)",
+            step, reason, allowed, plain,
+        )  # fmt: skip
         self._note(step, "change", share=share, reason=reason)
         self._installed.partitioner.start_over(share)
         self._installed.compile_again()
         self._num_steps = self._num_noted = 0
-        self._next = None
+        self._next_change = None
 
     def _budget_bytes(self, device: torch.device) -> int:
         budget = self._config.memory_budget
         if budget == "auto":
-            available = min(of_all_ranks(available_bytes(device, self._meter.static_bytes)))
+            available = min(gather_from_all_ranks(available_bytes(device, self._meter.static_bytes)))
             return int(available * (1 - self._config.memory_margin))
-        assert not isinstance(budget, float)  # which is one of what is stored, whatever the peak
+        assert not isinstance(budget, float)  # a fraction bounds the stored bytes, not the peak
         return parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
 
 
 class _ShareChange(NamedTuple):
-    """What a step showed to be needed; regions are compiled for it when the next one begins, if there is one."""
+    """Change of the share, requested by a step and made at the start of the next one."""
 
     step: int
     share: float | None
-    """None: the least possible."""
+    """None means the least possible."""
     reason: str
 
 
 def _warn_of_idle_settings(config: AdaccConfig) -> None:
-    """Name the settings that were given and have no effect in compiled graphs."""
+    """Warn about settings that have no effect in compiled graphs."""
     idle = [f.name for f in fields(config) if f.name not in RUN_SETTINGS and getattr(config, f.name) != f.default]
     if idle:
         log.warning(
-            "Adacc: %s: no effect with torch.compile on, whose graphs are cut by %s",
+            "Adacc: %s: no effect with torch.compile on; settings with an effect: %s",
             ", ".join(f"{name}={getattr(config, name)!r}" for name in idle),
             ", ".join(RUN_SETTINGS),
         )
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """The share for regions that can keep to theirs with which all together store `budget`; None if there is none."""
+    """Return the share for all other regions with which all regions together store `budget`; None if there is none.
+
+    The other regions are those that can keep to the current share.
+    """
     if policy.share is None:
         return None
     stuck = [plan for plan in policy.in_force if plan.stored_bytes > policy.share * plan.plain_bytes]
     rest_bytes = policy.plain_bytes - sum(plan.plain_bytes for plan in stuck)
-    left_bytes = budget * policy.plain_bytes - sum(plan.stored_bytes for plan in stuck)
-    return left_bytes / rest_bytes if rest_bytes and left_bytes > 0 else None
+    remaining_bytes = budget * policy.plain_bytes - sum(plan.stored_bytes for plan in stuck)
+    return remaining_bytes / rest_bytes if rest_bytes and remaining_bytes > 0 else None
 
 
 def _without_checkpointing(model: Any) -> Callable[[], None]:
-    """Switch off torch's checkpointing, which would leave nothing to decide; returns what switches it on again."""
+    """Switch off torch's checkpointing, which would leave nothing to decide. Return a function that restores it."""
     modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
     def switch(on: bool) -> None:
@@ -301,38 +315,48 @@ def _without_checkpointing(model: Any) -> Callable[[], None]:
     return lambda: switch(True)
 
 
-# How a Trainer's run is compiled with Adacc; Inductor, slow to import, is imported only then.
+# Start of a Trainer's run with torch.compile. Inductor is slow to import, so this module is imported only then.
 
 
 def begin_compiled_run(
-    config: AdaccConfig, model: Any, note: Callable[..., None], given: Any, checkpoint: str | Path | None
+    config: AdaccConfig,
+    model: Any,
+    note: Callable[..., None],
+    policy_file: Any,
+    checkpoint: str | Path | None,
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
-    """A run under the policy file `given`, or the one in `checkpoint`, or one that is still to be found; its history.
+    """Return a run and its history. The run follows `policy_file`, or else the policy in `checkpoint`, or else plans.
 
-    A checkpoint's is followed if it was found for the same budget, and all that is needed for it was measured.
+    A checkpoint's policy is followed only if it is settled for the same budget: all measurements are done.
 
     Raises ValueError for a policy of runs without torch_compile.
     """
     from adacc_hf.compiler import CompiledPolicy
 
-    if given is not None and not isinstance(given, (str, Path)):
+    if policy_file is not None and not isinstance(policy_file, (str, Path)):
         raise ValueError(
-            f"policy={type(given).__name__} belongs to runs without torch_compile=True: compiled graphs take the path "
-            f"of an {COMPILED_FILE} that such a run left in its checkpoint"
+            f"policy={type(policy_file).__name__} belongs to runs without torch_compile=True: for compiled graphs, set "
+            f"policy to the path of a {COMPILED_FILE} from the checkpoint of a run with torch_compile=True"
         )
 
     def load() -> tuple[CompiledPolicy | None, list[dict[str, Any]]]:
-        kept = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
-        if given is not None or kept is None or not kept.is_file():
-            return None if given is None else CompiledPolicy.load(given), []
-        found, history = CompiledPolicy.load(kept), read_json(kept.with_name(HISTORY_FILE), AdaccError, "history")
-        if found.settled_for != config.memory_budget:
+        saved_file = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
+        if policy_file is not None or saved_file is None or not saved_file.is_file():
+            return None if policy_file is None else CompiledPolicy.load(policy_file), []
+        saved_policy, history = (
+            CompiledPolicy.load(saved_file),
+            read_json(saved_file.with_name(HISTORY_FILE), AdaccError, "history"),
+        )
+        if saved_policy.settled_for != config.memory_budget:
             log.info(
-                "Adacc: %s is settled for %r, not %r: deciding anew", kept, found.settled_for, config.memory_budget
+                "Adacc: %s is settled for memory_budget=%r, not %r: planning anew",
+                saved_file,
+                saved_policy.settled_for,
+                config.memory_budget,
             )
             return None, history
-        return found, history
+        return saved_policy, history
 
-    # The first rank decides, also where the others do not see its files: all ranks must measure peaks, or none.
-    policy, history = from_first_rank(load)
+    # The first rank decides, even if the others cannot read its files: all ranks must measure peaks, or none.
+    policy, history = broadcast_from_first_rank(load)
     return CompiledRun(config, model, note, policy), history

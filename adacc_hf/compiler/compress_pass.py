@@ -1,7 +1,7 @@
-"""A partitioned pair of graphs rewritten: payloads and decoding in the place of values, products run early.
+"""Graph pass on a partitioned pair of graphs: replaces saved values by codec payloads, and orders products.
 
-The codecs are traced into plain operators, so Inductor fuses encoding with what makes a value and decoding with what
-reads it. Elements are taken in the order of memory, and a decoded value has the strides of the original.
+The codecs are traced into plain operators, so Inductor fuses encoding with the value's producer and decoding with its
+readers. Elements are encoded in memory order, and a decoded value has the strides of the original.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from adacc_hf.torch_glue.private import FakeTensorMode, tree_leaves
 def compress_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, codecs: Mapping[str, Codec], num_outputs: int
 ) -> None:
-    """Hand over payloads in place of the tensors named in `codecs`, which forward saves after `num_outputs` results."""
+    """Replace the saved tensors named in `codecs` by their payloads.
+
+    Forward returns its saved tensors after `num_outputs` results.
+    """
     output = next(iter(forward.graph.find_nodes(op="output")))
     handed_over: list[fx.Node] = []
     notes = {name: list(output.meta[name]) for name in ("desc", "output_stack_traces") if name in output.meta}
     sources = list(range(num_outputs))
     for position, node in enumerate(output.args[0][num_outputs:], start=num_outputs):
-        kept = _encode(forward.graph, output, node, codecs[node.name]) if _is_coded(node, codecs) else [node]
-        handed_over += kept
-        sources += [position] * len(kept)
+        nodes = _encode(forward.graph, output, node, codecs[node.name]) if _has_codec(node, codecs) else [node]
+        handed_over += nodes
+        sources += [position] * len(nodes)
     for placeholder in backward.graph.find_nodes(op="placeholder"):
         if placeholder.name in codecs:
             _decode(backward.graph, placeholder, codecs[placeholder.name])
@@ -43,46 +46,46 @@ def compress_saved(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dimensions of a tensor from the outermost in memory to the innermost."""
+    """Return the dimensions of a tensor, ordered from the outermost to the innermost in memory."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda d: (-hint(strides[d]), d))
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """`tensor`, or a view of it whose dimensions are in the order of memory."""
+    """Return `tensor`, permuted so that its dimensions are in memory order."""
     order = memory_order(tensor)
     return tensor if order == sorted(order) else tensor.permute(order)
 
 
-def _is_coded(node: Any, codecs: Mapping[str, Codec]) -> bool:
+def _has_codec(node: Any, codecs: Mapping[str, Codec]) -> bool:
     return isinstance(node, fx.Node) and node.name in codecs
 
 
 def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
-    """Put the encoding of `node` before `before`; returns the nodes of the payload."""
+    """Insert the encoding of `node` before `before`. Return the nodes of the payload."""
     example = node.meta["val"]
     traced = _traced(lambda tensor: codec.encode_traceable(_in_memory_order(tensor)), [example], example.fake_mode)
     with graph.inserting_before(before):
-        kept = _inline(graph, traced, [node])
-    for number, payload in enumerate(kept):
-        payload.name = payload_name(node.name, number)
-    return kept
+        payload = _inline(graph, traced, [node])
+    for number, tensor in enumerate(payload):
+        tensor.name = payload_name(node.name, number)
+    return payload
 
 
 def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
-    """Replace `placeholder` by placeholders of its payload, and what read it by their decoding."""
+    """Replace `placeholder` by placeholders of its payload, and insert the decoding before its first reader."""
     example = placeholder.meta["val"]
     order = memory_order(example)
-    back = [order.index(d) for d in range(len(order))]
+    inverse_order = [order.index(d) for d in range(len(order))]
     size = [example.shape[d] for d in order]
     dynamic = [d for d, length in enumerate(size) if isinstance(length, torch.SymInt)]
     with example.fake_mode:
         payload = codec.encode_traceable(_in_memory_order(example))
 
-    def decode(*given: Any) -> tuple[Tensor]:
-        tensors, lengths = given[: len(payload)], iter(given[len(payload) :])
-        whole = tuple(next(lengths) if d in dynamic else length for d, length in enumerate(size))
-        return (codec.decode_traceable(tensors, whole, example.dtype).permute(back),)
+    def decode(*inputs: Any) -> tuple[Tensor]:
+        tensors, lengths = inputs[: len(payload)], iter(inputs[len(payload) :])
+        full_size = tuple(next(lengths) if d in dynamic else length for d, length in enumerate(size))
+        return (codec.decode_traceable(tensors, full_size, example.dtype).permute(inverse_order),)
 
     traced = _traced(decode, [*payload, *(size[d] for d in dynamic)], example.fake_mode)
     inputs = []
@@ -91,7 +94,7 @@ def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
             inputs.append(graph.placeholder(payload_name(placeholder.name, number)))
             inputs[-1].meta = {**placeholder.meta, "val": tensor}
             inputs[-1].meta.pop("tensor_meta", None)
-    # As late as can be: what is decoded long before it is read would take up memory.
+    # Decode as late as possible, because the decoded tensor takes memory until it is read.
     with graph.inserting_before(min(placeholder.users)):
         lengths = [size_node(graph, size[d]) for d in dynamic]
         (decoded,) = _inline(graph, traced, [*inputs, *lengths])
@@ -100,48 +103,48 @@ def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
 
 
 def payload_name(value: str, number: int) -> str:
-    """The name of one tensor of a value's payload, the same in both graphs."""
+    """Return the name of one tensor of a value's payload, equal in both graphs."""
     return f"{value}_coded_{number}"
 
 
 def _traced(function: Callable[..., Sequence[Tensor]], examples: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
-    """`function` as a graph of the operators that Inductor lowers."""
+    """Trace `function` to a graph of operators that Inductor lowers."""
     with mode:
         return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
 
 
 def _inline(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy the operators of `traced` to the insertion point of `graph`; returns the nodes of its results."""
-    found: dict[fx.Node, Any] = {}
-    given = iter(inputs)
+    """Copy the operators of `traced` to the insertion point of `graph`. Return the nodes of the results."""
+    copies: dict[fx.Node, Any] = {}
+    remaining_inputs = iter(inputs)
     for node in traced.graph.nodes:
         if node.op == "placeholder":
-            found[node] = next(given)
+            copies[node] = next(remaining_inputs)
         elif node.op == "output":
-            return [found[result] for result in tree_leaves(node.args[0])]
+            return [copies[result] for result in tree_leaves(node.args[0])]
         else:
-            found[node] = graph.node_copy(node, lambda read: found[read])
+            copies[node] = graph.node_copy(node, lambda read: copies[read])
     raise AssertionError("a traced graph ends with its output")
 
 
-# Gradients that are sums: the products among them run early in a backward graph, and let their operands go.
+# Gradients that are sums: a product in such a sum must run early in the backward graph, to free its operands.
 
 aten = torch.ops.aten
 
 
-def keep_products_apart(backward: fx.GraphModule) -> None:
-    """Let no product that is a part of a gradient wait for the other part of it.
+def prevent_addmm_fusion(backward: fx.GraphModule) -> None:
+    """Rewrite gradient sums so that Inductor does not fuse a product with the addition.
 
-    Inductor makes one `addmm` of a product and what is added to it, once that is known. For a weight that the head
-    shares with the embedding, that is when all of backward is through, and until then the gradient of the logits and
-    what the head read would be held. A sum a + b has the bits of a - (-b), which Inductor leaves as it is.
+    Inductor fuses a product and an added term to one `addmm`, which runs only when the term is known. If the head
+    shares its weight with the embedding, the term is known at the end of backward. Until then the logits' gradient and
+    the head's input would be held. The sum a + b equals a - (-b) bit for bit, which Inductor does not fuse.
     """
     graph = backward.graph
     gradients = {node for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         terms = [argument for argument in node.args if isinstance(argument, fx.Node)]
-        are_all = not node.kwargs and len(terms) == len(node.args)
-        if node in gradients and are_all and any(map(_is_product, terms)):
+        are_all_nodes = not node.kwargs and len(terms) == len(node.args)
+        if node in gradients and are_all_nodes and any(map(_is_product, terms)):
             _subtract_instead(graph, node, terms)
     graph.lint()
     backward.recompile()

@@ -1,4 +1,4 @@
-"""What is used of torch's compiler, in one place: next to nothing of it is public (tested: torch 2.11, 2.13, 2.15)."""
+"""Interface to torch's compiler, in one place because most of it is private (tested: torch 2.11, 2.13, 2.15)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
-from adacc_hf.torch_glue.private import OpOverload, named, op_name, schema_of
+from adacc_hf.torch_glue.private import OpOverload, op_name, private_name, schema_of
 
 __all__ = [
     "CustomKnapsackSolver", "CustomPartitionerFn", "NodeInfo", "cache_dir", "classify", "code_of",
@@ -33,61 +33,61 @@ __all__ = [
     "options_of_mode", "plain_saved", "prepare", "recompile_limit", "select_decomp_table", "short_name", "size_node",
 ]  # fmt: skip
 
-_FUNCTION = named("CompiledFunctionBackward", "_forward_cls")
-"""The function that a node of autograd's graph is the backward of."""
-_GRAPH_NUMBER = named("CompiledFunction", "_aot_id")
-"""The number of the joint graph that AOTAutograd made a function of."""
+_FUNCTION = private_name("CompiledFunctionBackward", "_forward_cls")
+"""Attribute of an autograd node: the autograd function whose backward the node is."""
+_GRAPH_NUMBER = private_name("CompiledFunction", "_aot_id")
+"""Attribute of an autograd function: AOTAutograd's number of its joint graph."""
 
 op_types = cache(partitioners.get_default_op_list)
 if hasattr(symbolic_shapes, "optimization_hint"):
     _number_of = symbolic_shapes.optimization_hint
-else:  # before torch 2.12, whose partitioner takes that number for sizes that depend on data
+else:  # before torch 2.12, whose partitioner uses 4096 for data-dependent sizes
     _number_of = partial(symbolic_shapes.size_hint, fallback=4096)  # type: ignore[attr-defined]
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """`size`, or its value in the traced example if it is dynamic."""
+    """Return `size`, or its value in the traced example if the size is dynamic."""
     return int(_number_of(size))
 
 
 def compile_by_inductor(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
-    """What Inductor makes of `module` under these settings of its own."""
+    """Compile `module` by Inductor under `settings`, which are Inductor's."""
     from torch._inductor.compile_fx import compile_fx  # takes seconds
 
     compiled = compile_fx(module, inputs, config_patches=settings)
-    assert callable(compiled)  # files are made by other settings alone
+    assert callable(compiled)  # only settings for ahead-of-time compilation return files
     return compiled
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
-    """The settings of Inductor's that one of torch.compile's modes stands for."""
+    """Return the Inductor settings of a torch.compile mode."""
     from torch._inductor import list_mode_options
 
     return list_mode_options(mode)
 
 
 def recompile_limit() -> int:
-    """How often Dynamo compiles one function before it runs as it is."""
+    """Return the number of compilations of one function after which Dynamo runs the function eagerly."""
     return torch._dynamo.config.recompile_limit
 
 
 def compile_number() -> tuple[str, str]:
-    """Numbers of the function that is being compiled and of this compilation; "" where torch.compile has no part."""
+    """Return the numbers of the function being compiled and of this compilation, or "" outside of torch.compile."""
     compiling = CompileContext.current_compile_id()
     return ("", "") if compiling is None else (str(compiling.frame_id), str(compiling))
 
 
 def graph_number() -> int | None:
-    """The number of the joint graph that AOTAutograd is partitioning, by which `graph_calls` knows its calls."""
+    """Return the number of the joint graph that AOTAutograd is partitioning, as in `graph_calls`."""
     tracing = TracingContext.try_get()
     names = None if tracing is None else tracing.aot_graph_name
     return int(names[0].partition("_")[0]) if names else None
 
 
 def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
-    """The number of each compiled graph that was called on the way to `result`, once for each call, and its function.
+    """Yield the number and the autograd function of each compiled graph's call on the way to `result`.
 
-    Each call is one node for autograd. The last calls come first.
+    Each call is one autograd node. The last calls come first.
     """
     _, nodes = walk_back(
         [result.grad_fn], lambda node: None if node is None else [before for before, _ in node.next_functions]
@@ -100,47 +100,46 @@ def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
 
 
 def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:
-    """The code that Inductor made of a graph's forward or backward; None if another backend made it, or nobody yet."""
+    """Return Inductor's code of a graph's forward or backward, or None if it is missing or another backend's."""
     compiled = getattr(function, name, None)
-    while (wrapped := getattr(compiled, "__wrapped__", None)) is not None:  # 2.11 has AOTAutograd's around it
+    while (wrapped := getattr(compiled, "__wrapped__", None)) is not None:  # torch 2.11 adds AOTAutograd's wrapper
         compiled = wrapped
     runner = getattr(compiled, "compiled_fn_runner", None)
-    # With partitions, it is they that allocate.
+    # If the code is split into partitions, the partitions allocate, not this function.
     return None if runner is None or getattr(runner, "partitions", None) else runner.call
 
 
 def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
-    """A node with the value of a dynamic size, worked out, where `graph` inserts, from the sizes that it is given."""
+    """Insert nodes into `graph` that compute a dynamic size from the graph's size inputs, and return the result."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     bound = {symbolic_shapes.is_symbol_binding_fx_node(node): node for node in graph.find_nodes(op="placeholder")}
-    known = {symbol: fx.Proxy(node, tracer) for symbol, node in bound.items() if symbol is not None}
-    result = sympy_interp(PythonReferenceAnalysis, known, size.node.expr).node
+    proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in bound.items() if symbol is not None}
+    result = sympy_interp(PythonReferenceAnalysis, proxies, size.node.expr).node
     result.meta["val"] = size
     return result
 
 
 def prepare(module: fx.GraphModule) -> str | None:
-    """Simplify a joint graph as torch's partitioner does; returns why it must be left to that one, or None."""
+    """Simplify a joint graph as torch's partitioner does. Return why torch must partition the graph, or None."""
     module.graph.eliminate_dead_code()
     module.recompile()
     if functorch_config.cse:
         module.graph = fx_graph_cse(module.graph)
-    _copy_what_forward_writes_to(module.graph)
+    _copy_written_inputs(module.graph)
     if partitioners.has_recomputable_ops(module):
         return "it has regions under torch.utils.checkpoint"
     if module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
-        return "it has nested regions, which hand over parameters among the rest"
+        return "it has nested regions, which store parameters together with activations"
     partitioners.force_save_collectives(module)
     partitioners.force_save_effectful_ops(module)
     partitioners.force_save_bw_mutation_src(module)
     return None
 
 
-def _copy_what_forward_writes_to(graph: fx.Graph) -> None:
-    """Let what reads an input that forward writes to at its end read a copy, which can be handed over, never
-    recomputed.
+def _copy_written_inputs(graph: fx.Graph) -> None:
+    """Let readers of an input that forward writes to at its end read a copy, which can be stored but not recomputed.
 
-    In backward the input holds what was written; torch's own partitioner reads it there all the same.
+    In backward the input holds the written value. torch's own partitioner reads that value nevertheless.
     """
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = write.args[0]
@@ -161,28 +160,28 @@ def _copy_what_forward_writes_to(graph: fx.Graph) -> None:
 
 
 def classify(module: fx.GraphModule, static_inputs: Sequence[int], num_fwd_outputs: int) -> NodeInfo:
-    """Which nodes forward and backward need. Also notes each node's distance from backward, which min-cut reads."""
+    """Return the nodes that forward and backward need, and set each node's distance from backward for min-cut."""
     info = partitioners.classify_nodes(module, list(static_inputs), num_fwd_outputs)
-    far = int(1e9)
+    unreachable = int(1e9)
     for node in reversed(module.graph.nodes):
         if node.op != "output" and not info.is_required_fw(node):
             node.dist_from_bw = 0
         else:
             distances = [user.dist_from_bw + 1 for user in node.users]
-            node.dist_from_bw = far if node.op == "output" else min(distances, default=far)
+            node.dist_from_bw = unreachable if node.op == "output" else min(distances, default=unreachable)
     return info
 
 
 def held_inputs(module: fx.GraphModule, info: NodeInfo, num_fwd_outputs: int) -> list[fx.Node]:
-    """Inputs that somebody else holds until backward: parameters and buffers, and what wants no gradient, the batch."""
+    """Return the inputs that stay allocated until backward: parameters, buffers and inputs without gradient."""
     gradients = module.graph.find_nodes(op="output")[0].args[0][num_fwd_outputs:]
-    wanted = {primal for primal, gradient in zip(info.inputs, gradients, strict=False) if gradient is not None}
+    differentiable = {primal for primal, gradient in zip(info.inputs, gradients, strict=False) if gradient is not None}
     tensors = [node for node in info.inputs if isinstance(node.meta.get("val"), torch.Tensor)]
-    return [node for node in tensors if node in info.static_lifetime_input_nodes or node not in wanted]
+    return [node for node in tensors if node in info.static_lifetime_input_nodes or node not in differentiable]
 
 
 def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:
-    """The tensors that torch's partitioner would save by default."""
+    """Return the tensors that torch's partitioner would save by default."""
     chosen = partitioners.choose_saved_values_set(module.graph, info, memory_budget=1)
     return [node for node in chosen if isinstance(node.meta.get("val"), torch.Tensor)]
 
@@ -190,7 +189,7 @@ def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:
 def extract(
     module: fx.GraphModule, info: NodeInfo, saved: Sequence[fx.Node], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward modules, with exactly the tensors `saved` and the sizes they need handed over."""
+    """Return forward and backward modules that hand over exactly the tensors in `saved` and the sizes they need."""
     sizes = [node for node in info.required_fw_nodes if isinstance(node.meta.get("val"), torch.SymInt)]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         module,
@@ -206,7 +205,7 @@ def extract(
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, or makes the seeds that others draw from."""
+    """Return True if the node draws random numbers or computes seeds for other nodes."""
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return False
@@ -216,11 +215,11 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    """What `node` is given for the argument `name` of its schema; None if it has no such argument."""
+    """Return the node's argument `name`, or its default. Return None if the schema lacks the argument."""
     for position, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-            return argument.default_value if given is None else given
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+            return argument.default_value if value is None else value
     return None
 
 
@@ -229,12 +228,12 @@ def must_be_saved(node: fx.Node) -> bool:
 
 
 def must_run_in_forward(node: fx.Node) -> bool:
-    """Whether forward makes what a node makes even if only backward reads it."""
+    """Return True if forward must run the node even if only backward reads its result."""
     return must_be_saved(node) and node.meta.get("partitioner_tag") == "is_forward"
 
 
 def short_name(node: fx.Node) -> str:
-    """What an operator does, whichever overload of it does so, as tapes have it; "" for what is no operator."""
+    """Return the operator's name without its overload, as in tapes, or "" if the node is no operator."""
     return op_name(node.target).strip("_") if isinstance(node.target, OpOverload) else ""
 
 
@@ -243,21 +242,21 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def maker_of(node: fx.Node) -> fx.Node:
-    """The node that runs to make what `node` is: itself, or what it takes a part of."""
+    """Return the node that computes `node`: itself, or for getitem the node that returns the tuple."""
     return node.all_input_nodes[0] if is_getitem(node) else node
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node shows the storage of its first input: torch's partitioner has a list, and schemas say it too."""
+    """Return True if the node is a view of its first input, by torch's list of views or by the operator's schema."""
     target: Any = node.target
     return op_types().is_view(node) or (isinstance(target, OpOverload) and target.is_view)
 
 
 def has_unknown_sizes(tensor: torch.Tensor) -> bool:
-    """Whether the sizes of a tensor depend on data, so that nothing can be asked about them before it is there."""
+    """Return True if the tensor's sizes depend on data, so that they are unknown before the graph runs."""
     return bool(symbolic_shapes.free_unbacked_symbols(tensor))
 
 
 def makes_sizes(node: fx.Node) -> bool:
-    """Whether a node makes sizes that are known only once it has run: run again, it would make other symbols."""
+    """Return True if the node returns data-dependent sizes. Replaying it would create new size symbols."""
     return bool(node.meta.get("unbacked_bindings"))

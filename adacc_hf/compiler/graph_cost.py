@@ -1,9 +1,9 @@
-"""What coding, replaying and storing take in the code that Inductor makes: other things on a CPU than on a GPU. And the
-codecs that a value may be handed over in, at that price.
+"""Cost model of compiled graphs: time to encode, decode, replay and store values in the code that Inductor generates,
+and the codecs that each value may be stored with.
 
-On a CPU it is arithmetic, measured in fused kernels. A GPU waits for memory, so what counts is how often a kernel goes
-over the value once more; that was counted in the code that Inductor makes for one (for each codec, after and before a
-product, an operator on elements, and a norm).
+On a CPU, encoding is bound by arithmetic, measured in fused kernels. On a GPU, encoding is bound by memory traffic, so
+the cost is the number of extra passes over the value. The passes were counted in Inductor's generated code for each
+codec, after and before a product, an elementwise operator and a norm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.compiler.compress_pass import memory_order
 from adacc_hf.compiler.functorch import has_unknown_sizes, hint, is_view, op_types
-from adacc_hf.compiler.joint_graph import JointGraph, is_held, nbytes_of, readers, root_of
+from adacc_hf.compiler.joint_graph import JointGraph, is_materialized, nbytes_of, readers, root_of
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
 from adacc_hf.price.codec_selection import assumed_outliers, attention_bias, codecs_of_role, make_codec
 from adacc_hf.price.timing import TIMING_REPEATS, median_ms
@@ -30,48 +30,51 @@ from adacc_hf.torch_glue.tensors import relative_error
 
 @dataclass(frozen=True)
 class _DeviceCosts:
-    """What coding takes there besides moving payloads."""
+    """Cost of encoding and decoding on one device type, without the traffic of the payloads."""
 
     encode_passes: float
-    """Ordinary operators' worth of arithmetic that encoding takes; decoding takes a quarter of it."""
-    rereads: bool
-    """Whether it counts that a kernel goes over the value once more: arithmetic is hidden behind that."""
+    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter."""
+    is_memory_bound: bool
+    """True if re-reading a value costs time, because arithmetic is hidden behind memory traffic."""
     compile_ms: float
-    """Time that Inductor takes for what codes one more tensor: on a CPU, kernels in C++; a GPU's are compiled once for
-    all blocks, and what is left is the choice of what to fuse."""
-    calls_ms: float
-    """Time to start the kernels beyond those of its neighbours, at 5 us each: four on a CPU, one on a GPU."""
+    """Inductor's compile time per encoded tensor. On a CPU, C++ kernels are compiled for each tensor. On a GPU, kernels
+    are compiled once for all blocks; the rest is the choice of what to fuse."""
+    launch_ms: float
+    """Launch overhead of the additional kernels, 5 us each: four kernels on a CPU, one on a GPU."""
 
 
 _DEVICES = {
-    "cpu": _DeviceCosts(encode_passes=8, rereads=False, compile_ms=600.0, calls_ms=0.02),
-    "cuda": _DeviceCosts(encode_passes=0, rereads=True, compile_ms=50.0, calls_ms=0.005),
+    "cpu": _DeviceCosts(encode_passes=8, is_memory_bound=False, compile_ms=600.0, launch_ms=0.02),
+    "cuda": _DeviceCosts(encode_passes=0, is_memory_bound=True, compile_ms=50.0, launch_ms=0.005),
 }
 NUM_STEPS = 10_000
-"""Steps over which compiling is spread: a training run's, as an order of magnitude."""
-REDUCED = 4
-"""Times as many elements as a result that what it is made of has, if a kernel reduces it: no ratio of a gated layer."""
+"""Steps that share the compile time: the order of magnitude of a training run."""
+REDUCTION_RATIO = 4
+"""Least ratio of the elements of a reduction's input to those of its result. Ratios within gated layers are smaller."""
 
 
 def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozenset[fx.Node]) -> tuple[float, float]:
-    """Milliseconds for encoding and for decoding the value of `node`; `forward` has the nodes that forward runs."""
+    """Return the milliseconds to encode and to decode the value of `node`.
+
+    `forward` contains the nodes that forward runs.
+    """
     tensor = node.meta["val"]
     speed, device = device_speed(tensor.device), _DEVICES["cpu" if tensor.device.type == "cpu" else "cuda"]
     nbytes = nbytes_of(node)
     arithmetic_ms = device.encode_passes * speed.pointwise_ms(nbytes)
-    # The same for every size: without it, many small tensors would be coded for hardly any gain. Bits pack in few
-    # operators.
-    fixed_ms = 0.0 if codec.lossless else device.calls_ms + device.compile_ms / NUM_STEPS
-    # Codes that share a byte are made by a kernel of its own, which reads both halves of the value at a time.
+    # Fixed overhead per tensor. Without it, many small tensors would be encoded for hardly any gain. Packing bits takes
+    # few operators and has no such overhead.
+    fixed_ms = 0.0 if codec.lossless else device.launch_ms + device.compile_ms / NUM_STEPS
+    # Codes that share a byte are computed by a separate kernel, which reads both halves of the value at a time.
     shares_bytes = payload_bytes < hint(tensor.numel())
-    num_reads = 1 if device.rereads and (shares_bytes or not _is_passed_over(node, forward)) else 0
-    if codec.options.get("num_outliers"):  # known once all rows are summed up: the value is read for it, and then anew
+    num_reads = 1 if device.is_memory_bound and (shares_bytes or not _is_encoding_fusible(node, forward)) else 0
+    if codec.options.get("num_outliers"):  # choosing outliers reads the whole value before it is encoded
         num_reads = 2
-    if device.rereads and tensor.dtype is torch.bool:  # written to memory first, as a mask that is kept
+    if device.is_memory_bound and tensor.dtype is torch.bool:  # Inductor writes the mask to memory before packing it
         num_reads = 2
-    # A product reads its operands from memory: what is decoded for it is written first, and read out of a CPU's cache.
+    # A product reads its operands from memory, so the decoded value is written first. A CPU reads it from the cache.
     is_written = any(not op_types().is_fusible(user) for user in readers(node))
-    written_bytes = (2 if device.rereads else 1) * nbytes if is_written else 0
+    written_bytes = (2 if device.is_memory_bound else 1) * nbytes if is_written else 0
     return (
         speed.moving_ms(payload_bytes + num_reads * _read_bytes(node)) + arithmetic_ms + fixed_ms,
         speed.moving_ms(payload_bytes + written_bytes) + arithmetic_ms / 4,
@@ -79,56 +82,57 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Bytes that a kernel reads for a value: what is in memory of it, or what it is made of on the way."""
-    read = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return nbytes_of(node) if is_held(node) or not read else min(nbytes_of(node), sum(read))
+    """Return the bytes that a kernel reads to get a value: the value itself, or its inputs if it is fused."""
+    inputs = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return nbytes_of(node) if is_materialized(node) or not inputs else min(nbytes_of(node), sum(inputs))
 
 
-def _is_passed_over(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
-    """Whether a kernel of forward goes over a value one group of elements after the other, and may encode it there.
+def _is_encoding_fusible(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
+    """Return True if a forward kernel processes the value group by group, so that encoding can be fused with it.
 
-    The one that makes it, or one that reads it, if they run for each element; one that reduces rows goes over rows.
+    The kernel that computes the value or a kernel that reads it qualifies if it is elementwise. A kernel that reduces
+    rows iterates over rows instead.
     """
     if _is_normalized(node) or _is_reduced(node, forward):
         return False
-    return any(op_types().is_fusible(near) for near in (node, *forward.intersection(readers(node))))
+    return any(op_types().is_fusible(neighbor) for neighbor in (node, *forward.intersection(readers(node))))
 
 
 def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
-    """Whether a kernel of forward that reads a value, or makes other elements of its elements, reduces its rows."""
-    pending, seen = [node], {node}
+    """Return True if a forward kernel that reads a value, or elementwise results of it, reduces the value's rows."""
+    pending, visited = [node], {node}
     while pending:
-        for user in forward.intersection(readers(pending.pop())) - seen:
-            if _reduces(user, node):
+        for user in forward.intersection(readers(pending.pop())) - visited:
+            if _is_reduction_of(user, node):
                 return True
-            seen.add(user)
+            visited.add(user)
             if op_types().is_fusible(user):
                 pending.append(user)
     return False
 
 
 def _is_normalized(node: fx.Node) -> bool:
-    """Whether a value is made, element by element, with what its rows were reduced to."""
-    pending, seen = [node], {node}
+    """Return True if a value is computed elementwise from a reduction of its own rows."""
+    pending, visited = [node], {node}
     while pending:
-        made = pending.pop()
-        if not op_types().is_fusible(made):
+        current = pending.pop()
+        if not op_types().is_fusible(current):
             continue
-        for read in made.all_input_nodes:
-            if _reduces(read, node):
+        for source in current.all_input_nodes:
+            if _is_reduction_of(source, node):
                 return True
-            if read not in seen:
-                seen.add(read)
-                pending.append(read)
+            if source not in visited:
+                visited.add(source)
+                pending.append(source)
     return False
 
 
-def _reduces(made: fx.Node, source: fx.Node) -> bool:
-    """Whether the first of two is far smaller than the second, and made in a kernel that reads what it is made of."""
-    count, of_source = _num_elements(made), _num_elements(source)
-    if count is None or of_source is None:
+def _is_reduction_of(result: fx.Node, source: fx.Node) -> bool:
+    """Return True if `result` has far fewer elements than `source`, and its kernel can be fused."""
+    num_results, num_sources = _num_elements(result), _num_elements(source)
+    if num_results is None or num_sources is None:
         return False
-    return op_types().is_fusible(made) and REDUCED * count <= of_source
+    return op_types().is_fusible(result) and REDUCTION_RATIO * num_results <= num_sources
 
 
 def _num_elements(node: fx.Node) -> int | None:
@@ -137,63 +141,65 @@ def _num_elements(node: fx.Node) -> int | None:
     return hint(tensor.numel()) if isinstance(tensor, torch.Tensor) else None
 
 
-# What replaying and storing cost in a compiled graph: bytes moved where operators fuse, measurement where they do not.
+# Cost of replaying and storing values in a compiled graph: memory traffic for fused operators, timings for others.
 #
-# Inductor fuses pointwise operators and reductions into the kernels of their neighbours: replaying one costs little but
-# what it reads and writes beyond what those do, unless it is a function such as tanh; storing a value costs writing it
-# in forward and reading it in backward. Products and attention run by themselves in any case, and are timed.
+# Inductor fuses pointwise operators and reductions with their neighbours. Replaying a fused operator costs only the
+# traffic beyond its neighbours', except for expensive functions such as tanh. Storing a value costs a write in forward
+# and a read in backward. Products and attention are never fused, so they are timed.
 
 LARGE_BYTES = 64 * 2**20
-"""More than caches hold: what is stored is read again when much else was in between."""
+"""Size beyond the caches, because much other data is accessed between storing a value and reading it in backward."""
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
-"""Elements that stay in the cache, so that arithmetic is timed and not memory; enough to fill the device."""
+"""Number of elements that stay in the cache, so that arithmetic is timed and not memory; enough to fill the device."""
 
-CHEAP = {"cpu": 0.1, "cuda": 0.02}
-"""Arithmetic of an ordinary operator in a fused kernel, as a part of moving what it reads and makes. On a CPU a kernel
-of six took no longer than one of one. A GPU such as the H100 issues 70 instructions of threads while its memory reads
-and writes a number in float32."""
+POINTWISE_FRACTION = {"cpu": 0.1, "cuda": 0.02}
+"""Arithmetic of an ordinary operator in a fused kernel, as a fraction of the time to move its input and result.
+
+On a CPU, a kernel of six operators took no longer than a kernel of one. A GPU such as the H100 issues 70 thread
+instructions in the time that its memory reads and writes one float32 number."""
 
 aten = torch.ops.aten
 FUNCTIONS = (
     aten.exp, aten.exp2, aten.expm1, aten.log, aten.log1p, aten.log2, aten.tanh, aten.sigmoid, aten.erf, aten.erfc,
     aten.sin, aten.cos,
 )  # fmt: skip
-"""Take longer than moving what they read, on a CPU."""
+"""Functions that take longer than reading their input on a CPU."""
 
 CPU_BOOL_MS = 5e-6
-"""Inductor writes a mask to memory element by element on a CPU: 2**20 of them take 5 ms more than packed to bits."""
+"""Time per element to write a boolean mask. On a CPU, Inductor writes masks element by element: 2**20 elements take
+5 ms longer than packing them to bits."""
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What a device does in which time."""
+    """Measured speed of a device."""
 
     bytes_per_ms: float
-    """Bytes moved by a copy, reading and writing counted."""
-    cheap: float
-    """As CHEAP."""
+    """Bytes per millisecond of a copy, counting both reads and writes."""
+    pointwise_fraction: float
+    """The device's entry of POINTWISE_FRACTION."""
 
     def moving_ms(self, nbytes: float) -> float:
         return nbytes / self.bytes_per_ms
 
     def pointwise_ms(self, nbytes: float) -> float:
-        """Arithmetic of an ordinary operator in a fused kernel, on a tensor of `nbytes`."""
-        return self.cheap * self.moving_ms(2 * nbytes)
+        """Return the arithmetic time of an ordinary operator in a fused kernel, for a tensor of `nbytes`."""
+        return self.pointwise_fraction * self.moving_ms(2 * nbytes)
 
 
 @cache
 def device_speed(device: torch.device) -> DeviceSpeed:
-    """The speed of `device`, measured once."""
+    """Measure the speed of `device` once."""
     with no_dispatch(), torch.no_grad():
         source = torch.zeros(LARGE_BYTES // 4, device=device)
         target = torch.empty_like(source)
         copy_ms = least_replay_ms(lambda: target.copy_(source), device)
-    return DeviceSpeed(2 * LARGE_BYTES / copy_ms, CHEAP["cpu" if device.type == "cpu" else "cuda"])
+    return DeviceSpeed(2 * LARGE_BYTES / copy_ms, POINTWISE_FRACTION["cpu" if device.type == "cpu" else "cuda"])
 
 
 @cache
 def function_ms(function: Any, device: torch.device) -> float:
-    """Time per element of a function of FUNCTIONS beyond that of an ordinary operator, measured once."""
+    """Measure the time per element of a function in FUNCTIONS, minus the time of an ordinary operator, once."""
     with no_dispatch(), torch.no_grad():
         sample = torch.linspace(0.1, 2.0, CACHED_ELEMENTS[device.type], device=device)
         result = torch.empty_like(sample)
@@ -204,28 +210,31 @@ def function_ms(function: Any, device: torch.device) -> float:
 
 
 def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Least time of some runs: what else the machine does makes them slower only."""
+    """Return the least time of several runs, because other load on the machine only makes runs slower."""
     return min(median_ms(run, device, repeats=1) for _ in range(TIMING_REPEATS))
 
 
 def keep_ms(node: fx.Node) -> float:
-    """Time to write a value in forward and read it in backward; what a product makes or reads is written anyway."""
+    """Return the time to store a value: a write in forward and a read in backward.
+
+    The write is free for values that are written to memory anyway, because a product computes or reads them.
+    """
     nbytes, device = nbytes_of(node), node.meta["val"].device
-    is_written = node.op == "placeholder" or not op_types().is_fusible(root_of(node)) or is_held(node)
-    writing = 0.0
+    is_written = node.op == "placeholder" or not op_types().is_fusible(root_of(node)) or is_materialized(node)
+    mask_ms = 0.0
     if not is_written and device.type == "cpu" and node.meta["val"].dtype is torch.bool:
-        writing = CPU_BOOL_MS * hint(node.meta["val"].numel())
-    return writing + device_speed(device).moving_ms(nbytes * (1 if is_written else 2))
+        mask_ms = CPU_BOOL_MS * hint(node.meta["val"].numel())
+    return mask_ms + device_speed(device).moving_ms(nbytes * (1 if is_written else 2))
 
 
 class OperatorTimes:
-    """Prices operators, each signature once."""
+    """Cache of operator costs, one entry per operator signature."""
 
     def __init__(self) -> None:
         self._timed: dict[Any, float] = {}
 
     def replay_ms(self, node: fx.Node) -> float:
-        """Time that running `node` again in backward adds."""
+        """Return the time that replaying `node` adds to backward."""
         parts = [node] if isinstance(node.meta.get("val"), torch.Tensor) else list(node.users)
         results = [part for part in parts if isinstance(part.meta.get("val"), torch.Tensor)]
         if not results:
@@ -239,20 +248,22 @@ class OperatorTimes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _Example.of(read))
         key = (node.target, repr(args), repr(kwargs))
         if key not in self._timed:
-            assert callable(node.target)  # as that of any operator
+            assert callable(node.target)  # the target of every call_function node is callable
             self._timed[key] = _measure(node.target, args, kwargs, device)
         return self._timed[key]
 
 
 def _fused_ms(node: fx.Node, results: list[fx.Node], device: torch.device) -> float:
-    """Time that an operator adds to the kernel that it is fused into."""
-    speed, made = device_speed(device), nbytes_of(results[0])
-    read = max((nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0)
-    ms = speed.pointwise_ms(max(read, made))
-    if read > 4 * made:  # a kernel of its own reads all of its input before others can use the result
-        ms += speed.moving_ms(read)
-    if any(is_held(result) for result in results):  # a product reads it from memory
-        ms += speed.moving_ms(2 * made)
+    """Return the time that an operator adds to the kernel that it is fused with."""
+    speed, result_bytes = device_speed(device), nbytes_of(results[0])
+    input_bytes = max(
+        (nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0
+    )
+    ms = speed.pointwise_ms(max(input_bytes, result_bytes))
+    if input_bytes > 4 * result_bytes:  # a reduction: a separate kernel reads the whole input first
+        ms += speed.moving_ms(input_bytes)
+    if any(is_materialized(result) for result in results):  # a product reads the result from memory
+        ms += speed.moving_ms(2 * result_bytes)
     function = getattr(node.target, "overloadpacket", None)
     if function in FUNCTIONS:
         ms += function_ms(function, device) * hint(results[0].meta["val"].numel())
@@ -261,7 +272,7 @@ def _fused_ms(node: fx.Node, results: list[fx.Node], device: torch.device) -> fl
 
 @dataclass(frozen=True)
 class _Example:
-    """The layout of an argument, from which a tensor like it can be made."""
+    """Layout of a tensor argument, from which a sample tensor is built."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -278,11 +289,11 @@ class _Example:
         return cls(_hinted(value.shape), _hinted(value.stride()), value.dtype, value.device)
 
     def make(self) -> torch.Tensor:
-        # Filled flat: an expanded tensor has several elements in one place.
+        # Fill the flat storage, because several elements of an expanded tensor share one address.
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         flat = torch.zeros(max(extent, 0), dtype=self.dtype, device=self.device)
         if self.dtype.is_floating_point:
-            generator = torch.Generator(self.device).manual_seed(0)  # the model's own draws must not move
+            generator = torch.Generator(self.device).manual_seed(0)  # leaves the model's random state unchanged
             flat.uniform_(-1.0, 1.0, generator=generator)
         return flat.as_strided(self.size, self.stride)
 
@@ -297,20 +308,21 @@ def _measure(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.d
         return least_replay_ms(lambda: target(*args, **kwargs), device)
 
 
-# The codecs that a forward value may be handed over in, priced as operators of a compiled graph.
+# Codecs for each forward value, with their costs as operators of a compiled graph.
 
 aten = torch.ops.aten
 _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_element_type}
-"""What leads from a softmax to the scores that attention multiplies by."""
+"""Operators between a softmax and the probabilities that attention multiplies by: masking, scaling, casting."""
 
 
 def graph_codec_options(
     joint: JointGraph, value: int, config: AdaccConfig, degraded: Set[int], fine: Set[int]
 ) -> tuple[CodecOption, ...]:
-    """The codecs for one value; for those in `degraded` lossless ones only, for casts of parameters none (rule R4).
+    """Return the codec options of one value.
 
-    None either for what has as many elements as the data says: a codec's groups are laid out before that is known.
-    Unless the settings name codecs, values in `fine` take the precise one, and on a GPU all others may.
+    Values in `degraded` get lossless codecs only. Casts of parameters get none (rule R4). Tensors with data-dependent
+    sizes get none, because a codec's groups are laid out before these sizes are known. Unless the settings name codecs,
+    values in `fine` get the precise codec only, and on a GPU the precise codec is an option for all others.
     """
     node = joint.nodes[value]
     tensor = node.meta["val"]
@@ -318,14 +330,14 @@ def graph_codec_options(
     record = joint.kind.values[value]
     if record.nbytes < config.min_compress_bytes or record.role == "parameter" or has_unknown_sizes(tensor):
         return ()
-    # Outliers are separated along a dimension that is the same in every call.
+    # Outliers are separated along the last dimension in memory, which must be the same in every call.
     is_fixed = bool(size) and isinstance(size[-1], int)
     num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
     names = _names(joint, value, config)
     if config.codecs is None and any(not codec_type(name).lossless for name in names):
         if value in fine:
             names = [precise_codec()]
-        elif tensor.device.type != "cpu":  # a kernel that passes over the value makes its codes, which share no bytes
+        elif tensor.device.type != "cpu":  # the precise codec's codes share no bytes, so encoding is fused on a GPU
             names = list(dict.fromkeys([*names, precise_codec()]))
     codecs = [make_codec(name, config, num_outliers) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in degraded]
@@ -344,12 +356,12 @@ def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
 
 
 def _traceable(names: Sequence[str]) -> list[str]:
-    """Those that may stand in a graph: nobody asked for the others."""
+    """Return the traceable codecs among `names`, which come from the registry and not from the user's settings."""
     return [name for name in names if codec_type(name).is_traceable()]
 
 
 def _role(node: fx.Node) -> str:
-    """The class of tensor (paper, section 3.2), as far as a graph of primitive operators shows it."""
+    """Return the tensor's role (paper, section 3.2), as far as a graph of primitive operators shows it."""
     if node.op == "placeholder":
         return "input"
     if _is_softmax(node):
@@ -361,14 +373,17 @@ def _role(node: fx.Node) -> str:
 
 
 def is_attention_bias(node: fx.Node) -> bool:
-    """Whether fused attention adds a value, or a view of it, to its scores: a mask, whose -inf no scale takes."""
+    """Return True if fused attention adds the value, or a view of it, to its scores.
+
+    Such a bias is a mask that contains -inf, which no codec's scale can represent.
+    """
     views = [user for user in node.users if is_view(user)]
     is_added = any(attention_bias(user.target, user.args, user.kwargs) is node for user in node.users)
     return is_added or any(map(is_attention_bias, views))
 
 
 def _is_softmax(node: fx.Node) -> bool:
-    """Whether a value is a softmax, which is exp / sum once it is decomposed, perhaps masked, scaled or cast."""
+    """Return True if the value is a softmax, decomposed to exp / sum or not, possibly masked, scaled or cast."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is SOFTMAX:
         return True
@@ -376,13 +391,15 @@ def _is_softmax(node: fx.Node) -> bool:
         return True
     if is_view(node):
         return _is_softmax(node.all_input_nodes[0])
-    return packet in _MASKING and any(_is_softmax(read) for read in node.all_input_nodes if _are_alike(read, node))
+    return packet in _MASKING and any(
+        _is_softmax(read) for read in node.all_input_nodes if _have_same_shape(read, node)
+    )
 
 
-def _are_alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes are tensors of the same shape."""
-    left, right = one.meta.get("val"), other.meta.get("val")
-    return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.shape == right.shape
+def _have_same_shape(first: fx.Node, second: fx.Node) -> bool:
+    """Return True if both nodes are tensors of the same shape."""
+    a, b = first.meta.get("val"), second.meta.get("val")
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
 
 
 def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: frozenset[fx.Node]) -> CodecOption:
@@ -401,8 +418,10 @@ def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: frozens
 
 @cache
 def _typical_error(name: str, group_size: int | None) -> float:
-    """Round-trip error on normal noise, since a graph is partitioned before there is data; None for a codec without
-    groups."""
+    """Return the codec's round-trip error on normal noise, because no data exists when a graph is partitioned.
+
+    `group_size` is None for a codec without groups.
+    """
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")
         codec = get_codec(name, **({} if group_size is None else {"group_size": group_size}))

@@ -1,9 +1,9 @@
-"""What a backward graph has live at any time, as its operators show it, and as the code made of it runs.
+"""Most live bytes of a compiled graph: estimated from its operators, or measured by running its generated code.
 
-Operators run in the order of the graph. What lies in memory is what products, attention and gathers read and make, what
-reductions make, and gradients; all else is fused with what reads it. Inductor may run operators in another order and
-fuse across a distance, so that more is live: a step's measured peak was up to 8 % above this on small models, and where
-next to nothing is stored up to 16 %. What is found once the graph is compiled is exact.
+The estimate runs operators in the order of the graph. Inputs and results of products, attention and gathers, results of
+reductions, and gradients are materialized; all other values are fused with their readers. Inductor may reorder
+operators and fuse across a distance, so the peak can be higher: a step's measured peak was up to 8 % above the estimate
+on small models, and up to 16 % if next to nothing is stored. The measurement on the generated code is exact.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.compiler.functorch import hint, is_getitem, op_types
-from adacc_hf.compiler.joint_graph import is_held, nbytes_of, nodes_behind, root_of
+from adacc_hf.compiler.joint_graph import is_materialized, nbytes_of, root_of, source_nodes
 from adacc_hf.torch_glue.private import TorchDispatchMode, tree_leaves
 
 
 def most_live_bytes(graph: fx.Graph, elsewhere: Set[str]) -> int:
-    """Most bytes live while `graph` runs, without the inputs named in `elsewhere`, which somebody else holds."""
+    """Return the most live bytes while `graph` runs, without the inputs in `elsewhere`, which others hold anyway."""
     results = {root_of(node) for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}
     tensors = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
-    lying = [node for node in tensors if _lies_in_memory(node, results)]
-    own = [node for node in lying if node.name not in elsewhere]
-    dying = _last_reads(lying, set(own) - results)
+    buffers = [node for node in tensors if _is_buffer(node, results)]
+    own = [node for node in buffers if node.name not in elsewhere]
+    last_reads = _last_reads(buffers, set(own) - results)
     live = most = sum(nbytes_of(node) for node in own if node.op == "placeholder")
     for node in own:
         if node.op == "placeholder":
             continue
-        freed = sorted((nbytes_of(read) for read in dying[node]), reverse=True)
-        if op_types().is_fusible(node) and nbytes_of(node) in freed:  # it is written over what it reads last
-            freed.remove(nbytes_of(node))
+        freed_bytes = sorted((nbytes_of(read) for read in last_reads[node]), reverse=True)
+        if op_types().is_fusible(node) and nbytes_of(node) in freed_bytes:  # the result reuses its input's buffer
+            freed_bytes.remove(nbytes_of(node))
         else:
             live += nbytes_of(node)
         most = max(most, live)
-        live -= sum(freed)
+        live -= sum(freed_bytes)
     return most
 
 
-def _lies_in_memory(node: fx.Node, results: Set[fx.Node]) -> bool:
+def _is_buffer(node: fx.Node, results: Set[fx.Node]) -> bool:
     if root_of(node) is not node:
         return False
-    return node.op == "placeholder" or node in results or is_getitem(node) or is_held(node) or _is_reduction(node)
+    is_stored = node.op == "placeholder" or node in results or is_getitem(node)
+    return is_stored or is_materialized(node) or _is_reduction(node)
 
 
 def _is_reduction(node: fx.Node) -> bool:
@@ -57,47 +58,46 @@ def _is_reduction(node: fx.Node) -> bool:
     return any(hint(node.meta["val"].numel()) < hint(read.numel()) for read in reads)
 
 
-def _last_reads(lying: list[fx.Node], mortal: Set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each value that lies in memory those of `mortal` that nothing later reads."""
-    in_memory = set(lying)
-    last: dict[fx.Node, fx.Node] = {node: node for node in lying}
-    for node in lying:
-        # Nodes come in their order, so the last one stays.
-        last |= dict.fromkeys(nodes_behind(node.all_input_nodes, in_memory), node)
-    dying = defaultdict(list)
+def _last_reads(buffers: list[fx.Node], freeable: Set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for each buffer, the nodes of `freeable` that are read there for the last time."""
+    in_memory = set(buffers)
+    last: dict[fx.Node, fx.Node] = {node: node for node in buffers}
+    for node in buffers:
+        # Buffers are in graph order, so later readers overwrite earlier ones.
+        last |= dict.fromkeys(source_nodes(node.all_input_nodes, in_memory), node)
+    last_reads = defaultdict(list)
     for node, reader in last.items():
-        if node in mortal:
-            dying[reader].append(node)
-    return dying
+        if node in freeable:
+            last_reads[reader].append(node)
+    return last_reads
 
 
-# What the code that Inductor made for a graph has live at any time, found by running that code without data.
+# Most live bytes of the code that Inductor generated for a graph, measured by running the code without data.
 #
-# Only the code shows in which order Inductor runs operators, what it fuses, writes in place, keeps for reuse and
-# frees.
-# It is run on tensors without storage and without its kernels, so that all is allocated and freed, and nothing
-# computed.
+# Only the generated code shows in which order Inductor runs operators, and which buffers it fuses, reuses and frees.
+# The code runs on tensors without storage and with its kernels replaced, so all buffers are allocated and freed but
+# nothing is computed.
 
 log = logging.getLogger(__name__)
 
 KERNELS = ("cpp_", "triton_")
-"""How the names of kernels begin that Inductor generates."""
+"""Name prefixes of the kernels that Inductor generates."""
 ALLOCATION = "empty_strided"
-"""How the names of its functions for allocating begin."""
+"""Name prefix of Inductor's allocation functions."""
 CHECKS = ("assert_size_stride", "assert_alignment")
 CUDA_BLOCK = 512
-"""Bytes that CUDA's allocator counts in."""
+"""Granularity of CUDA's allocator in bytes."""
 
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One thing that a graph is given, of the traced example's size."""
+    """Input of a graph, with the sizes of the traced example."""
 
     layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
     """Size, strides and dtype of a tensor; None for a number."""
     number: int | None
     owned: bool
-    """Whether it dies with its last reader, since nobody else holds it."""
+    """True if the tensor is freed after its last reader, because nothing outside of the graph holds it."""
     on_gpu: bool
 
     def make(self) -> Any:
@@ -105,7 +105,7 @@ class GraphInput:
 
 
 def graph_inputs(graph: fx.Graph, owned: Set[str]) -> tuple[GraphInput, ...]:
-    """What `graph` is given, as it was traced; those named in `owned` nobody else holds."""
+    """Return the inputs of `graph` as traced. Only the graph holds the inputs named in `owned`."""
     return tuple(_input(node, node.name in owned) for node in graph.find_nodes(op="placeholder"))
 
 
@@ -118,35 +118,35 @@ def _input(node: fx.Node, owned: bool) -> GraphInput:
 
 
 def most_live_bytes_of_code(code: Any, inputs: Sequence[GraphInput]) -> int | None:
-    """Most bytes live while `code`, what Inductor made of a graph, runs on `inputs`, of which those `owned` count.
+    """Return the most live bytes while `code`, generated by Inductor, runs on `inputs`; only `owned` inputs count.
 
-    None where it cannot be run so: an operator of it needs data, or it is not what Inductor makes for a plain call.
+    Return None if the code cannot run without data, or is not in the form that Inductor generates for a plain call.
     """
     call = code.__func__ if isinstance(code, MethodType) else code
     if not isinstance(call, FunctionType) or "AsyncCompile" not in call.__globals__:
         return None
     names = call.__globals__
-    harmless = FunctionType(call.__code__, {**names, **_stand_ins(names)}, call.__name__)
-    given = [one.make() for one in inputs]
-    live = _LiveBytes(CUDA_BLOCK if any(one.on_gpu for one in inputs) else 1)
-    live.count(value for value, one in zip(given, inputs, strict=True) if one.owned)
+    dry_run = FunctionType(call.__code__, {**names, **_stand_ins(names)}, call.__name__)
+    arguments = [graph_input.make() for graph_input in inputs]
+    live = _LiveBytes(CUDA_BLOCK if any(graph_input.on_gpu for graph_input in inputs) else 1)
+    live.count(value for value, graph_input in zip(arguments, inputs, strict=True) if graph_input.owned)
     try:
         with torch.no_grad(), live:
-            harmless(*([code.__self__] if isinstance(code, MethodType) else []), given)
-    except Exception as error:  # what the code calls is Inductor's own, and other for every device and release
-        _say_unknown(f"{type(error).__name__}: {error}")
+            dry_run(*([code.__self__] if isinstance(code, MethodType) else []), arguments)
+    except Exception as error:  # the code calls private functions of Inductor, which vary with device and release
+        _log_unknown(f"{type(error).__name__}: {error}")
         return None
     return live.most
 
 
 @cache
-def _say_unknown(reason: str) -> None:
-    """Say once per reason that the peak of compiled code is not known; it is asked for after every step."""
-    log.info("Adacc: compiled code cannot be run without data (%s): its peak stays that of the graph", reason)
+def _log_unknown(reason: str) -> None:
+    """Log once per reason that the peak of compiled code is unknown, because it is requested after every step."""
+    log.info("Adacc: cannot run compiled code without data (%s): using the estimate from the graph as its peak", reason)
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts bytes of the storages that it is told of, and of all that are made while it is on."""
+    """Dispatch mode that counts the live bytes of storages passed to `count` or created under the mode."""
 
     def __init__(self, block_bytes: int) -> None:
         super().__init__()
@@ -160,13 +160,13 @@ class _LiveBytes(TorchDispatchMode):
         return results
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Take `tensors` for live from now on, and for dead what has died meanwhile."""
+        """Add the storages of `tensors` to the live ones, and remove the storages freed since the last call."""
         self._live = [entry for entry in self._live if not entry[0].expired()]
-        known = {storage for storage, _ in self._live}
+        counted = {storage for storage, _ in self._live}
         for tensor in tensors:
             storage = StorageWeakRef(tensor.untyped_storage())
-            if storage not in known:
-                known.add(storage)
+            if storage not in counted:
+                counted.add(storage)
                 self._live.append((storage, self._blocks(tensor.untyped_storage().nbytes())))
         self.most = max(self.most, sum(nbytes for _, nbytes in self._live))
 
@@ -175,7 +175,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Kernel:
-    """Stands for a kernel, called directly or as Triton's are, and does nothing."""
+    """Replacement for a generated kernel, called directly or by Triton's `run`. Does nothing."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None

@@ -1,6 +1,7 @@
-"""Which forward values a compiled graph hands to its backward, and in which form: the program of `milp` on one graph.
+"""Integer program that decides which forward values a compiled graph stores for its backward, and in which form.
 
-Unlike the executor, a graph can hand over any value, not only what autograd would save.
+The program of `milp` is applied to one graph. Unlike the eager executor, a graph can store any forward value, not only
+the values that autograd saves.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm, lossy_val
 
 @dataclass(frozen=True, kw_only=True)
 class GraphChoice:
-    """What backward gets."""
+    """Solution for one graph: the values that backward receives, and their cost."""
 
     stored: Mapping[int, Choice]
-    """How each handed-over value is stored; what is not here and needed is recomputed."""
+    """Choice for each stored value. All other values that backward needs are recomputed."""
     stored_bytes: Mapping[int, int]
-    """What each of them takes."""
+    """Bytes of each stored value."""
     nbytes: int
     peak_bytes: int
-    """Most that is live while a segment is recomputed: what is stored up to it, and what is recomputed of it."""
+    """Most live bytes while a segment is recomputed: values stored up to the segment, and its recomputed values."""
     ms: float
-    """Replay, storing and codecs."""
+    """Time for replay, storing and codecs."""
 
 
 @dataclass(frozen=True)
 class GraphModel:
-    """The program's data for one graph."""
+    """Solver input for one graph."""
 
     model: KindModel
     segments: Segments
     live_bytes: tuple[int, ...]
-    """What each value takes while its segment is recomputed."""
+    """Live bytes of each value while its segment is recomputed."""
     precise: Set[int] = frozenset()
-    """Values that are recomputed of nothing that a coarse codec left."""
+    """Values that must not be recomputed from a value stored by a coarse codec."""
 
     def is_coarse(self, value: int, option: int) -> bool:
-        """Whether that way to store a value leaves less of it than the precise codec would."""
+        """Return True if the option stores the value with a codec coarser than the precise codec."""
         store = self.model.menus[value][option]
         return not store.is_lossless and store.choice.codec != precise_codec()
 
@@ -57,7 +58,7 @@ def graph_model(
     live_bytes: Sequence[int],
     precise: Set[int] = frozenset(),
 ) -> GraphModel:
-    """The choices there are: keep each value, for the time that takes, code it, or run its operator again."""
+    """Return the model whose options are: retain a value, compress it, or replay its operator."""
     menus = {
         value.index: (
             StoredForm(RETAIN, value.nbytes, keep_ms[value.index]),
@@ -70,36 +71,37 @@ def graph_model(
     }
     runnable = frozenset(operator.index for operator in kind.operators if operator.replayable)
     segments = cut_into_segments(kind, live_bytes)
-    # What lives across a boundary is never recomputed: whatever needs it has it stored.
+    # Values that live across a boundary are never recomputed. If they are needed, they are stored.
     values = tuple(replace(v, recomputable=v.recomputable and v.index not in segments.boundary) for v in kind.values)
     cut = replace(kind, values=values)
-    # A graph can hand over any index, not only what backward reads.
-    kept = replace(cut, values=tuple(replace(value, saved=True) for value in values)).index_values(lossy_values(menus))
-    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, index_values=kept)
+    # A graph can store any index value, not only those that backward reads.
+    saved = replace(cut, values=tuple(replace(value, saved=True) for value in values))
+    index_values = saved.index_values(lossy_values(menus))
+    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, index_values=index_values)
     return GraphModel(model, segments, tuple(live_bytes), precise)
 
 
 class _GraphProgram:
-    """The program of one graph, in KiB so that coefficients are of ordinary size."""
+    """Integer program of one graph, in KiB so that coefficients have ordinary magnitudes."""
 
     def __init__(self, graph: GraphModel) -> None:
         self._graph = graph
         self.program = LinearProgram()
         self.block = BlockVariables(self.program, graph.model)
-        self._keep_precise()
+        self._constrain_precise()
 
-    def bound(self, cap_bytes: int, *, of_peak: bool) -> None:
-        """Allow at most `cap_bytes` to be stored; with `of_peak` to be live while any segment is recomputed."""
-        high = (cap_bytes + 0.5) / 1024  # half a byte keeps rounding away from both sides
+    def bound(self, cap_bytes: int, *, limits_peak: bool) -> None:
+        """Limit the stored bytes to `cap_bytes`; with `limits_peak`, also the live bytes during recomputation."""
+        high = (cap_bytes + 0.5) / 1024  # half a byte absorbs rounding errors in both directions
         self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
-        for segment in range(self._graph.segments.count if of_peak else 0):
+        for segment in range(self._graph.segments.count if limits_peak else 0):
             self.program.constrain(self.segment_bytes(segment), high=high)
 
-    def _keep_precise(self) -> None:
-        """[Precise] no replay that starts at what a coarse codec left ends in a precise value.
+    def _constrain_precise(self) -> None:
+        """[Precise] a precise value is never recomputed from a value stored by a coarse codec.
 
-        `coarse[v]` is 1 where v, as replays read it, comes from such a codec: that stores v, or what v is recomputed
-        from.
+        The variable `coarse[v]` is 1 if replays read v with a coarse codec's error: v is stored by a coarse codec, or
+        is recomputed from a value with that error.
         """
         model = self._graph.model
         coarse: dict[int, int] = {}
@@ -108,45 +110,47 @@ class _GraphProgram:
             options = {
                 self.block.store[value, o]: self._graph.is_coarse(value, o) for o in range(len(model.menus[value]))
             }
-            fine = [(variable, 1.0) for variable, is_coarse in options.items() if not is_coarse]
-            stored = [(variable, -1.0) for variable, is_coarse in options.items() if is_coarse]
+            fine_terms = [(variable, 1.0) for variable, is_coarse in options.items() if not is_coarse]
+            coarse_terms = [(variable, -1.0) for variable, is_coarse in options.items() if is_coarse]
             reads = [coarse[read] for read in self._recomputed_from(value) if read in coarse]
             own: list[tuple[int, float]] = []
-            if value not in self._graph.precise and (stored or reads):
+            if value not in self._graph.precise and (coarse_terms or reads):
                 coarse[value] = self.program.variable()
                 own = [(coarse[value], 1.0)]
-                self.program.constrain([*own, *stored], low=0.0)
+                self.program.constrain([*own, *coarse_terms], low=0.0)
             operator = model.recompute(value)
-            if operator is None:  # it reads nothing
+            if operator is None:  # a value without an operator reads nothing
                 continue
             run = self.block.run[operator]
             for read in reads:
-                self.program.constrain([*own, *fine, (read, -1.0), (run, -1.0)], low=-1.0)
+                self.program.constrain([*own, *fine_terms, (read, -1.0), (run, -1.0)], low=-1.0)
 
     def _recomputed_from(self, value: int) -> tuple[int, ...]:
         operator = self._graph.model.recompute(value)
         return () if operator is None else self._graph.model.kind.operators[operator].inputs
 
     def peak(self) -> int:
-        """A variable, in whole KiB, that is no less than what is live while any segment is recomputed."""
-        everything = sum(max(store.nbytes for store in menu) for menu in self._graph.model.menus.values())
-        peak = self.program.variable(upper=float((everything + sum(self._graph.live_bytes)) // 1024 + 1))
+        """Return a variable in whole KiB, at least the live bytes while any segment is recomputed."""
+        most_stored = sum(max(store.nbytes for store in menu) for menu in self._graph.model.menus.values())
+        peak = self.program.variable(upper=float((most_stored + sum(self._graph.live_bytes)) // 1024 + 1))
         for segment in range(self._graph.segments.count):
             self.program.constrain([*self.segment_bytes(segment), (peak, -1.0)], high=0.0)
         return peak
 
     def best(self, costs: Terms, log: SolverLog) -> GraphChoice | None:
-        """The choice with least `costs`; None if there is none."""
+        """Return the choice with the least `costs`, or None if the program is infeasible."""
         solution = Solver(self.program, log, integer=True).minimize(costs)
         if solution is None:
             return None
         menus = self._graph.model.menus
-        taken = {v: menus[v][option] for (v, option), x in self.block.store.items() if solution[x] > 0.5}
-        return _choice(self._graph, taken)
+        stored = {v: menus[v][option] for (v, option), x in self.block.store.items() if solution[x] > 0.5}
+        return _choice(self._graph, stored)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
-        """What is live, in KiB, while a segment is recomputed: what is stored up to it, and what is recomputed of
-        it."""
+        """Return the terms of the live KiB while a segment is recomputed.
+
+        The terms are the values stored up to the segment and the segment's recomputed values.
+        """
         of_value = self._graph.segments.of_value
         stored = [
             (variable, self._graph.model.menus[value][option].nbytes / 1024)
@@ -161,40 +165,41 @@ class _GraphProgram:
         return stored + recomputed
 
 
-def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, of_peak: bool) -> GraphChoice | None:
-    """The fastest choice that stores at most `cap_bytes`; None if there is none.
+def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak: bool) -> GraphChoice | None:
+    """Return the fastest choice that stores at most `cap_bytes`, or None if there is none.
 
-    With `of_peak`, what is recomputed of a segment counts too, with what is stored up to it.
+    With `limits_peak`, the bound applies to the values stored up to a segment plus the segment's recomputed values.
     """
     program = _GraphProgram(graph)
-    program.bound(cap_bytes, of_peak=of_peak)
+    program.bound(cap_bytes, limits_peak=limits_peak)
     return program.best(program.block.terms_ms(), log)
 
 
-def least_bytes(graph: GraphModel, log: SolverLog, *, of_peak: bool) -> GraphChoice:
-    """The fastest of the choices that store least, or with `of_peak` of those that have least live at any time.
+def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> GraphChoice:
+    """Return the fastest of the choices with the least stored bytes or, with `limits_peak`, with the least peak.
 
-    What is recomputed for nothing would not only take time: it has temporaries, which a peak of segments leaves out.
+    The second solve removes useless replays. They would not only take time but also need temporaries, which are not
+    part of a segment's peak.
     """
     program = _GraphProgram(graph)
-    costs = [(program.peak(), 1.0)] if of_peak else program.block.terms_bytes(1 / 1024)
+    costs = [(program.peak(), 1.0)] if limits_peak else program.block.terms_bytes(1 / 1024)
     least = program.best(costs, log)
-    assert least is not None, "keeping everything is always a solution"
-    return least_time(graph, least.peak_bytes if of_peak else least.nbytes, log, of_peak=of_peak) or least
+    assert least is not None, "storing everything is always a solution"
+    return least_time(graph, least.peak_bytes if limits_peak else least.nbytes, log, limits_peak=limits_peak) or least
 
 
-def keeping(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
-    """The choice that keeps `values` as they are and recomputes the others."""
+def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
+    """Return the choice that retains `values` and recomputes all others."""
     return _choice(graph, {value: graph.model.menus[value][0] for value in values})
 
 
-def _choice(graph: GraphModel, taken: Mapping[int, StoredForm]) -> GraphChoice:
-    """The choice that stores what is `taken`, less what nobody reads."""
+def _choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
+    """Return the choice that stores values in the given `forms`, without the values that nothing reads."""
     model = graph.model
     runs: set[int] = set()
 
     def reads(value: int) -> tuple[int, ...] | None:
-        if value in taken:
+        if value in forms:
             return None
         producer = model.kind.values[value].producer
         if producer is None or producer in runs:
@@ -204,7 +209,7 @@ def _choice(graph: GraphModel, taken: Mapping[int, StoredForm]) -> GraphChoice:
 
     saved = [value.index for value in model.kind.values if value.saved]
     read, _ = walk_back(saved, reads)
-    stores = {value: store for value, store in taken.items() if value in read}
+    stores = {value: store for value, store in forms.items() if value in read}
     replay_ms = sum(model.kind.operators[j].ms for j in runs)
     stored_bytes = {value: store.nbytes for value, store in stores.items()}
     return GraphChoice(
@@ -217,7 +222,7 @@ def _choice(graph: GraphModel, taken: Mapping[int, StoredForm]) -> GraphChoice:
 
 
 def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[int]) -> int:
-    """Most that is live while a segment is recomputed."""
+    """Return the most live bytes while a segment is recomputed."""
     stored, recomputed = [0] * graph.segments.count, [0] * graph.segments.count
     for value, segment in enumerate(graph.segments.of_value):
         stored[segment] += stored_bytes.get(value, 0)
@@ -226,21 +231,21 @@ def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[in
     return max(map(sum, zip(accumulate(stored), recomputed, strict=True)))
 
 
-# Where a long graph is cut into segments whose replay ends at what is stored. A graph recomputes each value once, as
-# soon as backward asks for one that needs it, and holds it until its last reader is through. Without limits, the first
-# such question could have the whole forward recomputed and held at once, at more than plain training's peak. So what
-# lives across a boundary is always stored, and one segment at most is recomputed at a time.
+# Segments of a long graph. A graph recomputes each value once, when backward first needs it, and holds the value until
+# its last reader has run. Without limits, the first such request could recompute and hold the whole forward, with a
+# higher peak than plain training. So a graph is cut into segments: values that live across a boundary are always
+# stored, and at most one segment is recomputed at a time.
 
 NUM_SIZES = 24
-"""Sizes of the largest segment that are tried."""
+"""Number of limits on the largest segment that are tried."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """How a graph is cut."""
+    """Partition of a graph into consecutive segments."""
 
     of_value: tuple[int, ...]
-    """For each value the number of the segment that makes it, counted from the start of forward."""
+    """Number of the segment that computes each value, counted from the start of forward."""
     boundary: frozenset[int]
     """Values that live across a boundary."""
 
@@ -250,60 +255,60 @@ class Segments:
 
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
-    """The boundaries for which their bytes, with those of the largest segment between two, are least.
+    """Return the segments with the least total of stored boundary bytes and bytes of the largest segment.
 
-    `value_bytes` are what recomputing each value takes while its segment is recomputed.
+    `value_bytes` are the bytes that each recomputed value takes while its segment is recomputed.
     """
-    made_at = _making_positions(kind)
-    live = _live_across(kind, made_at)
+    producer_positions = _producer_positions(kind)
+    live = _live_across(kind, producer_positions)
     live_bytes = [sum(kind.values[value].nbytes for value in values) for values in live]
     positions = _local_minima(live_bytes)
-    made_bytes = [0] * (len(live) + 1)
-    for value, position in enumerate(made_at):
-        made_bytes[position] += value_bytes[value]
-    before = [0]
-    for nbytes in made_bytes:
-        before.append(before[-1] + nbytes)
-    total = before[-1]
+    bytes_at = [0] * (len(live) + 1)
+    for value, position in enumerate(producer_positions):
+        bytes_at[position] += value_bytes[value]
+    cumulative = [0]
+    for nbytes in bytes_at:
+        cumulative.append(cumulative[-1] + nbytes)
+    total = cumulative[-1]
     best: tuple[int, tuple[int, ...]] = (total, ())
     for step in range(1, NUM_SIZES + 1):
-        # Geometric: from half the graph down to a few operators.
+        # Limits in a geometric sequence, from half the graph down to a few operators.
         limit = total * 0.75 ** (2 * step)
-        found = _cheapest(positions, live_bytes, before, limit)
-        if found is not None:
-            largest = _largest_segment(found, before)
-            best = min(best, (largest + sum(live_bytes[p] for p in found), found))
-    boundaries = list(best[1])
+        boundaries = _cheapest(positions, live_bytes, cumulative, limit)
+        if boundaries is not None:
+            largest = _largest_segment(boundaries, cumulative)
+            best = min(best, (largest + sum(live_bytes[p] for p in boundaries), boundaries))
+    best_boundaries = list(best[1])
     return Segments(
-        of_value=tuple(bisect_left(boundaries, position) for position in made_at),
-        boundary=frozenset(value for p in boundaries for value in live[p]),
+        of_value=tuple(bisect_left(best_boundaries, position) for position in producer_positions),
+        boundary=frozenset(value for p in best_boundaries for value in live[p]),
     )
 
 
-def _making_positions(kind: KindProfile) -> list[int]:
-    """For each value the operator that makes it; what is given is there from the start."""
+def _producer_positions(kind: KindProfile) -> list[int]:
+    """Return the position of each value's operator; inputs have position 0."""
     return [0 if value.producer is None else value.producer for value in kind.values]
 
 
-def _live_across(kind: KindProfile, made_at: Sequence[int]) -> list[list[int]]:
-    """For each operator the values that live when it has run, and that forward reads later.
+def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[list[int]]:
+    """Return, for each operator, the values that are live after it and read later in forward.
 
-    What comes of parameters alone can be recomputed at any place.
+    Values of role "parameter" are left out, because they can be recomputed from parameters anywhere.
     """
-    last_read = list(made_at)
+    last_read = list(producer_positions)
     for operator in kind.operators:
         for value in operator.inputs:
             last_read[value] = max(last_read[value], operator.index)
     live: list[list[int]] = [[] for _ in kind.operators]
     for record in kind.values:
         if record.role != "parameter":
-            for position in range(made_at[record.index], last_read[record.index]):
+            for position in range(producer_positions[record.index], last_read[record.index]):
                 live[position].append(record.index)
     return live
 
 
 def _local_minima(live_bytes: Sequence[int]) -> list[int]:
-    """Operators after which no more bytes live than after their neighbours; the last of equal ones."""
+    """Return the operators after which fewest bytes are live locally; for equal neighbours, the last one."""
     last = len(live_bytes) - 1
     return [
         position
@@ -314,23 +319,23 @@ def _local_minima(live_bytes: Sequence[int]) -> list[int]:
 
 
 def _cheapest(
-    positions: Sequence[int], live_bytes: Sequence[int], before: Sequence[int], limit: float
+    positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """The boundaries with least bytes among those that leave no segment above `limit`; None if there are none."""
-    last = len(before) - 1
-    # Least cost of a chain of boundaries that ends at each position, and the one before it in that chain.
+    """Return the boundaries with the least bytes for which no segment exceeds `limit`. Return None if impossible."""
+    last = len(cumulative) - 1
+    # Dynamic program: least cost of a chain of boundaries ending at each position, and the chain's previous boundary.
     cost: list[float] = []
     previous: list[int] = []
     for index, position in enumerate(positions):
-        starts = [(0.0, -1)] if before[position + 1] <= limit else []
+        starts = [(0.0, -1)] if cumulative[position + 1] <= limit else []
         for earlier in range(index - 1, -1, -1):
-            if before[position + 1] - before[positions[earlier] + 1] > limit:
+            if cumulative[position + 1] - cumulative[positions[earlier] + 1] > limit:
                 break
             starts.append((cost[earlier], earlier))
         least, source = min(starts, default=(float("inf"), -1))
         cost.append(least + live_bytes[position])
         previous.append(source)
-    ends = [(cost[index], index) for index, p in enumerate(positions) if before[last] - before[p + 1] <= limit]
+    ends = [(cost[index], index) for index, p in enumerate(positions) if cumulative[last] - cumulative[p + 1] <= limit]
     least, index = min(ends, default=(float("inf"), -1))
     if least == float("inf"):
         return None
@@ -341,6 +346,6 @@ def _cheapest(
     return tuple(reversed(chain))
 
 
-def _largest_segment(boundaries: Sequence[int], before: Sequence[int]) -> int:
-    edges = [0, *(position + 1 for position in boundaries), len(before) - 1]
-    return max(before[end] - before[start] for start, end in pairwise(edges))
+def _largest_segment(boundaries: Sequence[int], cumulative: Sequence[int]) -> int:
+    edges = [0, *(position + 1 for position in boundaries), len(cumulative) - 1]
+    return max(cumulative[end] - cumulative[start] for start, end in pairwise(edges))

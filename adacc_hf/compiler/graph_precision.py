@@ -1,9 +1,9 @@
-"""Which values of a graph a lossy or a coarse codec would degrade, as far as the graph shows: there is no data yet.
+"""Values of a graph that a lossy or a coarse codec would degrade, found from the graph's operators, before any data.
 
-A mask's infinities, or the large numbers that stand for them, take up the whole scale of the group they are in, and
-what is added to them keeps them. Sums and norms have few elements, each of which decides about a whole row. What an
-exponential reads is off by a factor where it is off by a term: logits, logarithms of probabilities, scores. And a small
-element that comes back as 0 makes infinite what is divided by it.
+A mask's infinities, or the large numbers that stand for them, take up the whole scale of their group, and sums with
+them are just as large. Sums and norms have few elements, each of which affects a whole row. An additive error in the
+input of an exponential (logits, log-probabilities, scores) becomes a factor in its result. A small divisor that decodes
+to 0 gives infinities.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.price.codec_selection import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
 HUGE = 1e4
-"""Numbers from here on are no activations: masks hold -10000, the least number of their dtype, or -inf."""
+"""Magnitude beyond that of activations. Masks contain -10000, the least number of their dtype, or -inf."""
 
 BOUNDED = {"exp", "sigmoid", "tanh", "erf", "softmax", "reciprocal", "cos", "sin"}
-"""Their results are of ordinary size whatever they read."""
+"""Operators with results of ordinary size for any input."""
 GROWING = {"exp", "exp2", "expm1", "softmax", *EXPONENTS}
-"""Of these the error of what they read is no longer a relative one."""
+"""Operators that turn a relative error of their input into a larger relative error."""
 INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
-"""Of 0 they make an infinity. A graph has backward in it: what that divides by stands there (unlike on a tape)."""
+"""Operators that map 0 to an infinity. A graph includes backward's divisions, unlike a tape."""
 
 
 def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
-    """Values that must be kept or recomputed, never compressed with loss: masks, what holds one, statistics, exponents,
-    divisors."""
+    """Return the values that must not be compressed with loss: masks, values computed from masks, statistics, exponents
+    and divisors."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
@@ -49,35 +49,37 @@ def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
 
 
 def exponents(graph: fx.Graph) -> set[fx.Node]:
-    """What is read, element by element, by something that makes errors grow."""
-    read = {node for node in graph.nodes if any(map(_grows, node.users))}
-    return elementwise_sources(graph, read)
+    """Return the nodes that error-amplifying operators read, and their elementwise sources."""
+    inputs = {node for node in graph.nodes if any(map(_amplifies_errors, node.users))}
+    return elementwise_sources(graph, inputs)
 
 
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    """Those nodes and all that they are made of element by element; across a product or a sum errors average out, and a
-    bounded function keeps them small."""
-    found = set(nodes)
+    """Return `nodes` and the nodes that they are computed from elementwise.
+
+    The search stops at products and sums, which average errors out, and at bounded functions, which keep errors small.
+    """
+    sources = set(nodes)
     for node in reversed(graph.nodes):
         for user in node.users:
-            if user in found and short_name(user) not in BOUNDED and _is_elementwise(node, user):
-                found.add(node)
-    return found
+            if user in sources and short_name(user) not in BOUNDED and _is_elementwise(node, user):
+                sources.add(node)
+    return sources
 
 
-def _grows(user: fx.Node) -> bool:
+def _amplifies_errors(user: fx.Node) -> bool:
     return short_name(user) in GROWING and not _is_logistic(user)
 
 
 def _is_logistic(node: fx.Node) -> bool:
-    """Whether an exponential is a part of 1 / (1 + exp(x)), which is bounded: sigmoid and SiLU, taken apart."""
+    """Return True if the node is the exponential in a bounded 1 / (1 + exp(x)): a decomposed sigmoid or SiLU."""
     sums = list(node.users)
     are_sums = all(short_name(user) == "add" and user.args[1] == 1 for user in sums)
     return short_name(node) == "exp" and are_sums and all(_is_inverted_by(user, s) for s in sums for user in s.users)
 
 
 def _divisors(graph: fx.Graph) -> set[fx.Node]:
-    """What something is divided by, and what that is made of element by element."""
+    """Return the nodes used as divisors, and the nodes they are computed from where zero maps to zero."""
     return divisors(
         (
             [read for read in node.all_input_nodes if _is_inverted_by(node, read)],
@@ -95,34 +97,34 @@ def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
     return name in INVERTING or (name == "div" and user.args[1] is node)
 
 
-def _is_elementwise(read: fx.Node, user: fx.Node) -> bool:
-    """Whether a user is a view of what it reads, or a part, or makes an element or more of each element."""
+def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
+    """Return True if `user` is a view or a part of `source`, or computes at least one element from each element."""
     if is_view(user) or is_getitem(user):
         return True
-    source, made = read.meta.get("val"), user.meta.get("val")
-    if not (op_types().is_fusible(user) and isinstance(source, torch.Tensor) and isinstance(made, torch.Tensor)):
+    tensor, result = source.meta.get("val"), user.meta.get("val")
+    if not (op_types().is_fusible(user) and isinstance(tensor, torch.Tensor) and isinstance(result, torch.Tensor)):
         return False
-    return hint(source.numel()) <= hint(made.numel())
+    return hint(tensor.numel()) <= hint(result.numel())
 
 
 def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
-    """Whether a value may hold a mask's numbers: it is made with one, or of what holds one."""
-    if short_name(node) in BOUNDED or _is_truth(node):
+    """Return True if the node may contain a mask's large numbers: from a constant argument or from a node in `huge`."""
+    if short_name(node) in BOUNDED or _is_boolean(node):
         return False
     numbers = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
-    if _is_float(node) and any(not abs(number) < HUGE for number in numbers):  # so that nan is huge
+    if _is_float(node) and any(not abs(number) < HUGE for number in numbers):  # True for nan as well
         return True
     return any(read in huge for read in node.all_input_nodes)
 
 
-def _is_truth(node: fx.Node) -> bool:
+def _is_boolean(node: fx.Node) -> bool:
     tensor = node.meta.get("val")
     return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
 
 
 def _is_float(node: fx.Node) -> bool:
     tensor = node.meta.get("val")
-    if isinstance(tensor, (tuple, list)):  # its parts are taken out by name
+    if isinstance(tensor, (tuple, list)):  # the parts of a tuple are separate getitem nodes
         return any(isinstance(part, torch.Tensor) and part.is_floating_point() for part in tensor)
     return isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
 
@@ -134,40 +136,42 @@ def _is_statistic(node: fx.Node) -> bool:
     return not sizes[0] or is_summary(sizes[0], sizes[1] if reads else ())
 
 
-# Which values of a graph a coarse codec would put too far off: there is no data to try codecs on yet.
+# Values of a graph for which a coarse codec is too inaccurate. There is no data yet to try codecs on.
 #
-# Backward of fused attention makes its softmax again, and takes the exponential of what a codec left of queries and
-# keys; so does a softmax that is recomputed. Where scores are large, four bits leave nothing of it. And of what is
-# compared with zero, as ReLU's result is in its backward, four bits make many an element zero.
+# Fused attention's backward recomputes the softmax from stored queries and keys, so codec errors pass through an
+# exponential; a softmax that is recomputed does the same. If scores are large, four bits are far too few. If a value is
+# compared with zero, as ReLU's result in its backward, four bits turn many elements into zero.
 
 FACTORS = ("query", "key", "value", "q", "k", "v", "out")
-"""What fused attention calls its products' factors, and in backward its result. A sharp softmax's gradient is a small
-difference of what these give."""
+"""Argument names of the factors in fused attention's products, and of its result in backward. The gradient of a sharp
+softmax is a small difference of values computed from these."""
 COMPARISONS = {"lt", "le", "gt", "ge"}
 
 
 @dataclass(frozen=True)
 class PrecisionNeeds:
-    """Values by index."""
+    """Indices of the values that need an accurate codec."""
 
     fine: frozenset[int]
-    """What is stored with loss is stored by a fine codec."""
+    """Values that may be stored with loss by the precise codec only."""
     precise: frozenset[int]
-    """And what is recomputed is recomputed of nothing coarser."""
+    """Values that must not be recomputed from a value stored by a coarser codec."""
 
 
 def precision_needs(joint: JointGraph) -> PrecisionNeeds:
+    """Return the values that need the precise codec: attention's factors, exponents, and values compared with zero."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
-    factors = _sources_of_what_is(_is_factor_of, graph)
-    # A product of what is coarse averages errors out: next to none of its elements is zero for them.
-    compared = _sources_of_what_is(_is_compared_by, graph)
+    factors = _sources_read_by(_is_factor_of, graph)
+    # Products average errors out: hardly any element of a product of coarse values becomes zero by an error. So values
+    # that are compared may be recomputed from coarse ones.
+    compared = _sources_read_by(_is_compared_by, graph)
     return PrecisionNeeds(fine=_indices(joint, factors | compared), precise=_indices(joint, factors | exponents(graph)))
 
 
-def _sources_of_what_is(read_by: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
-    """What some user reads like that, and what it is made of element by element."""
-    found = {node for node in graph.nodes if node.op != "output" and any(read_by(user, node) for user in node.users)}
-    return elementwise_sources(graph, found)
+def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes with a user for which `is_reader(user, node)` is True, and their elementwise sources."""
+    nodes = {node for node in graph.nodes if node.op != "output" and any(is_reader(user, node) for user in node.users)}
+    return elementwise_sources(graph, nodes)
 
 
 def _indices(joint: JointGraph, nodes: set[fx.Node]) -> frozenset[int]:
@@ -175,12 +179,12 @@ def _indices(joint: JointGraph, nodes: set[fx.Node]) -> frozenset[int]:
 
 
 def _is_factor_of(user: fx.Node, node: fx.Node) -> bool:
-    given = attention_arguments(user.target, user.args, user.kwargs)
-    return any(given.get(name) is node for name in FACTORS)
+    arguments = attention_arguments(user.target, user.args, user.kwargs)
+    return any(arguments.get(name) is node for name in FACTORS)
 
 
 def _is_compared_by(user: fx.Node, node: fx.Node) -> bool:
-    """Whether its numbers are told from a fixed one."""
+    """Return True if `user` compares the elements of `node` with a constant number."""
     tensor = node.meta.get("val")
     is_number = len(user.args) == 2 and user.args[0] is node and isinstance(user.args[1], (int, float))
     is_float = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()

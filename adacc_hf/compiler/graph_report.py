@@ -1,4 +1,4 @@
-"""A run with torch.compile reported and explained: what each region's plan does with each tensor, and what happened."""
+"""Reports and explanations of runs with torch.compile: each region's plan for each tensor, and the run's events."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BAR_INCHES = 0.26
 
 
 def write_compiled_report(folder: str | Path, *, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Path:
-    """Write report.md, report.html and their pictures into `folder`; returns the path of report.md.
+    """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
     `history` is `AdaccCallback.history`. Raises NotADirectoryError if `folder` is a file and ImportError without
-    matplotlib. Nothing is written then.
+    matplotlib, before anything is written.
     """
     parts = [Heading(GRAPHS_TITLE, level=1), *_summary(policy), *_map(policy), *fallback_parts(history)]
     parts += timeline_parts(history)
@@ -43,7 +43,7 @@ def _summary(policy: CompiledPolicy) -> list[Part]:
             format_bytes(plan.peak_bytes),
             "-" if plan.code_bytes is None else format_bytes(max(plan.code_bytes)),
             f"{plan.overhead_ms:.2f}",
-            f"as torch.compile cuts it: {plan.reason}" if plan.reason else "planned",
+            f"partitioned by torch.compile: {plan.reason}" if plan.reason else "planned",
         )
         for plan in policy.regions
     ]
@@ -52,21 +52,20 @@ def _summary(policy: CompiledPolicy) -> list[Part]:
         "calls",
         "torch.compile stores",
         "stored",
-        "of that",
+        "of torch.compile's",
         "held at most",
         "code",
         "overhead ms",
-        "how",
+        "partition",
     )
     return [
         Paragraph(f"{describe_compiled(policy)}."),
         Table(headers, rows, numbers=frozenset(headers[1:-1])),
         Paragraph(
-            "A region is a graph that torch.compile makes; calls are those of one micro-batch. Stored is what one "
-            "call's forward hands to its backward, parameters and the batch left out; held at most has what is "
-            "recomputed "
-            "meanwhile; code is the most that forward or backward has live by the code that Inductor made, temporaries "
-            "and gradients included. Overhead is replay, storing and codecs, as priced."
+            "A region is a graph of torch.compile. Calls are per micro-batch. Stored is the size of the tensors that a "
+            "call's forward stores for its backward, without parameters and the batch. Held at most adds the tensors "
+            "that are recomputed at the same time. Code is the most live bytes of the compiled code of forward or "
+            "backward, with temporaries and gradients. Overhead is the estimated time for replay, storing and codecs."
         ),
     ]
 
@@ -78,14 +77,15 @@ def _map(policy: CompiledPolicy) -> list[Part]:
     return [
         Heading("Policy map"),
         Paragraph(
-            "Bytes of what torch.compile or this policy stores, by the module that makes it and what becomes of it."
+            "Bytes of the tensors that torch.compile or this policy stores, by the module that computes them and by "
+            "action."
         ),
         Figure("policy_map.png", "Bytes of each block's tensors by action", _draw_map(groups)),
     ]
 
 
 def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
-    """Bytes by action of each block, or of what lies outside of blocks, in the order of forward."""
+    """Return the bytes by action of each block, or of the modules outside of blocks, in the order of forward."""
     groups: dict[str, dict[str, int]] = {}
     for plan in dict.fromkeys(policy.in_force):
         calls = f", {plan.calls} calls" if (plan.calls or 1) > 1 else ""
@@ -97,22 +97,22 @@ def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
 
 
 def _block(module: str) -> str:
-    """The path up to its first number, else its first name: "transformer.h.0.mlp" -> "transformer.h.0"."""
+    """Return the path up to its first number, or its first name: "transformer.h.0.mlp" -> "transformer.h.0"."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
     return numbered.group() if numbered else module.partition(".")[0]
 
 
 def _draw_map(groups: dict[str, dict[str, int]]) -> bytes:
-    """A bar for each group, as PNG."""
+    """Draw one bar per group. Return PNG bytes."""
     scale, unit = unit_of(max(sum(actions.values()) for actions in groups.values()))
     with matplotlib_module().rc_context(FONT):
         figure = new_figure(BAR_INCHES * len(groups) + 1.2)
         axis = figure.subplots()
-        left = [0.0] * len(groups)
+        bar_starts = [0.0] * len(groups)
         for action, color in ACTION_COLORS.items():
             widths = [actions[action] / scale for actions in groups.values()]
-            axis.barh(list(groups), widths, left=left, color=color, height=0.75)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
+            axis.barh(list(groups), widths, left=bar_starts, color=color, height=0.75)
+            bar_starts = [start + width for start, width in zip(bar_starts, widths, strict=True)]
         axis.invert_yaxis()
         axis.set_xlabel(f"bytes [{unit}]")
         axis.spines[["top", "right"]].set_visible(False)
@@ -131,13 +131,13 @@ def _title(plan: RegionPlan) -> str:
     return f"{plan.summary()}{describe_calls(plan)}"
 
 
-# What a policy for compiled graphs does with each tensor, region by region.
+# Text description of each region's plan, tensor by tensor.
 
 HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 
 
 def explain_compiled(policy: CompiledPolicy) -> str:
-    """The whole policy in one line, then for each region its plan and a line per tensor."""
+    """Return a line for the whole policy, then for each region a line for its plan and a line per tensor."""
     lines = [describe_compiled(policy)]
     for plan in policy.regions:
         rows = tensor_rows(plan)
@@ -148,12 +148,12 @@ def explain_compiled(policy: CompiledPolicy) -> str:
 
 
 def describe_compiled(policy: CompiledPolicy) -> str:
-    """How much of what torch.compile would store is stored, and what that costs."""
-    of_plain = f" ({100 * policy.stored_bytes / policy.plain_bytes:.1f} %)" if policy.plain_bytes else ""
+    """Return one line with the bytes stored, the bytes that torch.compile would store, and the overhead."""
+    stored_share = f" ({100 * policy.stored_bytes / policy.plain_bytes:.1f} %)" if policy.plain_bytes else ""
     return (
         f"{len(policy.regions)} compiled regions, {len(policy.in_force)} calls per micro-batch, each allowed "
         f"{describe_allowed(policy)}: {format_bytes(policy.stored_bytes)} of {format_bytes(policy.plain_bytes)} "
-        f"stored{of_plain}, overhead {policy.overhead_ms:.2f} ms"
+        f"stored{stored_share}, overhead {policy.overhead_ms:.2f} ms"
     )
 
 
@@ -164,14 +164,14 @@ def describe_allowed(policy: CompiledPolicy) -> str:
 
 
 def describe_calls(plan: RegionPlan) -> str:
-    """Nothing for a region that is called once, as most are, or whose calls were not counted."""
+    """Return the number of calls as a suffix, or "" for a region that is called once or was not counted."""
     if plan.calls in (None, 1):
         return ""
     return "; no longer called" if plan.calls == 0 else f"; called {plan.calls} times"
 
 
 def tensor_rows(plan: RegionPlan) -> list[tuple[str, ...]]:
-    """One row of cells under `HEADERS` per tensor."""
+    """Return one row per tensor, with the columns of `HEADERS`."""
     return [_cells(tensor) for tensor in plan.tensors]
 
 

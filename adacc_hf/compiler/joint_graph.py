@@ -1,7 +1,7 @@
-"""A joint graph read as one kind of block: its forward values, the operators that make them, and what backward reads.
+"""Joint forward and backward graph, read as one kind of block: forward values, their operators, and backward's inputs.
 
-A *value* is what one forward node makes; views are followed to the value they show, since they cost nothing to
-recompute. Inputs that are at hand in backward anyway, parameters and the batch, are left out.
+A *value* is the result of one forward node. Views are replaced by the value whose storage they share, because
+recomputing a view costs nothing. Parameters and the batch are no values, because backward has them anyway.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 
 @dataclass(frozen=True)
 class JointGraph:
-    """The forward part of a joint graph, by value index."""
+    """Forward part of a joint graph, indexed by value."""
 
     kind: KindProfile
-    """Operators without prices; every value is an activation, since a graph can hand over any of them."""
+    """Operators without costs. Every value is an activation, because a graph can hand any value to backward."""
     nodes: tuple[fx.Node, ...]
-    """The node of each value."""
+    """Node of each value."""
     operators: tuple[fx.Node, ...]
-    """The node of each operator."""
+    """Node of each operator."""
 
     def value_of(self, node: fx.Node) -> int | None:
-        """The value that `node` is or views; None if it is at hand in backward anyway."""
+        """Return the index of the value that `node` is or views, or None if backward has the tensor anyway."""
         return self._index.get(root_of(node))
 
-    def values_behind(self, nodes: Iterable[fx.Node]) -> set[int]:
-        """The values that `nodes` are, and for a node that only backward has those that it is made of."""
-        return {self._index[node] for node in nodes_behind(nodes, self._index)}
+    def source_values(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """Return the values that `nodes` are or view. For a node of backward, return the values it is computed from."""
+        return {self._index[node] for node in source_nodes(nodes, self._index)}
 
     @cached_property
     def forward(self) -> frozenset[fx.Node]:
-        """All that forward runs, views aside."""
+        """Nodes that forward runs, without views."""
         return frozenset((*self.nodes, *self.operators))
 
     @cached_property
@@ -59,12 +59,12 @@ class JointGraph:
         return {node: index for index, node in enumerate(self.nodes)}
 
 
-def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.Node]) -> JointGraph:
-    """The values and operators of `module`'s forward; the inputs in `held` are at hand in backward anyway."""
-    static, forward = set(held), _forward_nodes(module, info)
+def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterable[fx.Node]) -> JointGraph:
+    """Return the values and operators of `module`'s forward, except `held_inputs`, which backward has anyway."""
+    static, forward = set(held_inputs), _forward_nodes(module, info)
     nodes = [n for n in forward if _is_value(n) and n not in static]
     index = {node: number for number, node in enumerate(nodes)}
-    wanted = {
+    read_in_backward = {
         root_of(read)
         for node in module.graph.nodes
         if node.op != "output" and node not in forward
@@ -73,8 +73,11 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.N
     }
     operators = [n for n in forward if n.op == "call_function" and not is_view(n) and not is_getitem(n)]
     makers = {node: number for number, node in enumerate(operators)}
-    own = _made_of_parameters(nodes, set(info.static_lifetime_input_nodes))
-    values = tuple(_value(number, node, makers, node in wanted, node in own) for number, node in enumerate(nodes))
+    parameter_values = _parameter_values(nodes, set(info.static_lifetime_input_nodes))
+    values = tuple(
+        _value(number, node, makers, node in read_in_backward, node in parameter_values)
+        for number, node in enumerate(nodes)
+    )
     records = tuple(_operator(number, node, index) for number, node in enumerate(operators))
     kind = KindProfile(
         digest="graph",
@@ -89,43 +92,46 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held: Iterable[fx.N
     return JointGraph(kind, tuple(nodes), tuple(operators))
 
 
-def nodes_behind(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
-    """Of `ends` those that `nodes` are or view, and those that the others are made of."""
-    found, _ = walk_back(map(root_of, nodes), lambda n: None if n in ends else map(root_of, n.all_input_nodes))
-    return found
+def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
+    """Return the nodes of `ends` that `nodes` are, view, or are computed from."""
+    sources, _ = walk_back(map(root_of, nodes), lambda n: None if n in ends else map(root_of, n.all_input_nodes))
+    return sources
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node whose storage `node` shows."""
+    """Return the node whose storage `node` shares."""
     while is_view(node) or (is_getitem(node) and is_view(maker_of(node))):
         node = node.all_input_nodes[0]
     return node
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Users of a node, and of its views."""
+    """Yield the users of a node and of its views."""
     for user in node.users:
         yield from readers(user) if is_view(user) else [user]
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of a tensor node; of sizes that are not known until it runs, those of the traced example."""
+    """Return the bytes of a tensor node. Dynamic sizes have the values of the traced example."""
     tensor = node.meta["val"]
     return hint(tensor.numel()) * tensor.dtype.itemsize
 
 
-def is_held(node: fx.Node) -> bool:
-    """Whether a value lies in memory when it is recomputed: where all that reads it is fused with it, it never does."""
+def is_materialized(node: fx.Node) -> bool:
+    """Return True if a recomputed value is written to memory. A value that is fused with all its readers is not."""
     if not op_types().is_fusible(node):
         return True
     return any(user.op != "output" and not op_types().is_fusible(user) for user in readers(node))
 
 
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
-    """What forward runs, in order, and what it must make for backward alone: fused attention's sums and seeds."""
-    made = {node: maker_of(node) for node in module.graph.nodes if node.op != "output"}
+    """Return the nodes that forward runs, in order.
+
+    Results that forward must compute for backward alone are included: fused attention's row sums and random seeds.
+    """
+    makers = {node: maker_of(node) for node in module.graph.nodes if node.op != "output"}
     return dict.fromkeys(
-        node for node, maker in made.items() if info.is_required_fw(maker) or must_run_in_forward(maker)
+        node for node, maker in makers.items() if info.is_required_fw(maker) or must_run_in_forward(maker)
     )
 
 
@@ -134,22 +140,22 @@ def _is_value(node: fx.Node) -> bool:
     return is_tensor and node.op in ("call_function", "placeholder") and root_of(node) is node
 
 
-def _made_of_parameters(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node]:
-    """Values that nothing but parameters, buffers and constants goes into: casts of weights, ranges of positions.
+def _parameter_values(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node]:
+    """Return the values computed only from parameters, buffers and constants: casts of weights, position indices.
 
-    What is drawn at random has no inputs either, and is none of them.
+    Random values have no inputs either, but are not included.
     """
-    found: set[fx.Node] = set()
+    values: set[fx.Node] = set()
     for node in nodes:
         maker = maker_of(node)
         reads = [root_of(read) for read in maker.all_input_nodes]
-        known = all(read in static or read in found for read in reads)
-        if node.op == "call_function" and known and not is_random(maker):
-            found.add(node)
-    return found
+        is_constant = all(read in static or read in values for read in reads)
+        if node.op == "call_function" and is_constant and not is_random(maker):
+            values.add(node)
+    return values
 
 
-def _value(index: int, node: fx.Node, makers: dict[fx.Node, int], wanted: bool, of_parameters: bool) -> Value:
+def _value(index: int, node: fx.Node, makers: dict[fx.Node, int], is_saved: bool, is_parameter: bool) -> Value:
     maker = maker_of(node)
     producer = makers.get(maker)
     tensor = node.meta["val"]
@@ -162,36 +168,37 @@ def _value(index: int, node: fx.Node, makers: dict[fx.Node, int], wanted: bool, 
         dtype=str(tensor.dtype).removeprefix("torch."),
         nbytes=nbytes_of(node),
         producer=producer,
-        saved=wanted,
+        saved=is_saved,
         activation=True,
         shared=None,
         recomputable=producer is not None and _is_replayable(maker),
-        role="parameter" if of_parameters else "other",
+        role="parameter" if is_parameter else "other",
     )
 
 
 def _operator(index: int, node: fx.Node, values: dict[fx.Node, int]) -> Operator:
     inputs = dict.fromkeys(values[root] for root in map(root_of, node.all_input_nodes) if root in values)
-    made = [node, *(user for user in node.users if is_getitem(user))]
+    results = [node, *(user for user in node.users if is_getitem(user))]
     return Operator(
         index=index,
         name=str(node.target),
         module="",
         inputs=tuple(inputs),
-        outputs=tuple(values[made_node] for made_node in made if made_node in values),
+        outputs=tuple(values[result] for result in results if result in values),
         ms=0.0,
         replayable=_is_replayable(node),
     )
 
 
 def _is_replayable(node: fx.Node) -> bool:
-    """Whether running a node again gives the same: it draws nothing, changes nothing and comes from torch itself.
+    """Return True if replaying a node gives the same result.
 
-    What makes sizes would make other ones.
+    The node must be an operator of torch itself, draw no random numbers and mutate nothing. An operator with
+    data-dependent sizes would create new size symbols.
     """
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     if is_random(node) or makes_sizes(node) or schema_of(target).is_mutable:
         return False
-    return not any(must_be_saved(made) for made in (node, *node.users) if made is node or is_getitem(made))
+    return not any(must_be_saved(result) for result in (node, *node.users) if result is node or is_getitem(result))

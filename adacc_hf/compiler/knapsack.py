@@ -1,4 +1,4 @@
-"""The planner for people who want only its decisions: a knapsack solver for torch's activation_memory_budget."""
+"""Knapsack solver for torch's activation_memory_budget, with this package's planner but no other part of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog
 
 
 class AdaccKnapsack(CustomKnapsackSolver):
-    """Which of the values that torch would save are worth their memory.
+    """Solver that chooses which tensors torch's partitioner saves within its memory budget.
 
-    Times are measured on this machine, and the choice is the best. There is no compression, and the ratio is torch's:
+    Operator times are measured on this machine, and the choice is optimal. Nothing is compressed, and the budget is
+    torch's setting:
 
         torch._functorch.config.activation_memory_budget_solver = AdaccKnapsack()
         torch._functorch.config.activation_memory_budget = 0.5
@@ -33,7 +34,7 @@ class AdaccKnapsack(CustomKnapsackSolver):
         node_info: Any,
         all_recomputable_banned_nodes: list[fx.Node],
     ) -> tuple[list[int], list[int]]:
-        """Positions of what to save, and of what to recompute; `memory` and `max_memory` have one unit."""
+        """Return the indices to save and the indices to recompute. `memory` and `max_memory` have the same unit."""
         times = [self._times.replay_ms(node) for node in all_recomputable_banned_nodes]
         saved = set(best_saved(memory, times, max_memory))
         return sorted(saved), [index for index in range(len(memory)) if index not in saved]
@@ -44,13 +45,13 @@ class AdaccKnapsack(CustomKnapsackSolver):
 
 
 def best_saved(memory: list[float], times: list[float], max_memory: float) -> list[int]:
-    """The items that fit `max_memory` together and would take longest to recompute."""
+    """Return the items that fit in `max_memory` together and would take longest to recompute."""
     program = LinearProgram()
-    kept = [program.variable() for _ in memory]
+    variables = [program.variable() for _ in memory]
     scale = max(max_memory, sum(memory)) or 1.0
-    program.constrain([(x, size / scale) for x, size in zip(kept, memory, strict=True)], high=max_memory / scale)
+    program.constrain([(x, size / scale) for x, size in zip(variables, memory, strict=True)], high=max_memory / scale)
     solution = Solver(program, SolverLog(), integer=True).minimize(
-        [(x, -ms) for x, ms in zip(kept, times, strict=True)]
+        [(x, -ms) for x, ms in zip(variables, times, strict=True)]
     )
-    assert solution is not None, "to save nothing is always a solution"
-    return [index for index, x in enumerate(kept) if solution[x] > 0.5]
+    assert solution is not None, "saving nothing is always a solution"
+    return [index for index, x in enumerate(variables) if solution[x] > 0.5]

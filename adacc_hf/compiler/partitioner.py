@@ -1,4 +1,4 @@
-"""The partitioner that AOTAutograd calls for every compiled region."""
+"""Partitioner that AOTAutograd calls for every compiled region."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from adacc_hf.compiler.compiled_policy import (
     graph_tensors,
     plan_for,
 )
-from adacc_hf.compiler.compress_pass import compress_saved, keep_products_apart
+from adacc_hf.compiler.compress_pass import compress_saved, prevent_addmm_fusion
 from adacc_hf.compiler.graph_cost import OperatorTimes, graph_codec_options, keep_ms
 from adacc_hf.compiler.graph_memory import GraphInput, graph_inputs, most_live_bytes, most_live_bytes_of_code
-from adacc_hf.compiler.graph_milp import GraphChoice, GraphModel, graph_model, keeping, least_bytes, least_time
+from adacc_hf.compiler.graph_milp import GraphChoice, GraphModel, graph_model, least_bytes, least_time, retaining_choice
 from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
-from adacc_hf.compiler.joint_graph import JointGraph, is_held, nbytes_of, read_joint_graph, root_of
+from adacc_hf.compiler.joint_graph import JointGraph, is_materialized, nbytes_of, read_joint_graph, root_of
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.profile_cache import device_name
 from adacc_hf.solve.linear_program import SolverLog
@@ -44,60 +44,61 @@ GRAPH_SETTINGS = (
     "memory_budget", "actions", "codecs", "outliers", "compiled_outliers", "zscore_threshold", "group_size",
     "min_compress_bytes", "max_error", "solver_gap", "solver_seconds",
 )  # fmt: skip
-"""The fields of `AdaccConfig` that a graph is cut by; the others are about blocks, profiles and tracking."""
+"""Fields of `AdaccConfig` that affect a graph; the others concern blocks, profiles and tracking."""
 
 
 class AdaccPartitioner(functorch.CustomPartitionerFn):
-    """Keeps, codes or recomputes every forward value of a region, within `memory_budget`.
+    """Partitioner that retains, compresses or recomputes every forward value of a region, within `memory_budget`.
 
-    A budget that is a fraction in (0, 1] is one of the bytes that torch's own partitioner would save; each region of a
-    model gets that fraction of its own bytes, so that together they keep to it. A budget in bytes bounds what each
-    region holds for its backward at any time: what is stored, with what is recomputed of it meanwhile. A region that
-    fits is left as it is. One that cannot keep to bytes raises InfeasibleBudgetError; one that cannot keep to a
-    fraction, as that of the loss often cannot, gets the least possible and a warning. `policy` has one `RegionPlan` per
-    region that was partitioned in this process; what comes out of a compile cache is not partitioned again. A region
-    that `given` has a plan for follows that one.
+    A budget that is a fraction in (0, 1] is relative to the bytes that torch's own partitioner would save. Each region
+    of a model gets that fraction of its own bytes, so all regions together keep to it. A budget in bytes bounds the
+    memory that each region holds for its backward at any time: the stored values and the values being recomputed.
+
+    A region that fits the budget is partitioned as torch does. If a region cannot keep to a budget in bytes,
+    InfeasibleBudgetError is raised. If a region cannot keep to a fraction, as often the region of the loss, it stores
+    the least possible, with a warning. A region with a plan in `initial_policy` follows that plan. `policy` has one
+    `RegionPlan` per region partitioned in this process; regions from a compile cache are not partitioned again.
     """
 
     def __init__(
         self,
         config: AdaccConfig | None = None,
-        given: CompiledPolicy | None = None,
+        initial_policy: CompiledPolicy | None = None,
         store: PlanStore | None = None,
         example_sizes: tuple[int, ...] = (),
         **overrides: Any,
     ) -> None:
-        """`given` has plans to follow, and the share of regions that it has none for; else the budget is that.
+        """Take the plans, and the share for all other regions, from `initial_policy`; by default use the budget.
 
-        What was decided in earlier runs is taken from `store`, and what is decided is put there. `example_sizes` are
-        those of the dynamic sizes of the one region that this is for, where a cache of cut graphs is on.
+        `store` has the decisions of earlier runs and receives new ones. `example_sizes` are the dynamic sizes of the
+        region's traced example. They are for a partitioner of one region where a cache of partitioned graphs is on.
         """
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
-        self._given = _nothing_yet(self.config) if given is None else given
-        self.policy = replace(self._given, regions=())
+        self._initial_policy = _empty_policy(self.config) if initial_policy is None else initial_policy
+        self.policy = replace(self._initial_policy, regions=())
         self._of_peak = not isinstance(self.config.memory_budget, float)
         self._store = store
         self._example_sizes = example_sizes
-        self._known = {plan.digest: plan for plan in self._given.regions}
+        self._recorded_plans = {plan.digest: plan for plan in self._initial_policy.regions}
         self._graphs: list[_Graph] = []
-        """For each plan of `policy` its graph."""
+        """Graph of each plan of `policy`."""
         self._num_split: Counter[str] = Counter()
-        """For each compilation the graphs that its function was split into so far."""
+        """Number of graphs so far that each compilation's function was split into."""
         self._times = OperatorTimes()
 
     def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
-        """Forget all regions; those that are compiled from now on get `share` of their bytes, None: the least possible.
+        """Forget all regions. Regions compiled from now on get `share` of their bytes; None means the least possible.
 
-        A region that `plans` has one for, made for that share before, follows it. For what is compiled already, see
-        `torch._dynamo.reset`.
+        `plans` are plans made for that share before; their regions follow them. Regions that are compiled already stay
+        as they are until `torch._dynamo.reset`.
         """
-        self.policy = self._given = CompiledPolicy(share=share)
-        self._known = {plan.digest: plan for plan in plans}
+        self.policy = self._initial_policy = CompiledPolicy(share=share)
+        self._recorded_plans = {plan.digest: plan for plan in plans}
         self._graphs.clear()
         self._num_split.clear()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Note how often the forward that made `loss` called each region."""
+        """Record how often the forward that computed `loss` called each region."""
         calls = list(functorch.graph_calls(loss))
         counts = Counter(number for number, _ in calls)
         functions = dict(calls)
@@ -107,12 +108,12 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._update(lambda plan, graph: replace(plan, calls=0 if graph.number is None else counts[graph.number]))
 
     def is_called(self, loss: Tensor) -> bool:
-        """Whether the forward that made `loss` called any region; True where torch has no number to know one by."""
+        """Return True if the forward that computed `loss` called any region, or if torch numbers no graphs."""
         numbers = {graph.number for graph in self._graphs}
         return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
 
-    def look_at_code(self) -> None:
-        """Note what the code of each region has live, once calls were counted and backward has run."""
+    def inspect_code(self) -> None:
+        """Record the live bytes of each region's code. Call this after `count_calls` and backward."""
         self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
 
     def _update(self, change: Callable[[RegionPlan, _Graph], RegionPlan]) -> None:
@@ -126,66 +127,69 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         refusal = functorch.prepare(gm)
         plan = RegionPlan(digest=graph_digest(gm, num_outputs), region=self._region())
         info = functorch.classify(gm, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
-        held = functorch.held_inputs(gm, info, num_outputs)
-        elsewhere = {node.name for node in held}
+        held_inputs = functorch.held_inputs(gm, info, num_outputs)
+        elsewhere = {node.name for node in held_inputs}
         if refusal is None and not joint_inputs:
-            refusal = "it is nested in another, which does not say which of its inputs are parameters"
+            refusal = "it is nested in another region, so its inputs are not marked as parameters or activations"
         if not info.required_bw_nodes:
             refusal = "it has no backward"
         elif refusal is not None:
-            log.warning("Adacc: a compiled region is left to torch.compile and keeps to no budget: %s", refusal)
+            log.warning(
+                "Adacc: torch.compile's own partition is used for a region, which keeps to no budget: %s", refusal
+            )
         if refusal is not None:
-            return self._plainly(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
-        joint = read_joint_graph(gm, info, held)
+            return self._torch_partition(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
+        joint = read_joint_graph(gm, info, held_inputs)
         saved = functorch.plain_saved(gm, info)
         plain = {value for node in saved if (value := joint.value_of(node)) is not None}
-        # Torch may have forward make what backward alone reads, which is no value of ours.
-        plain_bytes = sum(nbytes_of(root) for root in {root_of(node) for node in saved} - {*held})
+        # Torch may have forward compute tensors that only backward reads. They are no values of the joint graph.
+        plain_bytes = sum(nbytes_of(root) for root in {root_of(node) for node in saved} - {*held_inputs})
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
-        known = self._known.get(plan.digest) or self._from_store(plan, joint)
-        if known is None:
-            plan = self._decide(joint, plan, plain, joint.values_behind(saved))
+        recorded_plan = self._recorded_plans.get(plan.digest) or self._from_store(plan, joint)
+        if recorded_plan is None:
+            plan = self._decide(joint, plan, plain, joint.source_values(saved))
             if self._store is not None:
-                self._store.save(self._decider(plan, joint), plan)
+                self._store.save(self._decision_key(plan, joint), plan)
         else:
-            plan = replace(known, region=plan.region, calls=None, code_bytes=None)
+            plan = replace(recorded_plan, region=plan.region, calls=None, code_bytes=None)
         if plan.reason:
-            return self._plainly(gm, joint_inputs, kwargs, plan, elsewhere)
+            return self._torch_partition(gm, joint_inputs, kwargs, plan, elsewhere)
         stored = plan_for(joint, plan)
         saved = [joint.nodes[value] for value in stored]
-        forward, backward = functorch.extract(gm, info, [*held, *saved], num_outputs)
+        forward, backward = functorch.extract(gm, info, [*held_inputs, *saved], num_outputs)
         compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
-        keep_products_apart(backward)
+        prevent_addmm_fusion(backward)
         self._note_graphs(plan, forward.graph, backward.graph, elsewhere)
         return forward, backward
 
     def uuid(self) -> str:
-        """What tells compile caches one partitioner from another: its source, its settings, and what it was given.
+        """Return the partitioner's key in compile caches: its source, its settings and its initial policy.
 
-        A cache of cut graphs takes one for all sizes that its guards allow, and a cut keeps to its budget at those of
-        its example.
+        The example's sizes are part of the key. A cache of partitioned graphs returns a graph for all sizes that its
+        guards allow, but the graph keeps to the budget at the sizes of its example only.
         """
-        return f"adacc_hf {_source_digest()} {self.config!r} {self._given!r} {self._example_sizes!r}"
+        return f"adacc_hf {_source_digest()} {self.config!r} {self._initial_policy!r} {self._example_sizes!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """One given the same that has decided nothing yet: Inductor's cache pickles all settings for its key."""
-        return type(self), (self.config, self._given, None, self._example_sizes)
+        """Pickle the arguments without the decisions. Inductor's cache pickles all settings for its key."""
+        return type(self), (self.config, self._initial_policy, None, self._example_sizes)
 
     def _from_store(self, plan: RegionPlan, joint: JointGraph) -> RegionPlan | None:
-        return None if self._store is None else self._store.load(self._decider(plan, joint), plan.digest)
+        return None if self._store is None else self._store.load(self._decision_key(plan, joint), plan.digest)
 
-    def _decider(self, plan: RegionPlan, joint: JointGraph) -> str:
-        """What tells stored plans of one graph apart: prices differ from device to device.
+    def _decision_key(self, plan: RegionPlan, joint: JointGraph) -> str:
+        """Return a key for stored plans of one graph: costs differ from device to device.
 
-        Where its sizes are dynamic, those of the example decide too.
+        If the graph's sizes are dynamic, the example's sizes are part of the key.
         """
         devices = {device_name(node.meta["val"].device) for node in joint.nodes}
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
-    def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], behind: Set[int]) -> RegionPlan:
-        """`plan` with what the solver chooses, or the reason for not asking it.
+    def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
+        """Return `plan` with the solver's choice, or with the reason why the solver was not needed.
 
-        `plain` is what torch would save, `behind` that and what the rest of it is made of, which backward alone has.
+        `plain` are the values that torch would save. `plain_sources` adds the values that torch's other saved tensors,
+        which only backward has, are computed from.
         """
         allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
         tensors = tuple(
@@ -195,21 +199,21 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             return replace(plan, tensors=tensors, reason="everything fits")
         graph = self._graph(joint)
         if allowed_bytes is None:
-            choice = least_bytes(graph, self._limits(), of_peak=self._of_peak)
+            choice = least_bytes(graph, self._limits(), limits_peak=self._of_peak)
         else:
             choice = self._solve(graph, plan, allowed_bytes)
         if (choice.peak_bytes if self._of_peak else choice.nbytes) >= plan.plain_bytes:
-            return replace(plan, tensors=tensors, reason="nothing takes less")
+            return replace(plan, tensors=tensors, reason="no choice stores less")
         return replace(
             plan,
             stored_bytes=choice.nbytes,
             peak_bytes=choice.peak_bytes,
-            overhead_ms=choice.ms - keeping(graph, behind).ms,
+            overhead_ms=choice.ms - retaining_choice(graph, plain_sources).ms,
             stored=tuple((joint.nodes[value].name, how) for value, how in choice.stored.items()),
             tensors=graph_tensors(joint, plain, choice.stored, choice.stored_bytes),
         )
 
-    def _plainly(
+    def _torch_partition(
         self, gm: Any, joint_inputs: Any, kwargs: dict[str, Any], plan: RegionPlan, elsewhere: Set[str]
     ) -> Any:
         forward, backward = functorch.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -217,7 +221,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return forward, backward
 
     def _region(self) -> str:
-        """The name of the region that is being partitioned."""
+        """Return the name of the region that is being partitioned."""
         function, compilation = functorch.compile_number()
         number = self._num_split[compilation]
         self._num_split[compilation] += 1
@@ -225,9 +229,9 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
     def _note_graphs(self, plan: RegionPlan, forward: fx.Graph, backward: fx.Graph, elsewhere: Set[str]) -> None:
         self._note(replace(plan, backward_bytes=most_live_bytes(backward, elsewhere)))
-        given = {node.name for node in backward.find_nodes(op="placeholder")}
+        inputs = {node.name for node in backward.find_nodes(op="placeholder")}
         self._graphs[-1].forward = graph_inputs(forward, set())
-        self._graphs[-1].backward = graph_inputs(backward, given - elsewhere)
+        self._graphs[-1].backward = graph_inputs(backward, inputs - elsewhere)
 
     def _note(self, plan: RegionPlan) -> None:
         self._graphs.append(_Graph(functorch.graph_number()))
@@ -235,7 +239,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         log.info("Adacc: %s", plan.summary())
 
     def _graph(self, joint: JointGraph) -> GraphModel:
-        """The program's data: operators priced, values with what keeping and coding them costs."""
+        """Return the solver's input: operators with replay times, values with the cost of storing and encoding them."""
         pairs = zip(joint.kind.operators, joint.operators, strict=True)
         times = [self._times.replay_ms(node) if operator.replayable else 0.0 for operator, node in pairs]
         may_replay = Action.RECOMPUTE in self.config.parsed_actions
@@ -247,7 +251,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         degraded, sensitive = precision_sensitive_nodes(joint), precision_needs(joint)
         indices = range(len(joint.nodes))
         codecs = {index: graph_codec_options(joint, index, self.config, degraded, sensitive.fine) for index in indices}
-        live_bytes = [nbytes_of(node) if is_held(node) else 0 for node in joint.nodes]
+        live_bytes = [nbytes_of(node) if is_materialized(node) else 0 for node in joint.nodes]
         kind = replace(joint.kind, operators=operators)
         return graph_model(kind, store_ms, codecs, live_bytes, sensitive.precise)
 
@@ -255,29 +259,31 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return SolverLog(gap=self.config.solver_gap, seconds=self.config.solver_seconds)
 
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
-        """The fastest choice within `allowed_bytes`; the smallest one, with a warning, where a share allows too little.
+        """Return the fastest choice within `allowed_bytes`.
 
-        A region knows nothing of the others: the one of the loss, say, saves little in all and can spare none of it.
+        If a share allows too little for the region, warn and return the choice with the least bytes. A region does not
+        know the other regions: the loss's region, for example, saves little in all and cannot store less.
         """
         solving = self._limits()
-        choice = least_time(graph, allowed_bytes, solving, of_peak=self._of_peak)
+        choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)
         if choice is not None:
             return choice
-        choice = least_bytes(graph, solving, of_peak=self._of_peak)
+        choice = least_bytes(graph, solving, limits_peak=self._of_peak)
         if self.policy.budget_bytes is not None:
             needed_bytes = min(choice.peak_bytes, plan.plain_bytes)
             raise InfeasibleBudgetError(
-                f"memory_budget={self.config.memory_budget!r} is what each compiled region may hold for its backward, "
-                f"and region {plan.region} needs at least {format_bytes(needed_bytes)} with "
-                f"actions={self.config.actions!r} (torch.compile would give it {format_bytes(plan.plain_bytes)}): give "
-                f"at least that, allow more actions, or take a smaller batch",
+                f"memory_budget={self.config.memory_budget!r} bounds what each compiled region may hold for its "
+                f"backward, and region {plan.region} needs at least {format_bytes(needed_bytes)} with "
+                f"actions={self.config.actions!r} (torch.compile alone needs {format_bytes(plan.plain_bytes)}): raise "
+                f"memory_budget to at least that, allow more actions, or use a smaller batch",
                 needed_bytes,
             )
         log.warning(
-            "Adacc: a share of %r of the memory allows %s in a compiled region that torch.compile would give %s, and "
-            "the least possible with actions=%r is %s: it is given that",
+            "Adacc: share %r of the memory allows %s in region %s (torch.compile alone stores %s), and the least "
+            "possible with actions=%r is %s: the region stores that",
             self.policy.share,
             format_bytes(allowed_bytes),
+            plan.region,
             format_bytes(plan.plain_bytes),
             self.config.actions,
             format_bytes(min(choice.nbytes, plan.plain_bytes)),
@@ -287,32 +293,32 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
 @dataclass
 class _Graph:
-    """What is known of a region's graph beside its plan."""
+    """Compiled graph of one region, in addition to the region's plan."""
 
     number: int | None
-    """Torch's for it, if it has one."""
+    """Torch's number of the graph, or None."""
     forward: tuple[GraphInput, ...] = ()
     backward: tuple[GraphInput, ...] = ()
-    """What forward and backward are given."""
+    """Inputs of the forward and the backward graph."""
     function: weakref.ref[type] | None = None
-    """The function that autograd knows it by, once it was called; it holds the code, which may go at any time."""
+    """Autograd function of the graph, once called. It holds the compiled code, which torch may free at any time."""
 
     def code_bytes(self) -> tuple[int, int] | None:
-        """Most that the code of forward and of backward has live; None where it cannot be known, or not yet."""
+        """Return the most live bytes of the forward and the backward code, or None if unknown or not compiled yet."""
         function = None if self.function is None else self.function()
         forward = most_live_bytes_of_code(functorch.code_of(function, "compiled_fw"), self.forward)
         backward = most_live_bytes_of_code(functorch.code_of(function, "compiled_bw"), self.backward)
         return None if forward is None or backward is None else (forward, backward)
 
 
-def _nothing_yet(config: AdaccConfig) -> CompiledPolicy:
-    """A policy for the budget of `config`, without regions. Raises ValueError for one that needs steps measured."""
+def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
+    """Return a policy without regions for the budget of `config`. Raises ValueError for "auto"."""
     budget = config.memory_budget
     if budget == "auto":
         raise ValueError(
-            "memory_budget='auto': a compiled graph takes a float in (0, 1], the fraction of the bytes that "
-            "torch.compile would save, or bytes that each graph may hold for its backward; 'auto' needs the steps of a "
-            "run measured: give it to AdaccCallback and train with torch_compile=True"
+            "memory_budget='auto' needs the measured steps of a run: use AdaccCallback and train with "
+            "torch_compile=True. On its own, a compiled graph takes a float in (0, 1], the fraction of the bytes that "
+            "torch.compile would save, or bytes that each graph may hold for its backward"
         )
     if isinstance(budget, float):
         return CompiledPolicy(share=budget)
@@ -322,13 +328,17 @@ def _nothing_yet(config: AdaccConfig) -> CompiledPolicy:
 
 
 def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
-    return {joint.nodes[value].name: codec_of(how) for value, how in stored.items() if how.action is Action.COMPRESS}
+    return {
+        joint.nodes[value].name: codec_of(choice)
+        for value, choice in stored.items()
+        if choice.action is Action.COMPRESS
+    }
 
 
 @cache
 def _source_digest() -> str:
-    """A digest of all that decides: this package's files, the core's and the codecs'."""
-    core = Path(__file__).parents[1]
+    """Return a digest of all source files that decisions depend on: this package and the codecs."""
+    package = Path(__file__).parents[1]
     kernels = Path(get_codec.__code__.co_filename).parent
-    files = sorted([*core.rglob("*.py"), *kernels.glob("*.py")])
+    files = sorted([*package.rglob("*.py"), *kernels.glob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A policy for torch's own selective checkpointing: its decisions without this package's executor.
+"""Policy for torch's selective checkpointing: applies this package's decisions without its executor.
 
 contexts = selective_contexts(profile, policy)
 model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
@@ -20,17 +20,19 @@ from adacc_hf.torch_glue.private import schema_of
 
 
 def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[Any, Any]]:
-    """A `context_fn` for torch.utils.checkpoint that saves what `policy` stores.
+    """Return a `context_fn` for torch.utils.checkpoint that saves the tensors stored by `policy`.
 
-    Operators whose results are stored are saved, whole where the policy would compress them, and all others are run
-    again, those that work in place in any case. The function must be called once per call of a block, in
-    the policy's order, in every step: that is what Transformers' checkpointing does. Raises PolicyMismatchError if the
-    policy is not one for the profile.
+    Operators with a stored result are saved, uncompressed even if the policy would compress the result. All other
+    operators, and all in-place operators, are recomputed. In every step, the function must be called once per block
+    call, in the policy's order, as Transformers' checkpointing does. Raises PolicyMismatchError if the policy does not
+    belong to the profile.
     """
     kinds = {block.name: profile.kind_of(block) for block in profile.blocks}
     for name, plan in policy.blocks:
         if name not in kinds or kinds[name].digest != policy.plans[plan].kind:
-            raise PolicyMismatchError(f"the policy's block {name} is not one of the profile: solve a policy from it")
+            raise PolicyMismatchError(
+                f"the policy's block {name} is not in the profile: solve a policy from this profile"
+            )
     stored = cycle([_stored_calls(kinds[name], policy.plans[plan]) for name, plan in policy.blocks])
 
     def contexts() -> tuple[Any, Any]:
@@ -40,7 +42,7 @@ def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[A
 
 
 class _SaveCalls:
-    """The policy function of one call of a block: saves the calls in `stored`, of which it counts each operator's."""
+    """Policy function of one block call: saves the calls in `stored`, which are numbered per operator."""
 
     def __init__(self, stored: frozenset[tuple[str, int]]) -> None:
         self._stored = stored
@@ -51,18 +53,19 @@ class _SaveCalls:
         counts = self._backward if context.is_recompute else self._forward
         call = (str(operator), counts[str(operator)])
         counts[str(operator)] += 1
-        # What is changed in place is read as it was before too: its random numbers are drawn again instead.
+        # In-place operators are never saved, because their input is read before the change too. Random numbers are
+        # drawn again.
         is_saved = call in self._stored and not schema_of(operator).is_mutable
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _stored_calls(kind: KindProfile, plan: Plan) -> frozenset[tuple[str, int]]:
-    """The operators whose results are stored, each with how many of its name ran before it."""
-    kept = {value for value, choice in plan.choices if choice.action is not Action.RECOMPUTE}
+    """Return the calls of operators with a stored result: the operator's name and its call number."""
+    stored_values = {value for value, choice in plan.choices if choice.action is not Action.RECOMPUTE}
     counts: Counter[str] = Counter()
     stored = set()
     for operator in kind.operators:
-        if kept & set(operator.outputs):
+        if stored_values & set(operator.outputs):
             stored.add((operator.name, counts[operator.name]))
         counts[operator.name] += 1
     return frozenset(stored)

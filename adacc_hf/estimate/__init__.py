@@ -1,1 +1,1 @@
-"""Plans for runs that were never started: a model without memory, on a device that need not be here."""
+"""Predictions of memory and time for runs that are not started, with fake tensors on a device that is not present."""

@@ -1,4 +1,4 @@
-"""What devices can do, from their makers' data sheets, or measured here."""
+"""Table of devices with their memory and peak rates, from data sheets; the local CPU's rates are measured."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ TERA = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device of the table. Rates are peaks that no program quite reaches."""
+    """Memory and peak rates of a device. Real programs stay somewhat below the peak rates."""
 
     name: str
     title: str
     source: str
-    """Where the figures are published."""
+    """Document that publishes the figures."""
     memory_bytes: int
-    """The data sheet's GB, as 10^9 bytes; drivers mostly report a few percent more."""
+    """Memory by the data sheet, with 1 GB = 10^9 bytes. Drivers mostly report a few percent more."""
     bandwidth_bytes: float
     """Bytes per second between the device and its memory."""
     flops: dict[str, float]
-    """Dense operations per second of matrix products, by dtype. A dtype that is missing cannot be trained in."""
+    """Dense operations per second of matrix products, by dtype. Training in other dtypes is not supported."""
     launch_ms: float
-    """Time to start one operator, during which nothing else is done by a program that launches one by one."""
+    """Milliseconds to launch one operator. Launches do not overlap with the previous operator."""
     attention_share: float = 1.0
-    """Rate of fused attention over that of matrix products, of which its kernels reach less."""
+    """Rate of fused attention divided by the rate of matrix products."""
     unaligned_share: float = 1.0
-    """Rate of products of 16-bit matrices whose rows are no multiple of 16 bytes over that of others."""
+    """Rate of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by the rate of others."""
     trace: str = "cuda"
-    """Type of device whose decisions torch takes: "cuda" or "cpu"."""
+    """Device type of the fake tensors, "cuda" or "cpu"; it decides which kernels torch chooses."""
 
 
 _CUDA_LAUNCH_MS = 0.005
-"""Gap between two small kernels that torch launches one by one, about 5 us on the GPUs of the table."""
+"""Gap between two small kernels that torch launches one by one: about 5 us on the GPUs of the table."""
 
 
 _AMPERE_ATTENTION, _HOPPER_ATTENTION = 0.75, 0.5
-"""Torch's flash kernels over matrix products. FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv 2307.08691),
-where products are taken to reach 85 %, and 35 % of an H100's (arXiv 2407.08608), where they are taken to reach 70 %."""
+"""Rate of torch's flash kernels divided by the rate of matrix products, on A100 and H100. FlashAttention-2 reaches 50
+to 73 % of an A100's peak (arXiv 2307.08691), where products are assumed to reach 85 %, and 35 % of an H100's peak
+(arXiv 2407.08608), where products are assumed to reach 70 %."""
 
 
 _UNALIGNED = 0.4
-"""An estimate. On an H100 the older instructions, which take rows at any address, reach 63 % of the peak (arXiv
-2402.13499), and asynchronous copies take rows at multiples of 4 bytes at least. On an A100 a step of GPT-2 with 50257
-classes was reported to take a quarter longer than with 50304, which is a share of about 0.4 for the head's products."""
+"""Estimated `Device.unaligned_share` of GPUs. On an H100, the older instructions, which accept rows at any address,
+reach 63 % of the peak (arXiv 2402.13499), and asynchronous copies need rows at multiples of at least 4 bytes. On an
+A100, a step of GPT-2 with 50257 classes was reported to take a quarter longer than with 50304, which corresponds to a
+share of about 0.4 for the head's products."""
 
 
 def _gpu(
@@ -75,7 +77,7 @@ def _gpu(
     )
 
 
-# float32 is without TF32, which torch leaves off unless asked. Sparse rates are halved.
+# float32 rates are without TF32, which torch disables by default. Published sparse rates are halved.
 _H100 = {"float32": 67, "float16": 989, "bfloat16": 989}
 _A100 = {"float32": 19.5, "float16": 312, "bfloat16": 312}
 
@@ -113,11 +115,11 @@ _DEVICES = (
 )
 
 NAMES = (*(device.name for device in _DEVICES), "cpu")
-"""The names that `find_device` knows."""
+"""Names that `find_device` accepts."""
 
 
 def find_device(name: str) -> Device:
-    """The device called `name`; "cpu" is this machine, measured. Raises ValueError for another."""
+    """Return the device called `name`. For "cpu", measure this machine. Raises ValueError for an unknown name."""
     if name == "cpu":
         return measure_cpu()
     for device in _DEVICES:
@@ -125,21 +127,21 @@ def find_device(name: str) -> Device:
             return device
     raise ValueError(
         f"--device={name} is not in the table of devices: choose from {', '.join(NAMES)}, and set --budget to the "
-        f"memory of yours"
+        f"memory of your device"
     )
 
 
-# The CPU that this runs on as a device of the table: its rates are measured, in half a second.
+# The local CPU as a Device. Measuring its rates takes half a second.
 
 _SIDE = 1024
-"""Rows of the square matrices that are multiplied: 2 billion operations, some 50 ms on one core."""
+"""Rows of the multiplied square matrices: 2 billion operations, about 50 ms on one core."""
 _COPIED_BYTES = 64 * 2**20
-"""Larger than the caches of most CPUs."""
+"""Size of the copied tensor, larger than the caches of most CPUs."""
 
 
 @cache
 def measure_cpu() -> Device:
-    """This machine, with as many threads as torch uses."""
+    """Measure this machine's CPU with torch's current number of threads."""
     import psutil
     import torch
 

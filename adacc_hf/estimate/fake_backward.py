@@ -1,8 +1,8 @@
-"""Backward over tensors without memory.
+"""Backward pass over fake tensors.
 
-torch's own engine asks for the streams of the device that the tensors say they are on, so it cannot run where that
-device is missing. This one walks the same graph in the same order: the node made last goes first, gradients are
-accumulated before that, and what a node saved goes with it.
+Torch's autograd engine needs the streams of the tensors' device, so it cannot run if that device is missing. This
+module walks the same graph in the same order: the newest node first, except that gradients are accumulated before other
+nodes run. A node's saved tensors are freed with the node.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ from typing import Any
 
 import torch
 
-from adacc_hf.torch_glue.compat import owner_of, owns_its_node
-from adacc_hf.torch_glue.private import input_metadata, sequence_number, storage_owners
-from adacc_hf.torch_glue.tensors import calling
+from adacc_hf.torch_glue.compat import graph_owner, owns_graph_node
+from adacc_hf.torch_glue.private import input_metadata, sequence_number, storage_use_count
+from adacc_hf.torch_glue.tensors import calling_node
 
 EdgeKey = tuple[str, int]
-"""What tells nodes of a graph apart: the number that autograd gave it, or the leaf that it accumulates for."""
+"""Key of a graph node: ("node", autograd's sequence number), or ("leaf", id of the node's leaf tensor)."""
 
 
 class FakeBackward:
-    """Runs backward, and calls what was asked for when a tensor's gradient is there."""
+    """Backward engine for fake tensors, with callbacks that run when a tensor's gradient is complete."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]] = {}
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
-        """Have `call` called by the next `run` once the gradient of `tensor` is there."""
+        """Register `call`. The next `run` calls it when the gradient of `tensor` is complete."""
         key = ("leaf", id(tensor)) if tensor.grad_fn is None else _key(tensor.grad_fn)
         self._calls.setdefault((key, tensor.output_nr), []).append(call)
 
     def run(self, loss: torch.Tensor) -> None:
-        """Give every leaf that `loss` depends on its gradient. `loss` is detached from its graph, which is let go."""
-        walk = _BackwardPass(owner_of(loss), self._calls)
+        """Accumulate the gradients of all leaves that `loss` depends on. Detaches `loss` and frees its graph."""
+        backward_pass = _BackwardPass(graph_owner(loss), self._calls)
         self._calls = {}
-        first = torch.ones_like(loss)
+        loss_gradient = torch.ones_like(loss)
         loss.detach_()
         with torch.no_grad():
-            walk.run(first)
+            backward_pass.run(loss_gradient)
 
 
 class _BackwardPass:
-    """One backward. It owns the graph: nothing else may hold a node that is to let go of what it saved."""
+    """State of one backward pass, which owns the graph. A node frees its saved tensors only if no one else refers to
+    the node.
+    """
 
     def __init__(self, root: Any, calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]]) -> None:
         self._calls = calls
@@ -51,20 +53,20 @@ class _BackwardPass:
         self._ready: list[tuple[float, int, Any]] = []
         self._gradients: dict[EdgeKey, list[torch.Tensor | None]] = {}
         self._owners: dict[EdgeKey, list[Any]] = {}
-        """What keeps nodes alive that their Python objects do not own."""
+        """Objects that keep a node alive, for nodes that their Python objects do not own."""
         self._root = root
 
-    def run(self, first: torch.Tensor) -> None:
+    def run(self, loss_gradient: torch.Tensor) -> None:
         root, self._root = self._root, None
-        self._gradients[_key(root)] = [first]
+        self._gradients[_key(root)] = [loss_gradient]
         self._make_ready(root)
-        del root, first
+        del root, loss_gradient
         while self._ready:
             _, _, node = heapq.heappop(self._ready)
             self._visit(node)
 
     def _make_ready(self, node: Any) -> None:
-        # A node that accumulates goes first, then the one made last; the key breaks ties without comparing nodes.
+        # Accumulating nodes have priority, then the newest node. The number breaks ties without comparing nodes.
         kind, number = _key(node)
         heapq.heappush(self._ready, (float("-inf") if kind == "leaf" else -number, number, node))
 
@@ -79,12 +81,12 @@ class _BackwardPass:
             _accumulate(node.variable, inputs[0])
             return
         owners = [node, *self._owners.pop(key, ())]
-        with calling(node):  # who unpacks what the node saved asks which node it is for
+        with calling_node(node):  # hooks that unpack saved tensors ask for the current node
             outputs = _apply(node, inputs)
         inputs.clear()
         for position, (child, slot) in enumerate(node.next_functions):
             if child is not None:
-                if not owns_its_node(child):
+                if not owns_graph_node(child):
                     self._owners.setdefault(_key(child), []).extend(owners)
                 gradient, outputs[position] = outputs[position], None
                 self._pass_on(child, slot, gradient)
@@ -95,15 +97,15 @@ class _BackwardPass:
         metadata = input_metadata(child)
         inputs = self._gradients.setdefault(key, [None] * len(metadata))
         if gradient is not None:
-            gradient = _fitted(gradient, metadata[slot])
+            gradient = _match_metadata(gradient, metadata[slot])
             earlier, inputs[slot] = inputs[slot], None
             inputs[slot] = gradient if earlier is None else _sum(earlier, gradient)
         self._waiting[key] -= 1
         if self._waiting[key] > 0:
             return
-        if any(received is not None for received in inputs):
+        if any(gradient_input is not None for gradient_input in inputs):
             self._make_ready(child)
-        else:  # as torch's engine: a node that no gradient reaches passes on none
+        else:  # like torch's engine, skip a node without any gradient
             del self._gradients[key]
             for grandchild, position in child.next_functions:
                 if grandchild is not None:
@@ -116,7 +118,7 @@ def _key(node: Any) -> EdgeKey:
 
 
 def _count_edges(root: Any) -> dict[EdgeKey, int]:
-    """How many edges of the graph lead to each node."""
+    """Return the number of incoming edges of each node of the graph."""
     counts: dict[EdgeKey, int] = {_key(root): 0}
     stack = [root]
     while stack:
@@ -130,7 +132,7 @@ def _count_edges(root: Any) -> dict[EdgeKey, int]:
 
 
 def _apply(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The gradients of a node's inputs."""
+    """Run a node, and return the gradients of its inputs."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         filled = [_zeros(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
         result = node.apply(*filled)
@@ -143,15 +145,15 @@ def _zeros(metadata: Any) -> torch.Tensor:
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
-def _fitted(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
-    """`gradient` in the shape and dtype of the tensor that it belongs to."""
+def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """Reduce and cast `gradient` to the shape and dtype in `metadata`."""
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     return gradient if gradient.dtype is metadata.dtype else gradient.to(metadata.dtype)
 
 
 def _sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """The sum of two gradients, in place where nobody else sees the first."""
+    """Return the sum of two gradients. Add in place if `earlier` is the only reference to its storage."""
     if _is_sole_owner(earlier):
         return earlier.add_(later)
     return earlier + later
@@ -159,11 +161,11 @@ def _sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    return tensor.is_contiguous() and storage_owners(storage) <= _ALONE
+    return tensor.is_contiguous() and storage_use_count(storage) <= _SOLE_USE_COUNT
 
 
 def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add `gradient` to that of `variable`; the first is taken as it is if it is laid out alike."""
+    """Add `gradient` to `variable.grad`. A first gradient is assigned without a copy if its strides match."""
     if gradient is None:
         return
     if variable.grad is not None:
@@ -174,11 +176,11 @@ def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
         variable.grad = torch.empty_like(variable).copy_(gradient)
 
 
-def _owners_when_alone() -> int:
+def _sole_use_count() -> int:
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
-    return storage_owners(storage)
+    return storage_use_count(storage)
 
 
-_ALONE = _owners_when_alone()
-"""What torch counts for a storage that one tensor and the storage's own Python object hold."""
+_SOLE_USE_COUNT = _sole_use_count()
+"""Use count of a storage whose only owners are one tensor and the storage's own Python object."""

@@ -1,8 +1,8 @@
-"""Tensors without memory that behave as on a device this machine need not have, and their live bytes.
+"""Fake tensors (tensors without memory) on a device that need not be present, and a meter of their live bytes.
 
-Under `fake_tensors("cuda")` torch takes its CUDA decisions: autocast by the CUDA lists, boolean dropout masks, fused
-attention. Only the choice of the attention kernel needs a GPU in torch, so it is made here by torch's rules for compute
-capability 8.0 and above.
+Under `fake_tensors("cuda")` torch behaves as on a GPU: autocast by the CUDA lists, boolean dropout masks, fused
+attention. Torch chooses the attention kernel only if a GPU is present, so this module makes the choice, by torch's
+rules for compute capability 8.0 and above.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from adacc_hf.kernels._compiler import build
 from adacc_hf.torch_glue.compat import no_packed_sequences
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key, tree_leaves
-from adacc_hf.torch_glue.rng_state import generators_replaced
+from adacc_hf.torch_glue.rng_state import replace_generators
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
-"""Widest head of the flash kernel."""
-_ALIGNED = 8
-"""Elements that a head's width and an attention mask's rows are padded to a multiple of for the fused kernels."""
+"""Largest head width that the flash kernel supports."""
+_ALIGNMENT = 8
+"""Elements. Head widths and rows of attention masks are padded to a multiple of it for the fused kernels."""
 
 
 @contextmanager
 def fake_tensors(device_type: str) -> Iterator[None]:
-    """While open, new tensors are fake and on `device_type`, "cpu" or "cuda".
+    """Make new tensors fake and put them on `device_type`, "cpu" or "cuda", while the context is open.
 
-    Raises FakeDeviceError for "cuda" where torch has no CUDA and there is no C++ compiler.
+    Raises FakeDeviceError for "cuda" if torch was built without CUDA and there is no C++ compiler.
     """
     with ExitStack() as stack:
         if device_type == "cuda":
@@ -47,25 +47,28 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         stack.enter_context(no_packed_sequences())
         stack.enter_context(_FakeTensors())
         stack.enter_context(torch.device(device_type))
-        stack.enter_context(generators_replaced({"cpu": _FakeCpuGenerator(), "cuda": _FakeCudaGenerator()}))
+        stack.enter_context(replace_generators({"cpu": _FakeCpuGenerator(), "cuda": _FakeCudaGenerator()}))
         yield
 
 
 class _FakeTensors(FakeTensorMode):
-    """torch's mode, which remembers the arguments of operators: a storage among them would live on and be counted."""
+    """Torch's fake tensor mode without its cache for `aten.set_`.
+
+    The cache keeps the arguments of operators, and a cached storage would stay alive and be counted as live bytes.
+    """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "overloadpacket", None) is not torch.ops.aten.set_:
             return super().dispatch(func, types, args, kwargs)
-        self.cache_enabled, before = False, self.cache_enabled
+        self.cache_enabled, was_enabled = False, self.cache_enabled
         try:
             return super().dispatch(func, types, args, kwargs)
         finally:
-            self.cache_enabled = before
+            self.cache_enabled = was_enabled
 
 
 class _FakeCpuGenerator:
-    """Draws nothing; each state is a tensor of its own, as a CPU's is, and takes as many bytes."""
+    """Stand-in for the CPU's generator. Each state is a new tensor of the same size as the real generator's state."""
 
     def __init__(self) -> None:
         self._nbytes = torch.default_generator.get_state().nbytes
@@ -77,11 +80,11 @@ class _FakeCpuGenerator:
         return self
 
     def set_state(self, state: torch.Tensor) -> None:
-        """It has none."""
+        """Do nothing: a fake generator has no state."""
 
 
 class _FakeCudaGenerator(_FakeCpuGenerator):
-    """The same for a GPU, whose generator's state takes none of its memory."""
+    """Stand-in for a GPU's generator. The state is in host memory, so that it does not count as GPU memory."""
 
     def __init__(self) -> None:
         self._state = torch.empty(16, dtype=torch.uint8, device="cpu")
@@ -92,24 +95,27 @@ class _FakeCudaGenerator(_FakeCpuGenerator):
 
 @contextmanager
 def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast to `dtype`, if any; torch.autocast itself switches off where there is no GPU."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    """Enable autocast to `dtype` while the context is open, or disable autocast if `dtype` is None.
+
+    torch.autocast cannot be used, because it disables itself for "cuda" if there is no GPU.
+    """
+    was_enabled, previous_dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, dtype is not None)
     if dtype is not None:
         torch.set_autocast_dtype(device_type, dtype)
-    torch.autocast_increment_nesting()  # else an autocast inside would clear the cache of casts at its end
+    torch.autocast_increment_nesting()  # without this, a nested autocast would clear the cache of casts at its end
     try:
         yield
     finally:
         torch.autocast_decrement_nesting()
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
+        torch.set_autocast_enabled(device_type, was_enabled)
+        torch.set_autocast_dtype(device_type, previous_dtype)
         torch.clear_autocast_cache()
 
 
 @cache
 def _register_guard() -> None:
-    """Give torch a device guard for CUDA if it was built without; with CUDA, FakeTensorMode sees to it."""
+    """Register a no-op CUDA device guard if torch was built without CUDA. With CUDA, FakeTensorMode handles guards."""
     if torch.backends.cuda.is_built():
         return
     torch_folder = Path(torch.__file__).parent
@@ -127,14 +133,14 @@ def _register_guard() -> None:
         ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         raise FakeDeviceError(
-            f"tensors on CUDA cannot be imitated, since this torch has no CUDA and C++ could not be built: "
-            f"{(getattr(error, 'stderr', None) or str(error)).strip()}. Install g++, point CXX to a compiler, or trace "
-            f"as the CPU does with --trace cpu"
+            f"fake CUDA tensors need a C++ extension, because this torch is built without CUDA, and its compilation "
+            f"failed: {(getattr(error, 'stderr', None) or str(error)).strip()}. Install g++, set CXX to a compiler, or "
+            f"trace the CPU's operators with --trace cpu"
         ) from error
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Calls the fused attention kernel that torch would choose on a GPU."""
+    """Mode that calls the attention kernel that torch would choose on a GPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -154,7 +160,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot product attention as torch runs it on a GPU: flash, else memory-efficient, else single steps."""
+    """Call the attention kernel that torch uses on a GPU: flash, else memory-efficient, else unfused."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -179,7 +185,7 @@ def _flash(
 ) -> torch.Tensor:
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
-    padded = [pad(t, (0, -width % _ALIGNED)) if width % _ALIGNED else t for t in (query, key, value)]
+    padded = [pad(t, (0, -width % _ALIGNMENT)) if width % _ALIGNMENT else t for t in (query, key, value)]
     kernel = attention_operator("flash")
     return kernel(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :width]
 
@@ -194,33 +200,36 @@ def _efficient(
     scale: float | None,
 ) -> torch.Tensor:
     if attn_mask is not None:
-        attn_mask = _as_bias(attn_mask, query, key)
+        attn_mask = _bias_from_mask(attn_mask, query, key)
     kernel = attention_operator("efficient")
-    wants_sums = any(tensor.requires_grad for tensor in (query, key, value))
-    return kernel(query, key, value, attn_mask, wants_sums, dropout_p, is_causal, scale=scale)[0]
+    needs_log_sum_exp = any(tensor.requires_grad for tensor in (query, key, value))
+    return kernel(query, key, value, attn_mask, needs_log_sum_exp, dropout_p, is_causal, scale=scale)[0]
 
 
-def _as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What the kernel adds to the scores: floats, rows padded, one for all heads and batches if the mask is."""
+def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return `mask` as the bias that the kernel adds to the scores: floats, rows padded to _ALIGNMENT.
+
+    A mask that is shared by heads or sequences is expanded, not copied.
+    """
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
     length = key.shape[-2]
-    if mask.shape[-1] % _ALIGNED:
-        mask = pad(mask, (0, -length % _ALIGNED))[..., :length]
+    if mask.shape[-1] % _ALIGNMENT:
+        mask = pad(mask, (0, -length % _ALIGNMENT))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[-2], length)
 
 
-# Live bytes of tensors without memory, counted by their storages' lives.
+# Live bytes of fake tensors, counted from the lifetimes of their storages.
 
 
 class FakeMemoryMeter(MemoryMeter):
-    """Counts the storages that operators make, until they die. Temporaries inside an operator are not seen."""
+    """Meter of the live bytes of all storages that operators allocate. Temporaries inside an operator are not seen."""
 
     def __init__(self) -> None:
-        self._live_bytes = self._at_mark = self._most = 0
+        self._live_bytes = self._bytes_at_mark = self._peak_bytes = 0
         self._label: tuple[Any, ...] | None = None
         self._storages: set[int] = set()
-        self._mode = _WatchStorages(self)
+        self._mode = _StorageObserver(self)
 
     def __enter__(self) -> FakeMemoryMeter:
         self.points = []
@@ -237,39 +246,39 @@ class FakeMemoryMeter(MemoryMeter):
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._close()
         self._label = label
-        # Of a storage's finalizers the meter's own, which is the oldest, runs last.
-        self._at_mark = self._most = self._live_bytes - dying_bytes
+        # `dying_bytes` are still counted: a storage's finalizers run newest first, and the meter's is the oldest.
+        self._bytes_at_mark = self._peak_bytes = self._live_bytes - dying_bytes
 
     def _close(self) -> None:
-        """End the stretch under way, if there is one."""
+        """Record the interval since the last mark, if there is one."""
         if self._label is not None:
-            self.points.append(MemoryPoint(self._label, self._at_mark, self._most))
+            self.points.append(MemoryPoint(self._label, self._bytes_at_mark, self._peak_bytes))
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a new storage until it dies."""
+        """Count a new storage until it is freed."""
         key, nbytes = storage_key(storage), storage.nbytes()
         if key in self._storages:
             return
         self._storages.add(key)
         self._live_bytes += nbytes
-        self._most = max(self._most, self._live_bytes)
-        self._born(key, nbytes)
-        weakref.finalize(storage, self._forget, key, nbytes).atexit = False
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        self._on_allocate(key, nbytes)
+        weakref.finalize(storage, self._remove, key, nbytes).atexit = False
 
-    def _forget(self, key: int, nbytes: int) -> None:
+    def _remove(self, key: int, nbytes: int) -> None:
         self._storages.discard(key)
         self._live_bytes -= nbytes
-        self._died(key)
+        self._on_free(key)
 
-    def _born(self, key: int, nbytes: int) -> None:
-        """Called for each storage, by its key among those that live."""
+    def _on_allocate(self, key: int, nbytes: int) -> None:
+        """Handle the allocation of a storage; subclasses override it. `key` is unique among live storages."""
 
-    def _died(self, key: int) -> None:
-        """Called when a storage that was counted is gone."""
+    def _on_free(self, key: int) -> None:
+        """Handle the freeing of a counted storage; subclasses override it."""
 
 
-class _WatchStorages(TorchDispatchMode):
-    """Tells a meter of every storage that an operator makes."""
+class _StorageObserver(TorchDispatchMode):
+    """Mode that adds every storage allocated by an operator to a meter."""
 
     def __init__(self, meter: FakeMemoryMeter) -> None:
         super().__init__()
@@ -280,11 +289,13 @@ class _WatchStorages(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = {storage_key(_storage(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        for tensor in made:
-            # What is on meta has no memory on the imitated device either.
-            if storage_key(_storage(tensor)) not in given and tensor.device.type != "meta":
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        input_keys = {storage_key(_storage(tensor)) for tensor in inputs}
+        for tensor in tree_leaves(result):
+            # Tensors on meta take no memory on a real device either.
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+                continue
+            if storage_key(_storage(tensor)) not in input_keys:
                 self._meter.add(_storage(tensor))
         return result
 

@@ -1,9 +1,9 @@
-"""Readings from tensors without memory: lives of storages are counted, all that needs data or a device is assumed.
+"""Measurement on fake tensors: bytes are counted from storage lifetimes, times and codec errors are estimated.
 
-- Replay is taken to be exact for torch's own operators and ours, and for no others (R7); what they draw is drawn again
-  where rule R5 allows it.
-- Times are the roofline's, those of codecs too: one read and one write of what goes in and out.
-- A share of the channels is taken for outliers, and codec errors are those on normally distributed numbers.
+- Replay is assumed to be exact for torch's own operators and for this package's, and for no others (R7). Random numbers
+  are drawn again where rule R5 allows it.
+- Times are roofline times. A codec's time is one pass over its input and output.
+- A fixed share of the channels is assumed to be outliers. Codec errors are those on normally distributed numbers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import (
     OUTLIER_SHARE,
     assumed_outliers,
-    candidates,
+    codec_candidates,
     make_codec,
-    with_outlier_codec,
+    outlier_codecs,
 )
 from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import Measurement, on_leaves
+from adacc_hf.price.measurement import Measurement, detach_inputs
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.replay import stand_in, takes_device, view
-from adacc_hf.tape.replay_check import obtainable
+from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
 from adacc_hf.torch_glue.private import (
@@ -53,18 +53,19 @@ from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.tensors import relative_error
 
 NUMBER_BYTES = 16
-"""A Python number among a pointwise operator's arguments is a tensor while it runs, in 8 bytes, and cast to the others'
-dtype, in 8 at most."""
-_SAMPLE = (256, 256)
-"""Shape of the numbers that codec errors are taken on."""
+"""Temporary bytes of a Python number among a pointwise operator's arguments: 8 bytes as a tensor, and at most 8 for the
+cast to the other arguments' dtype."""
+_SAMPLE_SHAPE = (256, 256)
+"""Shape of the normally distributed sample for codec errors."""
 
 
-KNOWN = ("aten", "adacc_hf")
-"""Namespaces of operators of which it is known whether they draw random numbers: torch's, and CompAct's projection."""
+SUPPORTED_NAMESPACES = ("aten", "adacc_hf")
+"""Namespaces of the operators whose tags say reliably if they draw random numbers: torch's, and CompAct's projection.
+Only these operators are replayed."""
 
 
 class FakeMeasurement(Measurement):
-    """Readings from tensors without memory, for `device`."""
+    """Measurement on fake tensors that estimates times from the rates of `device`."""
 
     records_other_sizes = False
     watches_one_block = False
@@ -76,19 +77,21 @@ class FakeMeasurement(Measurement):
         self._backward = FakeBackward()
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        at_hand = {v.index for v in tape.values if v.source is not None and _is_external(v.source.place, v.overwritten)}
-        good: set[int] = set()
+        available = {
+            v.index for v in tape.values if v.source is not None and _is_external(v.source.place, v.overwritten)
+        }
+        exact: set[int] = set()
         for operator in tape.operators:
-            is_ready = operator.target.namespace in KNOWN and operator.may_run_again
-            if is_ready and at_hand.issuperset(operator.inputs()):
-                good.update(operator.made())
-                at_hand.update(operator.made())
+            can_replay = operator.target.namespace in SUPPORTED_NAMESPACES and operator.may_run_again
+            if can_replay and available.issuperset(operator.inputs()):
+                exact.update(operator.results())
+                available.update(operator.results())
             else:
-                at_hand.update(value for value in operator.made() if not tape.values[value].overwritten)
-        return obtainable(tape, good, tape.saved_values())
+                available.update(value for value in operator.results() if not tape.values[value].overwritten)
+        return obtainable_values(tape, exact, tape.saved_values())
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        channels = {v: encode_view(tape, v).geometry[0][-1] for v in with_outlier_codec(tape, config)}
+        channels = {v: encode_view(tape, v).geometry[0][-1] for v in outlier_codecs(tape, config)}
         return {value: assumed_outliers(number, config, self.outlier_share) for value, number in channels.items()}
 
     def price(
@@ -101,7 +104,7 @@ class FakeMeasurement(Measurement):
     ) -> Prices:
         codecs = {
             value: self._options(tape, value, [make_codec(name, config, outliers.get(value, 0)) for name in names])
-            for value, names in candidates(tape, config).items()
+            for value, names in codec_candidates(tape, config).items()
         }
         times = [self._operator_ms(operator, bases) for operator in tape.operators]
         workspaces = [_workspace(operator) for operator in tape.operators]
@@ -114,21 +117,21 @@ class FakeMeasurement(Measurement):
 
     def _operator_ms(self, operator: TapeOperator, bases: list[torch.Tensor]) -> float:
         args, kwargs = map_tensors((operator.args, operator.kwargs), TensorRef, lambda ref: view(bases[ref.value], ref))
-        results = [bases[value] for value in operator.made()]
+        results = [bases[value] for value in operator.results()]
         blanks = [stand_in(blank, blank.device) for blank in operator.blanks()]
-        results += [] if takes_device(operator) else blanks  # dropout's result, which is as large as its input
-        given = iter(blanks)
-        args, kwargs = map_tensors((args, kwargs), Blank, lambda _: next(given))
+        results += [] if takes_device(operator) else blanks  # dropout's result is as large as its input
+        remaining_blanks = iter(blanks)
+        args, kwargs = map_tensors((args, kwargs), Blank, lambda _: next(remaining_blanks))
         return operator_ms(self.device, operator.target, args, kwargs, results)
 
     def _options(self, tape: Tape, value: int, codecs: Sequence[Codec]) -> tuple[CodecOption, ...]:
         shape, dtype = encode_view(tape, value).geometry[0], tape.values[value].ref.dtype
-        suited = [codec for codec in codecs if codec.supports(shape, dtype) and _accepts(codec, tape, value)]
-        return tuple(self._option(codec, shape, dtype) for codec in suited)
+        suitable = [codec for codec in codecs if codec.supports(shape, dtype) and _accepts(codec, tape, value)]
+        return tuple(self._option(codec, shape, dtype) for codec in suitable)
 
     def _option(self, codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> CodecOption:
         nbytes = codec.predicted_bytes(shape, dtype)
-        ms = moved_ms(self.device, math.prod(shape) * dtype.itemsize + nbytes)
+        ms = transfer_ms(self.device, math.prod(shape) * dtype.itemsize + nbytes)
         options = tuple(sorted(codec.options.items()))
         return CodecOption(
             codec=codec.name,
@@ -142,7 +145,7 @@ class FakeMeasurement(Measurement):
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
         with at_most_chunks(None), _SumOfTimes(self.device) as times:
-            FakeBackward().run(compute(on_leaves(loss)))
+            FakeBackward().run(compute(detach_inputs(loss)))
         return times.total_ms
 
     def meter(self, device: torch.device) -> MemoryMeter:
@@ -156,7 +159,7 @@ class FakeMeasurement(Measurement):
             self._backward.run(loss)
 
     def seconds_at(self, device: torch.device) -> float:
-        return 0.0  # nothing runs
+        return 0.0  # fake operators take no time
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
         with at_most_chunks(None), _SumOfTimes(self.device) as times:
@@ -175,7 +178,7 @@ class FakeMeasurement(Measurement):
 
 
 class FakeMemoryMeasurement(FakeMeasurement):
-    """The same without the times of the step and of the heads, on which no peak depends."""
+    """FakeMeasurement without the times of the step and of the heads, to save time: no peak depends on them."""
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
@@ -185,18 +188,21 @@ class FakeMemoryMeasurement(FakeMeasurement):
 
 
 class FakeRngUse(RngUse):
-    """Whether an operator draws random numbers, by its tag and its probability: no generator moves on fake tensors."""
+    """Use of random numbers by an operator call, read from the operator's tags and its dropout probability.
+
+    The state of a generator, which tells for real tensors, does not change on fake tensors.
+    """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in KNOWN
-        self._draws = may_draw and _argument(func, args, kwargs, _PROBABILITIES) != 0
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in SUPPORTED_NAMESPACES
+        self._is_random = may_draw and _argument(func, args, kwargs, _PROBABILITIES) != 0
 
     def happened(self) -> bool:
-        return self._draws
+        return self._is_random
 
 
 class _SumOfTimes(TorchDispatchMode):
-    """Adds up the roofline times of all operators."""
+    """Sum of the roofline times of all operators that are called while the mode is active."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -212,13 +218,13 @@ class _SumOfTimes(TorchDispatchMode):
 
 
 def _workspace(operator: TapeOperator) -> int:
-    """Bytes that a run of it takes besides its results."""
-    # Of dropout, what stands for its input, and its result, which replay makes of the mask.
-    blanks = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
-    return blanks + (NUMBER_BYTES if _reads_number(operator) else 0)
+    """Return the temporary bytes of a replay of the operator, without its results."""
+    # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
+    blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
+    return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)
 
 
-def _reads_number(operator: TapeOperator) -> bool:
+def _has_number_argument(operator: TapeOperator) -> bool:
     is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
     return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
 
@@ -228,11 +234,11 @@ def _is_external(place: str, overwritten: bool) -> bool:
 
 
 _PROBABILITIES = ("dropout_p", "p")
-"""Names of the argument that says how much is dropped."""
+"""Names of the argument with the dropout probability."""
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """The argument of `func` that has one of `names`, or None."""
+    """Return the argument of `func` whose name is one of `names`, or None."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in names:
             return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -240,7 +246,11 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: t
 
 
 def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
-    """Whether the codec may be taken to accept the data: bits only where there are two values by construction."""
+    """Return True if the codec can be assumed to accept the value's data.
+
+    A codec for masks needs data with two distinct values. Without data, only booleans and values computed from a
+    Bernoulli sample are certain to have two.
+    """
     if MASK not in codec.suits or tape.values[value].ref.dtype is torch.bool:
         return True
     producer = tape.values[value].producer
@@ -253,48 +263,49 @@ def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
 @cache
 def _error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
     with unset_fake_temporarily(), torch.device("cpu"):
-        numbers = torch.randn(_SAMPLE, generator=torch.Generator("cpu").manual_seed(0))
+        sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator("cpu").manual_seed(0))
         codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
-        codec.fit(numbers)
-        return float(relative_error([numbers], [codec.decode(codec.encode(numbers))]))
+        codec.fit(sample)
+        return float(relative_error([sample], [codec.decode(codec.encode(sample))]))
 
 
 _ALLOCATE = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 _ALLOCATE |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
 
 
-# The time of an operator that was never run: what the device's peaks allow, plus its launch.
+# Roofline time of an operator: the bound from the device's peak rates, plus the launch.
 
 
 def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
-    """Milliseconds of one operator: max(operations / peak, bytes moved / bandwidth) + launch.
+    """Return the milliseconds of one operator: max(operations / peak, bytes moved / bandwidth) + launch.
 
-    Tensors among `args`, `kwargs` and `results` may be fake or on meta. A view takes no time, nor does new memory.
+    Tensors among `args`, `kwargs` and `results` may be fake or on meta. Views and allocations take no time.
     """
-    # Torch asks each fake tensor for its device by an operator, prim::device, more often than it computes.
+    # Torch queries the device of each fake tensor by an operator, prim::device, more often than it computes.
     if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
         return 0.0
-    read = {name: argument for name, argument in kwargs.items() if name != "out"}  # that is the result, written alone
-    given, made = _tensors((args, read)), _tensors(results)
-    moved_ms = 1e3 * sum(map(_touched_bytes, [*given, *made])) / device.bandwidth_bytes
-    return max(moved_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
+    read_kwargs = {name: argument for name, argument in kwargs.items() if name != "out"}  # `out` is only written
+    tensors = [*_tensors((args, read_kwargs)), *_tensors(results)]
+    memory_ms = 1e3 * sum(map(_touched_bytes, tensors)) / device.bandwidth_bytes
+    return max(memory_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
 
 
-def moved_ms(device: Device, num_bytes: float) -> float:
-    """Milliseconds to read or write `num_bytes` in one launch."""
+def transfer_ms(device: Device, num_bytes: float) -> float:
+    """Return the milliseconds to read or write `num_bytes` in one launch."""
     return 1e3 * num_bytes / device.bandwidth_bytes + device.launch_ms
 
 
 def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
-    formula = flop_registry.get(_counted_as(target))
+    """Return the milliseconds of the matrix products in one operator at the peak rate; 0 for other operators."""
+    formula = flop_registry.get(_flop_equivalent(target))
     if formula is None:
         return 0.0
-    factors = _tensors((args, kwargs))[1 if target.overloadpacket in _ADDING else 0 :]
+    factors = _tensors((args, kwargs))[1 if target.overloadpacket in _MULTIPLY_ADD else 0 :]
     rate = device.flops.get(str(factors[0].dtype).removeprefix("torch."), device.flops["float32"])
-    counted = [argument for argument in _with_all_heads(target, args) if not isinstance(argument, torch.dtype)]
-    operations = formula(*counted, **kwargs, out_val=results)
+    formula_args = [argument for argument in _expand_kv_heads(target, args) if not isinstance(argument, torch.dtype)]
+    operations = formula(*formula_args, **kwargs, out_val=results)
     if "scaled_dot_product" in op_name(target):
-        # Fused kernels leave out what lies above the diagonal, but for a strip that shrinks with the length.
+        # Fused causal kernels skip the scores above the diagonal, except a strip whose share falls with the length.
         operations *= 0.5 if _argument(target, args, kwargs, ("is_causal",)) else 1.0
         rate *= device.attention_share
     elif any(map(_is_unaligned, [*factors, *_tensors(results)])):
@@ -302,24 +313,24 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     return 1e3 * operations / rate
 
 
-_ADDING = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-"""Products whose first argument is what they are added to, perhaps in a wider dtype."""
+_MULTIPLY_ADD = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
+"""Products whose first argument is the summand. Its dtype may be wider than the factors' dtype."""
 
 _ROW_BYTES = 16
-"""Tensor cores of 16-bit numbers are fed by kernels that load as many bytes at once."""
+"""Bytes per load of the kernels for tensor cores with 16-bit numbers."""
 
 
 def _is_unaligned(matrix: torch.Tensor) -> bool:
     """Return True if some rows of the 16-bit matrix start between multiples of _ROW_BYTES."""
     if matrix.dim() < 2 or matrix.dtype.itemsize != 2:
         return False
-    # Of the last two dimensions one has a stride of 1, and the stride of the other is the length of a row.
+    # One of the last two dimensions has a stride of 1. The stride of the other is the length of a row.
     rows = zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True)
     return any(size > 1 and stride != 1 and stride * matrix.dtype.itemsize % _ROW_BYTES for size, stride in rows)
 
 
-def _counted_as(target: Any) -> Any:
-    """The operator whose count of operations stands for that of `target`."""
+def _flop_equivalent(target: Any) -> Any:
+    """Return the operator whose FLOP formula applies to `target`: the CPU's attention counts as flash attention."""
     if target.overloadpacket is attention_operator("cpu"):
         return attention_operator("flash")
     if target.overloadpacket is attention_operator("cpu_backward"):
@@ -327,21 +338,21 @@ def _counted_as(target: Any) -> Any:
     return target.overloadpacket
 
 
-def _with_all_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`args`; for fused attention with a head of keys and values for every head of queries, as the kernels work.
+def _expand_kv_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `args`. For fused attention, expand keys and values to one head per query head.
 
-    torch before 2.13 cannot count the operations of fewer.
+    The operation counts are the same, and torch before 2.13 cannot count attention with fewer heads of keys.
     """
     if "scaled_dot_product" not in op_name(target):
         return args
-    first = 1 if op_name(target).endswith("backward") else 0  # the gradient comes before the queries
+    first = 1 if op_name(target).endswith("backward") else 0  # the output's gradient precedes the queries
     query, key, value = args[first : first + 3]
     heads = [tensor[:, :1].expand(-1, query.shape[1], -1, -1) for tensor in (key, value)]
     return (*args[: first + 1], *heads, *args[first + 3 :])
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of `tensor`; one that is repeated by a stride of 0 is read once."""
+    """Return the bytes of the distinct elements of `tensor`: elements repeated by a stride of 0 count once."""
     lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     return math.prod(lengths) * tensor.dtype.itemsize if tensor.numel() else 0
 

@@ -1,4 +1,8 @@
-"""A model without memory, thinned to a few blocks, and its profile for any batch, by tracing a training step."""
+"""Fake model (tensors without memory) and its profile for any batch size, by tracing a training step.
+
+To save time, most of a model's equal blocks can be left out of the trace; `Thinning` computes the profile of the whole
+model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from adacc_hf.artifacts.call_names import num_calls
+from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.profile import BlockProfile, Profile
@@ -40,7 +44,7 @@ from adacc_hf.torch_glue.private import (
 
 @dataclass(frozen=True)
 class Precision:
-    """A dtype to train in."""
+    """Dtypes of the weights and of autocast."""
 
     weights: torch.dtype
     autocast: torch.dtype | None
@@ -56,55 +60,56 @@ PRECISIONS = {
     "bf16-amp": Precision(torch.float32, torch.bfloat16),
     "fp16-amp": Precision(torch.float32, torch.float16),
 }
-"""fp32 and bf16 hold everything in that dtype; -amp is float32 with autocast, Trainer's bf16=True and fp16=True."""
+"""Precisions by their name on the command line. fp32 and bf16 use that dtype for all tensors. The -amp precisions are
+float32 with autocast, the Trainer's bf16=True and fp16=True."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """LoRA's adapters, where None is PEFT's default."""
+    """Settings of LoRA's adapters. None is PEFT's default."""
 
     rank: int | None = None
     targets: tuple[str, ...] | None = None
-    """Names of the layers that get one; PEFT's default depends on the architecture."""
+    """Names of the layers with adapters. PEFT's default depends on the architecture."""
     dropout: float | None = None
     dtype: str | None = None
-    """PEFT's default is float32, also where the model's weights have 16 bits."""
+    """PEFT's default is float32, even if the model's weights have 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained how, but for the batch."""
+    """Model, device and training settings of a run, without the batch shape."""
 
     config: PretrainedConfig
     device: Device
     precision: Precision
     attention: str = "sdpa"
     adapters: Adapters | None = None
-    """LoRA's adapters, which are trained alone; None without."""
+    """LoRA's adapters, the only parameters that are trained then. None to train the whole model."""
     compact_rank: float | int | None = None
-    """The rank that CompAct trains the blocks' linear layers in, as `CompactFactory` takes it; None without it."""
+    """Rank in which CompAct trains the blocks' linear layers, as `CompactFactory` takes it. None without CompAct."""
     trace: str = "cuda"
-    """Device type whose decisions torch takes."""
+    """Device type that the fake tensors claim to be on, "cuda" or "cpu"; it decides which kernels torch chooses."""
     sharding: Sharding = field(default_factory=Sharding)
     outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether what is computed with are 16-bit copies of float32 weights."""
+        """True if forward and backward use 16-bit copies of float32 weights."""
         return self.sharding.casts_weights and self.precision.autocast is not None
 
     def __post_init__(self) -> None:
         dtype = str(self.precision.compute).removeprefix("torch.")
         if dtype not in self.device.flops:
             raise ValueError(
-                f"--device={self.device.name} cannot train in {dtype}: choose another --dtype, it has "
+                f"--device={self.device.name} cannot train in {dtype}: choose another --dtype, the device supports "
                 f"{', '.join(self.device.flops)}"
             )
 
 
 class FakeModel:
-    """A workload's model, to be traced. Made by `fake_model`."""
+    """Fake model of a workload, ready to be traced. Created by `fake_model`."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -117,31 +122,31 @@ class FakeModel:
         self.model.train()
         if workload.compact_rank is not None:
             for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
-                layer.let_go()  # as from the first step on
+                layer.let_go()  # the state after the first step
         self._thinning: Thinning | None = None
 
-        found = find_blocks(self.model, workload.adacc.block_classes)
-        self.block_names = [name for name, _ in found]
-        self.blocks = [block for _, block in found]
+        named_blocks = find_blocks(self.model, workload.adacc.block_classes)
+        self.block_names = [name for name, _ in named_blocks]
+        self.blocks = [block for _, block in named_blocks]
 
     def profile(self, batch_size: int, seq_len: int) -> Profile:
-        """The profile of a step on `batch_size` sequences of `seq_len` tokens, every block traced."""
+        """Return the profile of a step on `batch_size` sequences of `seq_len` tokens, with every block traced."""
         profile = self._trace(FakeMeasurement, batch_size, seq_len)
         self._thinning = plan_thinning(self.model, profile)
         return profile
 
     def estimate(self, batch_size: int, seq_len: int) -> Profile:
-        """The same, but for the times of the step and of the heads, from a few blocks of each run of equal ones.
+        """Return the profile of a step at another shape, computed from a trace of a few of each run of equal blocks.
 
-        Call `profile` once before, which tells blocks that are equal.
+        Times of the step and of the heads are 0. Call `profile` once before, because it finds the equal blocks.
         """
-        assert self._thinning is not None, "profile() finds what can be left out"
+        assert self._thinning is not None, "call profile() first: it finds the blocks that can be left out"
         with thinned(self.model, self._thinning):
             profile = self._trace(FakeMemoryMeasurement, batch_size, seq_len)
         return self._thinning.expand(profile)
 
     def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        """`batch_size` sequences of `seq_len` tokens with their labels."""
+        """Return a batch of `batch_size` sequences of `seq_len` tokens with labels."""
         ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
         return {"input_ids": ids, "labels": labels.clone()}
@@ -155,10 +160,10 @@ class FakeModel:
 
 @contextmanager
 def fake_model(workload: Workload) -> Iterator[FakeModel]:
-    """The model of `workload`, to be traced while the context is open.
+    """Create the fake model of `workload`. It can be traced while the context is open.
 
-    Raises FakeDeviceError where tensors on the device cannot be imitated, AdaccError for a model that needs more than
-    input_ids and labels, or that reads data.
+    Raises FakeDeviceError if fake tensors on the device are impossible here. Raises AdaccError if the model needs other
+    inputs than input_ids and labels, or if its code depends on the values of tensors.
     """
     with fake_tensors(workload.trace):
         try:
@@ -167,7 +172,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
             name = type(workload.config).__name__
             raise AdaccError(
                 f"a step of {name}'s language model cannot be traced without data ({type(error).__name__}: {error}): "
-                f"profile it on a GPU and give the file with --profile"
+                f"profile the model on a GPU and pass the saved profile with --profile"
             ) from error
 
 
@@ -178,20 +183,21 @@ def _model(workload: Workload, dtype: str) -> PreTrainedModel:
 
 
 def _lora_model(config: PretrainedConfig, attention: str, dtype: str, adapters: Adapters) -> PreTrainedModel:
-    """The model with PEFT's LoRA adapters."""
+    """Return the model with PEFT's LoRA adapters."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise AdaccError("--peft=lora needs the package peft: pip install peft") from error
     task = "SEQ_CLS" if is_classifier(config) else "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
     options: dict[str, Any] = {"r": adapters.rank, "target_modules": adapters.targets, "lora_dropout": adapters.dropout}
-    # On meta first: PEFT moves new adapters to their layer's device, and fake tensors refuse that.
+    # Build on meta first: PEFT moves new adapters to their layer's device, which fake tensors do not support.
     with unset_fake_temporarily(), torch.device("meta"):
         model = fresh_model(config, attention, dtype)
-        transposed = any(isinstance(module, Conv1D) for module in model.modules())  # PEFT sees it too, and warns
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        lora = LoraConfig(task_type=task, fan_in_fan_out=transposed, **given)
-        with warnings.catch_warnings():  # PEFT reads a property that Transformers renames: nothing to a user
+        # Without this setting PEFT would set it itself, and warn.
+        is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
+        explicit_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        lora = LoraConfig(task_type=task, fan_in_fan_out=is_transposed, **explicit_options)
+        with warnings.catch_warnings():  # PEFT reads a property that Transformers renames: irrelevant to users
             warnings.simplefilter("ignore", FutureWarning)
             try:
                 adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
@@ -199,147 +205,156 @@ def _lora_model(config: PretrainedConfig, attention: str, dtype: str, adapters: 
                 if adapters.targets is None:
                     raise
                 raise ValueError(
-                    f"--lora-targets={' '.join(adapters.targets)} cannot have adapters: {error}"
+                    f"--lora-targets={' '.join(adapters.targets)}: PEFT cannot add adapters to these layers: {error}"
                 ) from error
         if adapters.dtype is not None:
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(getattr(torch, adapters.dtype))
     _from_meta(adapted)
-    return cast("PreTrainedModel", adapted)  # it passes on what it has not itself
+    return cast("PreTrainedModel", adapted)  # PeftModel forwards missing attributes to the model
 
 
 def _from_meta(model: nn.Module) -> None:
-    """Put new tensors on the default device in place of those on meta; one that is there twice stays one."""
-    new: dict[int, torch.Tensor] = {}
+    """Replace every parameter and buffer on meta by a new tensor on the default device. Shared tensors stay shared."""
+    replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):
             for name, old in tensors.items():
                 if old is None:
                     continue
-                if id(old) not in new:
-                    tensor = torch.empty(old.shape, dtype=old.dtype)
+                if id(old) not in replacements:
+                    new = torch.empty(old.shape, dtype=old.dtype)
                     is_parameter = isinstance(old, nn.Parameter)
-                    new[id(old)] = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
-                tensors[name] = new[id(old)]
+                    replacements[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                tensors[name] = replacements[id(old)]
 
 
-# A model with only a few blocks of each run of equal ones, and the profile of the whole from the profile of that.
+# Thinning: trace a model with only a few blocks of each run of equal blocks, and extrapolate the profile of the model.
 #
-# A block's tape does not depend on how many of its like there are. What does is linear in their number: parameters, and
-# the gradients that are there when a block's backward starts. In the head, all casts of parameters that autocast keeps
-# until forward ends are counted, though the peak may come after: there the estimate may be too high, never too low.
+# A block's tape does not depend on the number of equal blocks. Parameters, and the gradients that are live when a
+# block's backward starts, are linear in that number. For the head, all casts of parameters that autocast caches until
+# forward ends are counted, even if the peak comes later: there the estimate may be too high, never too low.
 
-KEPT = 3
-"""Blocks of a run that are traced: from two neighbours follows what one more adds, but the last may be special."""
+TRACED_PER_RUN = 3
+"""Traced blocks of each run. Two neighbours give the increment per block; the last block may differ from the others."""
 
 
 @dataclass(frozen=True)
 class Thinning:
-    """Which blocks are left out, and the profile of the whole model that the others are to give."""
+    """Blocks to leave out of a trace, and the extrapolation from the thinned profile to the whole model."""
 
     blocks: tuple[BlockProfile, ...]
     """All blocks, in forward order."""
     dropped: frozenset[str]
+    """Names of the blocks left out of the trace."""
     missing_bytes: int
-    """Parameters and buffers of what is left out."""
+    """Parameters and buffers of the dropped blocks."""
 
     def expand(self, thin: Profile) -> Profile:
-        """The profile of the whole model from that of the thinned one."""
-        kept = [block.name for block in thin.blocks]
-        assert kept == [block.name for block in self.blocks if block.name not in self.dropped]
-        own = self._bases(dict(zip(kept, [block.backward_base_bytes for block in thin.blocks], strict=True)))
+        """Return the profile of the whole model, computed from the profile of the thinned model."""
+        traced_names = [block.name for block in thin.blocks]
+        assert traced_names == [block.name for block in self.blocks if block.name not in self.dropped]
+        backward = self._backward_bases(
+            dict(zip(traced_names, [block.backward_base_bytes for block in thin.blocks], strict=True))
+        )
         kinds = self._kinds({block.name: block.kind for block in thin.blocks})
-        cached = {name: _cached_bytes(thin, kinds[name]) for name in self.dropped}
-        held = self.missing_bytes + sum(cached.values())
-        forward = self._forward_bases({block.name: block.forward_base_bytes for block in thin.blocks}, cached)
+        cached_bytes = {name: _cached_bytes(thin, kinds[name]) for name in self.dropped}
+        forward_extra_bytes = self.missing_bytes + sum(cached_bytes.values())
+        forward = self._forward_bases({block.name: block.forward_base_bytes for block in thin.blocks}, cached_bytes)
         blocks = [
             BlockProfile(
                 name=block.name,
                 kind=kinds[block.name],
                 forward_base_bytes=forward[block.name],
-                backward_base_bytes=own.of_block[block.name],
+                backward_base_bytes=backward.by_block[block.name],
             )
             for block in self.blocks
         ]
         heads = [
-            (head, self._bases(dict(zip(kept, head.backward_base_bytes, strict=True)))) for head in thin.other_heads
+            (head, self._backward_bases(dict(zip(traced_names, head.backward_base_bytes, strict=True))))
+            for head in thin.other_heads
         ]
         return replace(
             thin,
             blocks=tuple(blocks),
             static_bytes=thin.static_bytes + self.missing_bytes,
-            outside_peak_bytes=thin.outside_peak_bytes + held,
+            outside_peak_bytes=thin.outside_peak_bytes + forward_extra_bytes,
             loss_peak_bytes=thin.loss_peak_bytes + self.missing_bytes,
-            tail_peak_bytes=thin.tail_peak_bytes + own.added_at_end,
+            tail_peak_bytes=thin.tail_peak_bytes + backward.tail_extra_bytes,
             other_heads=tuple(
                 replace(
                     head,
-                    outside_peak_bytes=head.outside_peak_bytes + held,
+                    outside_peak_bytes=head.outside_peak_bytes + forward_extra_bytes,
                     loss_peak_bytes=head.loss_peak_bytes + self.missing_bytes,
-                    tail_peak_bytes=head.tail_peak_bytes + bases.added_at_end,
-                    backward_base_bytes=tuple(bases.of_block.values()),
+                    tail_peak_bytes=head.tail_peak_bytes + bases.tail_extra_bytes,
+                    backward_base_bytes=tuple(bases.by_block.values()),
                 )
                 for head, bases in heads
             ),
         )
 
     def _kinds(self, kinds: dict[str, int]) -> dict[str, int]:
-        """The kind of every block; one that is left out is of the kind of its run."""
+        """Return the kind of every block. A dropped block has the kind of the last block of its run."""
         return {block.name: kinds.get(block.name, kinds[run[-1].name]) for run in _runs(self.blocks) for block in run}
 
-    def _forward_bases(self, bases: dict[str, int], cached: dict[str, int]) -> dict[str, int]:
-        """What is live when each block's forward starts, from the same of the blocks that are kept, and from what
-        autocast keeps of each one that is left out."""
-        found: dict[str, int] = {}
-        added = self.missing_bytes
+    def _forward_bases(self, traced_bases: dict[str, int], cached_bytes: dict[str, int]) -> dict[str, int]:
+        """Return the live bytes at the start of each block's forward.
+
+        `traced_bases` holds the live bytes for the traced blocks, `cached_bytes` the casts that autocast caches for
+        each dropped block.
+        """
+        bases: dict[str, int] = {}
+        extra_bytes = self.missing_bytes
         for run in _runs(self.blocks):
             dropped = [block.name for block in run if block.name in self.dropped]
-            kept = [block.name for block in run[len(dropped) :]]
-            of_each = cached[dropped[0]] if dropped else 0
+            traced = [block.name for block in run[len(dropped) :]]
+            bytes_per_block = cached_bytes[dropped[0]] if dropped else 0
             for position, block in enumerate(run):
-                # The model may hold what its first block is given: from the second one on that is live besides.
-                like = max(position - len(dropped), min(position, 1))
-                found[block.name] = bases[kept[like]] + added + (position - like) * of_each
-            added += len(dropped) * of_each
-        return found
+                # The model may hold the first block's input, which is then live during all later blocks. Therefore the
+                # first block corresponds to the first traced block, other dropped blocks to the second.
+                counterpart = max(position - len(dropped), min(position, 1))
+                cached_before = (position - counterpart) * bytes_per_block
+                bases[block.name] = traced_bases[traced[counterpart]] + extra_bytes + cached_before
+            extra_bytes += len(dropped) * bytes_per_block
+        return bases
 
-    def _bases(self, bases: dict[str, int]) -> _Bases:
-        """What is live when each block's backward starts, from the same of the blocks that are kept."""
-        found: dict[str, int] = {}
-        gradients = 0
+    def _backward_bases(self, traced_bases: dict[str, int]) -> _BackwardBases:
+        """Return the live bytes at the start of each block's backward. `traced_bases` holds them for traced blocks."""
+        bases: dict[str, int] = {}
+        gradient_bytes = 0
         for run in reversed(_runs(self.blocks)):
             names = [block.name for block in run]
             dropped = [name for name in names if name in self.dropped]
-            first_kept = bases[names[len(dropped)]]
-            per_block = first_kept - bases[names[len(dropped) + 1]] if dropped else 0
+            first_traced = traced_bases[names[len(dropped)]]
+            bytes_per_block = first_traced - traced_bases[names[len(dropped) + 1]] if dropped else 0
             for name in reversed(names[len(dropped) :]):
-                found[name] = bases[name] + self.missing_bytes + gradients
+                bases[name] = traced_bases[name] + self.missing_bytes + gradient_bytes
             for name in reversed(dropped):
-                gradients += per_block
-                found[name] = first_kept + self.missing_bytes + gradients
-        in_order = {block.name: found[block.name] for block in self.blocks}
-        return _Bases(in_order, self.missing_bytes + gradients)
+                gradient_bytes += bytes_per_block
+                bases[name] = first_traced + self.missing_bytes + gradient_bytes
+        in_order = {block.name: bases[block.name] for block in self.blocks}
+        return _BackwardBases(in_order, self.missing_bytes + gradient_bytes)
 
 
 @dataclass(frozen=True)
-class _Bases:
-    of_block: dict[str, int]
-    """In forward order."""
-    added_at_end: int
-    """What the blocks that are left out add when backward is over."""
+class _BackwardBases:
+    by_block: dict[str, int]
+    """Live bytes at the start of each block's backward, in forward order of the blocks."""
+    tail_extra_bytes: int
+    """Bytes that the dropped blocks add to the end of backward: parameters, buffers and gradients."""
 
 
 def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
-    """What can be left out of `model`, whose whole profile is `profile`.
+    """Return the blocks that can be left out of traces of `model`, whose whole profile is `profile`.
 
-    Nothing where layers are of several types by their number, since leaving some out would change the types of others,
-    and nothing where blocks are called again.
+    No block is left out if the configuration gives layers different types by their index, because removing layers would
+    change the types of others. No block is left out if a block is called more than once.
     """
     types = getattr(getattr(model, "config", None), "layer_types", None)
-    is_alike = len(set(types or ())) < 2 and max(num_calls(b.name for b in profile.blocks).values()) == 1
-    runs = _runs(profile.blocks) if is_alike else []
-    dropped = [block.name for run in runs for block in run[:-KEPT]]
+    is_uniform = len(set(types or ())) < 2 and max(calls_per_block(b.name for b in profile.blocks).values()) == 1
+    runs = _runs(profile.blocks) if is_uniform else []
+    dropped = [block.name for run in runs for block in run[:-TRACED_PER_RUN]]
     modules = [model.get_submodule(name) for name in dropped]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return Thinning(tuple(profile.blocks), frozenset(dropped), distinct_bytes(tensors))
@@ -347,21 +362,21 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
 
 @contextmanager
 def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
-    """While open, the blocks that `thinning` leaves out are not in `model`."""
+    """Remove the dropped blocks of `thinning` from `model` while the context is open."""
     parents = [model.get_submodule(path) for path in {_parent(name) for name in thinning.dropped}]
-    before = [(parent, dict(modules_of(parent))) for parent in parents]
+    original_modules = [(parent, dict(modules_of(parent))) for parent in parents]
     for name in thinning.dropped:
         del modules_of(model.get_submodule(_parent(name)))[name.rpartition(".")[2]]
     try:
         yield
     finally:
-        for parent, modules in before:
+        for parent, modules in original_modules:
             modules_of(parent).clear()
             modules_of(parent).update(modules)
 
 
 def _cached_bytes(profile: Profile, kind: int) -> int:
-    """What autocast keeps of one block until the whole forward ends."""
+    """Return the bytes of casts that autocast caches for one block until the model's forward ends."""
     return sum(value.nbytes for value in profile.kinds[kind].values if value.cached and value.producer is not None)
 
 
@@ -370,5 +385,5 @@ def _parent(name: str) -> str:
 
 
 def _runs(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
-    """Neighbours of one kind in one list of layers."""
+    """Return the runs of consecutive blocks that have the same kind and the same parent module."""
     return [list(run) for _, run in groupby(blocks, key=lambda block: (_parent(block.name), block.kind))]

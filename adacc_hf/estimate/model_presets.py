@@ -1,4 +1,4 @@
-"""Models by name: the GPT models of the paper's Table 3, LLaMA, T5, small demos, or any language model of the hub."""
+"""Model configurations by name: the GPT models of the paper's Table 3, LLaMA, T5, small demos, or any hub model."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import (
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2Size:
-    """The shape of a GPT-2; all else is GPT2Config's default (dropout 0.1, tied embeddings)."""
+    """Shape of a GPT-2. Other settings are GPT2Config's defaults (dropout 0.1, tied embeddings)."""
 
     n_layer: int
     n_embd: int
@@ -28,13 +28,13 @@ class Gpt2Size:
     vocab_size: int = 50257
 
     def config(self) -> GPT2Config:
-        # The token ids are the tokenizer's; GPT2Config's own default lies outside a small vocabulary.
+        # The tokenizer sets the special token ids. GPT2Config's default id would lie outside a small vocabulary.
         return GPT2Config(**asdict(self), bos_token_id=None, eos_token_id=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSize:
-    """The shape of a LLaMA; all else is LlamaConfig's default (no dropout)."""
+    """Shape of a LLaMA. Other settings are LlamaConfig's defaults (no dropout)."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -51,7 +51,8 @@ class LlamaSize:
 
 @dataclass(frozen=True, kw_only=True)
 class T5Size:
-    """The shape of a T5 with as many decoder as encoder layers; all else is T5Config's default (dropout 0.1)."""
+    """Shape of a T5 with equal numbers of encoder and decoder layers. Other settings are T5Config's defaults (dropout
+    0.1)."""
 
     num_layers: int
     d_model: int
@@ -65,7 +66,7 @@ class T5Size:
 
 
 PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
-    # 4.9 million parameters. With 2048 tokens in place of 512 the loss stood still for the hundred steps it is given.
+    # 4.9 million parameters. With a vocabulary of 2048 instead of 512 the loss did not fall within a hundred steps.
     "demo": Gpt2Size(n_layer=6, n_embd=256, n_head=4, n_positions=256, vocab_size=512),
     # OpenAI's names count 117 and 345 million; with the embeddings counted in full it is 124.4 and 354.8 million.
     "gpt2-117m": Gpt2Size(n_layer=12, n_embd=768, n_head=12),
@@ -117,31 +118,35 @@ PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """The configuration of a preset, a hub id or a config folder. Raises ValueError for an unknown name."""
+    """Return the configuration of a preset, a hub id or a config folder. Raises ValueError for an unknown name."""
     if name in PRESETS:
         return PRESETS[name].config()
     try:
         return AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:
-        raise ValueError(f"--model={name} has a configuration with a wrong value: {error}") from error
+        raise ValueError(f"--model={name} has a configuration with an invalid value: {error}") from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"--model={name} is none of {', '.join(PRESETS)}, and could not be loaded as a hub id or folder: {reason}"
+            f"--model={name} is not a preset ({', '.join(PRESETS)}), and could not be loaded as a hub id or folder: "
+            f"{reason}"
         ) from error
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """The most tokens the model can attend to, or None where its position encoding sets no bound."""
+    """Return the model's maximum sequence length in tokens, or None if its position encoding sets no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def checked_seq_len(seq_len: int | None, config: PretrainedConfig, option: str = "--seq_len") -> int:
-    """The sequence length: the setting, called `option`, or else the context. Raises ValueError outside 2..context."""
+    """Return `seq_len`, or the model's context length if it is None.
+
+    Raises ValueError, which names `option`, if the length is outside 2..context length.
+    """
     longest = context_length(config)
     length = longest if seq_len is None else seq_len
     if length is None:
-        raise ValueError(f"{option} must be set, because this model's configuration names no context length")
+        raise ValueError(f"{option} must be set, because the model's configuration has no context length")
     if length < 2 or (longest is not None and length > longest):
         allowed = "at least 2" if longest is None else f"2 to {longest}, the model's context"
         raise ValueError(f"{option}={length} is outside its range ({allowed}); change it or choose another --model")
@@ -151,9 +156,10 @@ def checked_seq_len(seq_len: int | None, config: PretrainedConfig, option: str =
 def build_model(
     name: str, config: PretrainedConfig, vocab_size: int, eos_token_id: int, attn_implementation: str, pretrained: bool
 ) -> PreTrainedModel:
-    """The model in float32: fresh weights from torch's current seed, or the hub's weights if `pretrained`.
+    """Build the model in float32, with random weights from torch's current seed, or the hub's weights if `pretrained`.
 
-    A fresh model gets the tokenizer's vocabulary; a pretrained one must have room for it (else ValueError).
+    A model with random weights gets the tokenizer's vocabulary size. Raises ValueError if the vocabulary of a
+    pretrained model is smaller than the tokenizer's.
     """
     if pretrained:
         return _pretrained_model(name, config, vocab_size, attn_implementation)
@@ -164,7 +170,7 @@ def build_model(
 
 
 def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str = "float32") -> PreTrainedModel:
-    """The classifier or language model of `config`, with weights from torch's current seed."""
+    """Build the classifier or language model of `config`, with random weights from torch's current seed."""
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if is_classifier(config):
         auto_class = AutoModelForSequenceClassification
@@ -172,7 +178,7 @@ def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str =
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether `config` is of a model that tells one class for a sequence, by the architecture that it names."""
+    """Return True if the architecture in `config` is a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
@@ -181,9 +187,10 @@ def _pretrained_model(
 ) -> PreTrainedModel:
     if name in PRESETS:
         raise ValueError(f"--from_pretrained needs a hub id or folder with weights; --model={name} is a preset")
-    room = config.get_text_config().vocab_size
-    if vocab_size > room:
+    model_vocab_size = config.get_text_config().vocab_size
+    if vocab_size > model_vocab_size:
         raise ValueError(
-            f"--tokenizer has {vocab_size} tokens but --model={name} embeds only {room}; use the model's own tokenizer"
+            f"--tokenizer has {vocab_size} tokens but --model={name} embeds only {model_vocab_size}; use the model's "
+            f"own tokenizer"
         )
     return AutoModelForCausalLM.from_pretrained(name, dtype="float32", attn_implementation=attn_implementation)

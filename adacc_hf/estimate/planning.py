@@ -1,4 +1,4 @@
-"""A plan for a training run that was never started: whether it fits, what takes its memory, and what it costs."""
+"""Plan a training run without starting it: predict the peak memory, its breakdown by phase, and the step time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import nn
 
-from adacc_hf.artifacts.call_names import call_name, num_calls
+from adacc_hf.artifacts.call_names import call_name, calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
@@ -24,19 +24,19 @@ from adacc_hf.solve.solver import solve_policy
 from adacc_hf.torch_glue.memory import distinct_bytes
 
 METHODS = ("plain", "full recomputation", "adacc")
-"""What is compared: everything kept, torch's checkpoint around every block, and the solved policy."""
+"""Compared methods: RETAIN everything, torch's checkpoint around every block, and the solved policy."""
 _UNIFORM = {"plain": "retain", "quantization": "compress"}
-"""Methods under which every activation has the same action."""
-LARGEST_SEARCHED = 2**20
-"""No batch or sequence beyond this is looked for."""
+"""Methods that apply the same action to every activation, with that action."""
+SEARCH_LIMIT = 2**20
+"""Upper end of the searches for the largest batch size and the longest sequence."""
 LENGTH_STEP = 8
-"""Sequences are looked for in steps of 8 tokens: in between, attention kernels pad masks in copies of their own, so
-that a longer sequence may take less memory."""
+"""Granularity in tokens of the search for the longest sequence. Between multiples of 8, attention kernels pad copies of
+the mask, so a longer sequence may take less memory and the search would not be monotonic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked."""
+    """Settings of the training run to plan."""
 
     model: str
     workload: Workload
@@ -44,21 +44,23 @@ class Request:
     seq_len: int
     optimizer: str = "adamw"
     accumulates: bool = False
-    """Whether a step has several micro-batches, so that gradients are there while the next ones are computed."""
+    """True if a step has several micro-batches: gradients stay allocated while the next micro-batch runs."""
     budget_bytes: int | None = None
-    """Bytes per device; None is the device's memory less `AdaccConfig.memory_margin`."""
+    """Bytes per device. None means the device's memory minus `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
-    """The model's context, beyond which no sequence is looked for."""
+    """Context length of the model, the upper end of the search for the longest sequence."""
     find_largest: bool = True
-    """Whether to look for the largest batch and the longest sequence, which takes a dozen traces more."""
+    """True to search for the largest batch and the longest sequence, which takes about a dozen additional traces."""
     profile: Profile | None = None
-    """A saved profile to take in place of a trace."""
+    """Saved profile that replaces the trace."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ValueError(f"--batch-size={self.batch_size} must be at least 1: it counts the sequences per device")
+            raise ValueError(f"--batch-size={self.batch_size} must be at least 1: the number of sequences per device")
         if self.seq_len < 2:
-            raise ValueError(f"--seq-len={self.seq_len} must be at least 2: a token is predicted from those before it")
+            raise ValueError(
+                f"--seq-len={self.seq_len} must be at least 2: each token is predicted from the preceding tokens"
+            )
 
     @property
     def budget(self) -> int:
@@ -69,39 +71,41 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One method's step."""
+    """Predicted memory and time of one training step by one method."""
 
     fits: bool
     peak_bytes: int
-    """Of adacc where it does not fit: the least there is."""
+    """Peak of live bytes. If adacc does not fit, the smallest peak of any policy."""
     step_ms: float | None
-    """Time of one forward and backward; None where no policy fits."""
+    """Milliseconds of one forward and backward. None if no policy fits."""
     reserved_bytes: int | None = None
-    """What the allocator keeps for it; None where its steps are not run: of adacc's policy, and of shared models."""
+    """Bytes that the caching allocator reserves. None for adacc and for models on several devices, whose steps are not
+    simulated."""
     largest_batch: int | None = None
     longest_seq_len: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """The answer to a request."""
+class TrainingPlan:
+    """Plan for a request: memory, policy and a forecast for each method."""
 
     request: Request
     static: StaticMemory
     profile: Profile
     policy: Policy | None
-    """None where no policy fits."""
+    """None if no policy fits."""
     bound_bytes: int | None
-    """What no policy's peak is below; None where one fits."""
+    """Lower bound on the peak of every policy. None if a policy fits."""
     forecasts: dict[str, Forecast]
     phases: dict[str, int]
-    """Most bytes live in each phase of the step under the policy, or under full recomputation where none fits."""
+    """Peak of live bytes in each phase of the step, under the policy, or under full recomputation if no policy fits."""
 
 
 def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
-    """What training holds besides activations, and the profile of one step of `request` on one device.
+    """Return the static memory of training, and the profile of one step of `request` on one device.
 
-    `uniform_policy` gives the peak of plain training, or of recomputation, from it. Raises as `plan` does.
+    `uniform_policy` computes the peak of plain training, or of recomputation, from the profile. Raises the same errors
+    as `plan`.
     """
     with fake_model(request.workload) as model:
         planner = _Planner(request, model)
@@ -109,34 +113,36 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
 
 
 def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
-    """What the allocator keeps after steps of `request`, plain ones or under torch's checkpoint; None where that is not
-    known: on several devices, and on a CPU. Raises as `plan` does."""
+    """Return the bytes that the caching allocator reserves for plain steps of `request`, or for checkpointed steps.
+
+    Return None on several devices and on a CPU, where the allocator is not simulated. Raises the same errors as `plan`.
+    """
     with fake_model(request.workload) as model:
-        return _reserved(request, model, is_checkpointed)
+        return _reserved_bytes(request, model, is_checkpointed)
 
 
 def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
-    """The largest batch of each of `methods` that fits the budget of `request`, at its sequence length.
+    """Return, for each of `methods`, the largest batch that fits the budget of `request` at its sequence length.
 
-    Besides METHODS there is "quantization", under which every activation is compressed that can be. 0 is for a method
-    that no batch fits. Raises as `plan` does.
+    In addition to METHODS, "quantization" compresses every activation that has a codec. The value is 0 if no batch
+    fits. Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
         return _Planner(request, model).largest_batches(methods)
 
 
-def plan(request: Request) -> Planned:
-    """The plan for `request`.
+def plan(request: Request) -> TrainingPlan:
+    """Return the plan for `request`.
 
-    Raises ValueError for a budget below what training holds without any activation, FakeDeviceError and AdaccError for
-    what cannot be traced.
+    Raises ValueError if the budget is below the static memory of training, and FakeDeviceError or AdaccError if the
+    model cannot be traced.
     """
     with fake_model(request.workload) as model:
         return _Planner(request, model).plan()
 
 
 class _Planner:
-    """One request with its traced model."""
+    """Planner of one request, with its traced model and the profiles of the shapes searched so far."""
 
     def __init__(self, request: Request, model: FakeModel) -> None:
         self.request = request
@@ -146,20 +152,20 @@ class _Planner:
             model.model, model.blocks, request.optimizer, workload.sharding, workload.has_master_weights
         )
         self._traced: dict[tuple[int, int], Profile] = {}
-        """By batch size and sequence length."""
-        self._peak = cache(self._least_peak)
+        """Profiles by batch size and sequence length."""
+        self._peak = cache(self._smallest_peak)
 
-    def plan(self) -> Planned:
+    def plan(self) -> TrainingPlan:
         request = self.request
         _check_budget(request, self.static)
         _check_profile(request.profile, self.model)
         profile = self.profile()
-        policy, peak_bytes, bound_bytes = _solved(profile, request.budget, request.workload.adacc)
+        policy, peak_bytes, bound_bytes = _solve(profile, request.budget, request.workload.adacc)
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
             self._traced[request.batch_size, request.seq_len] = profile
-            forecasts = self._with_largest(forecasts)
-        return Planned(
+            forecasts = self._add_largest(forecasts)
+        return TrainingPlan(
             request=request,
             static=self.static,
             profile=profile,
@@ -170,68 +176,72 @@ class _Planner:
         )
 
     def profile(self) -> Profile:
-        """The profile of the step that is asked for."""
+        """Return the profile of one step at the requested batch size and sequence length."""
         request = self.request
         return self._for_training(request.profile or self.model.profile(request.batch_size, request.seq_len))
 
     def _for_training(self, profile: Profile) -> Profile:
-        """`profile` on one of the devices that train, with the optimizer's state and its step."""
-        added = self.static.resting_bytes - self._state_bytes(profile)
-        gradients = self._cut_gradients([block.name for block in profile.blocks])
+        """Return `profile` for one device of the training run: static memory, sharded gradients and optimizer step."""
+        extra_bytes = self.static.resting_bytes - self._state_bytes(profile)
+        gradients = self._finished_gradient_bytes([block.name for block in profile.blocks])
         if self.request.accumulates:
-            # All gradients are there all the time. What the traced backward makes is added to them and let go, but
-            # for that of the block at work, which is counted until the block ends: at most that much too high.
-            added += self.static.gradients_bytes
-            shifts = {name: added - nbytes for name, nbytes in gradients.items()}
+            # The accumulated gradients are live during the whole step. A traced gradient is added to them and freed at
+            # once. Only the running block's gradients are counted until the block ends: at most that much too high.
+            extra_bytes += self.static.gradients_bytes
+            shifts = {name: extra_bytes - nbytes for name, nbytes in gradients.items()}
         else:
-            # What is left of a traced gradient that was cut, perhaps in another dtype.
+            # Only a shard of each finished gradient stays live, possibly in a dtype that differs from the traced one.
             share = self.static.gradients_bytes / max(1, _trained_bytes(self.model.model))
-            shifts = {name: added - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
+            shifts = {name: extra_bytes - int((1 - share) * nbytes) for name, nbytes in gradients.items()}
         in_order = [shifts[block.name] for block in profile.blocks]
         return replace(
-            profile.with_more_live(added, in_order, shifts["tail"]),
-            static_bytes=profile.static_bytes + added,
+            profile.with_extra_live_bytes(extra_bytes, in_order, shifts["tail"]),
+            static_bytes=profile.static_bytes + extra_bytes,
             optimizer_peak_bytes=self.static.update_peak_bytes,
             available_bytes=self.request.workload.device.memory_bytes,
         )
 
-    def _cut_gradients(self, blocks: list[str]) -> dict[str, int]:
-        """Traced bytes of the gradients that were cut when each block's backward starts, and, as "tail", at its end.
+    def _finished_gradient_bytes(self, blocks: list[str]) -> dict[str, int]:
+        """Return the traced bytes of all finished gradients at the start of each block's backward.
 
-        Those of the output embedding and of norms come before the blocks', those of other embeddings after; FSDP cuts
-        what is outside the blocks only when backward is over.
+        The key "tail" is for the end of the last block's backward. Gradients of the output embedding and of norms are
+        finished before the blocks' gradients, gradients of other embeddings after them. FSDP shards the gradients of
+        parameters outside the blocks only when backward is over, so that they are left out.
         """
         model, sharding = self.model.model, self.request.workload.sharding
-        last = {block: call_name(block, number) for block, number in num_calls(blocks).items()}
-        # The gradients of a block that is called again are there after the first backward, that of its last call.
-        of_block = dict.fromkeys(blocks, 0)
-        of_block |= {call: _trained_bytes(model.get_submodule(block)) for block, call in last.items()}
-        so_far = 0
+        last_calls = {block: call_name(block, number) for block, number in calls_per_block(blocks).items()}
+        # If a block is called several times, backward starts with its last call, which allocates its gradients.
+        bytes_by_call = dict.fromkeys(blocks, 0)
+        bytes_by_call |= {call: _trained_bytes(model.get_submodule(block)) for block, call in last_calls.items()}
+        finished_bytes = 0
         if sharding.method != "fsdp":
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
             head = getattr(model.get_output_embeddings(), "weight", None)
-            late = sum(_trained_bytes(module) for module in embeddings if module.weight is not head)
-            so_far = _trained_bytes(model) - late - sum(of_block.values())
-        found = {}
+            late_bytes = sum(_trained_bytes(module) for module in embeddings if module.weight is not head)
+            finished_bytes = _trained_bytes(model) - late_bytes - sum(bytes_by_call.values())
+        bytes_at_start = {}
         for name in reversed(blocks):
-            found[name] = so_far
-            so_far += of_block[name]
-        return {**found, "tail": so_far}
+            bytes_at_start[name] = finished_bytes
+            finished_bytes += bytes_by_call[name]
+        return {**bytes_at_start, "tail": finished_bytes}
 
     def _state_bytes(self, profile: Profile) -> int:
-        """What `profile` has for parameters, buffers and, if it was measured, all else that is there before a step."""
+        """Return the static bytes that `profile` includes.
+
+        A traced profile includes parameters and buffers. A measured one includes everything allocated before a step.
+        """
         if profile is self.request.profile:
             return profile.static_bytes
         return distinct_bytes([*self.model.model.parameters(), *self.model.model.buffers()])
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
-        without_ms = plain_ms(profile)
+        plain_step_ms = plain_ms(profile)
         plain, full = uniform_policy(profile, "retain"), simulate_checkpointed(profile)
-        adacc_ms = None if policy is None else without_ms + policy.predicted_overhead_ms
-        reserved = [_reserved(self.request, self.model, is_checkpointed) for is_checkpointed in (False, True)]
+        adacc_ms = None if policy is None else plain_step_ms + policy.predicted_overhead_ms
+        reserved = [_reserved_bytes(self.request, self.model, is_checkpointed) for is_checkpointed in (False, True)]
         return {
-            "plain": self._forecast(plain.predicted_peak_bytes, without_ms, reserved[0]),
-            "full recomputation": self._forecast(full.peak_bytes, without_ms + full.overhead_ms, reserved[1]),
+            "plain": self._forecast(plain.predicted_peak_bytes, plain_step_ms, reserved[0]),
+            "full recomputation": self._forecast(full.peak_bytes, plain_step_ms + full.overhead_ms, reserved[1]),
             "adacc": self._forecast(peak_bytes, adacc_ms, None),
         }
 
@@ -239,70 +249,78 @@ class _Planner:
         fits = peak_bytes <= self.request.budget
         return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms, reserved_bytes=reserved)
 
-    def _with_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
-        """The forecasts with the largest batch and the longest sequence, looked for from the method's before on."""
-        found = {}
+    def _add_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
+        """Return the forecasts with the largest batch and the longest sequence.
+
+        The search for each method starts at the result of the previous method.
+        """
+        extended = {}
         largest_batch, seq_len = self.request.batch_size, self.request.seq_len
         for method, forecast in forecasts.items():
             largest_batch = self._largest_batch(method, max(1, largest_batch))
             seq_len = self._longest_seq_len(method, max(1, seq_len))
-            found[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
-        return found
+            extended[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
+        return extended
 
     def largest_batches(self, methods: Sequence[str]) -> dict[str, int]:
-        """The largest batch of each method, looked for from the one before on."""
+        """Return the largest batch of each method. Each search starts at the largest previous result."""
         request = self.request
         _check_budget(request, self.static)
         self._traced[request.batch_size, request.seq_len] = self.profile()
-        found: dict[str, int] = {}
+        batch_sizes: dict[str, int] = {}
         for method in methods:
-            found[method] = self._largest_batch(method, max(1, *found.values(), request.batch_size))
-        return found
+            batch_sizes[method] = self._largest_batch(method, max(1, *batch_sizes.values(), request.batch_size))
+        return batch_sizes
 
     def _largest_batch(self, method: str, start: int) -> int:
         seq_len = self.request.seq_len
-        hints = {batch: excess for (batch, length), excess in self._known(method).items() if length in (0, seq_len)}
-        return largest(lambda n: self._excess(method, n, seq_len), start, LARGEST_SEARCHED, hints)
+        hints = {
+            batch: excess for (batch, length), excess in self._traced_excess(method).items() if length in (0, seq_len)
+        }
+        return largest_fitting(lambda n: self._excess(method, n, seq_len), start, SEARCH_LIMIT, hints)
 
     def _longest_seq_len(self, method: str, start: int) -> int:
         request = self.request
-        longest = request.longest_seq_len or LARGEST_SEARCHED
+        longest = request.longest_seq_len or SEARCH_LIMIT
         hints = {
             length // LENGTH_STEP: excess
-            for (batch, length), excess in self._known(method).items()
+            for (batch, length), excess in self._traced_excess(method).items()
             if batch in (0, request.batch_size) and length % LENGTH_STEP == 0
         }
 
         def excess(steps: int) -> int:
             return self._excess(method, request.batch_size, min(LENGTH_STEP * steps, longest))
 
-        found = largest(excess, start // LENGTH_STEP, -(-longest // LENGTH_STEP), hints)
-        is_asked_for = self._excess(method, request.batch_size, request.seq_len) <= 0
-        return max(min(LENGTH_STEP * found, longest), request.seq_len if is_asked_for else 0)
+        num_steps = largest_fitting(excess, start // LENGTH_STEP, -(-longest // LENGTH_STEP), hints)
+        requested_fits = self._excess(method, request.batch_size, request.seq_len) <= 0
+        return max(min(LENGTH_STEP * num_steps, longest), request.seq_len if requested_fits else 0)
 
-    def _known(self, method: str) -> dict[tuple[int, int], int]:
-        """The excess of shapes that were traced, where it takes no solve; without any tokens, roughly."""
+    def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
+        """Return the excess over the budget of every shape traced so far, as hints for the search.
+
+        For adacc each excess would cost a solve, so that only the estimate for 0 tokens is returned.
+        """
         shapes = [] if method == "adacc" else list(self._traced)
-        rough = {(0, 0): self.static.resting_bytes - self.request.budget}
-        return rough | {shape: self._excess(method, *shape) for shape in shapes}
+        estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
+        return estimate | {shape: self._excess(method, *shape) for shape in shapes}
 
     def _excess(self, method: str, batch_size: int, seq_len: int) -> int:
         return self._peak(method, batch_size, seq_len) - self.request.budget
 
-    def _least_peak(self, method: str, batch_size: int, seq_len: int) -> int:
-        """The least peak of a method at another shape."""
+    def _smallest_peak(self, method: str, batch_size: int, seq_len: int) -> int:
+        """Return the smallest peak in bytes that a method can reach at another shape."""
         shape = (batch_size, seq_len)
         if shape not in self._traced:
             self._traced[shape] = self._for_training(self.model.estimate(*shape))
         profile = self._traced[shape]
         if method == "adacc":
-            return _least_peak(profile, self.request.workload.adacc)
+            return _smallest_peak(profile, self.request.workload.adacc)
         if method in _UNIFORM:
             return uniform_policy(profile, _UNIFORM[method]).predicted_peak_bytes
         return simulate_checkpointed(profile).peak_bytes
 
 
-def _reserved(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
+def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
     if request.workload.sharding.method != "none" or request.workload.trace == "cpu" or request.profile is not None:
         return None
     return reserved_bytes(
@@ -311,29 +329,30 @@ def _reserved(request: Request, model: FakeModel, is_checkpointed: bool) -> int 
 
 
 def _check_budget(request: Request, static: StaticMemory) -> None:
-    needed = max(static.resting_bytes, static.update_peak_bytes)
-    if request.budget_bytes is not None and request.budget_bytes < needed:
+    required_bytes = max(static.resting_bytes, static.update_peak_bytes)
+    if request.budget_bytes is not None and request.budget_bytes < required_bytes:
         raise ValueError(
-            f"--budget={format_bytes(request.budget_bytes)} is below the {format_bytes(needed)} that training holds "
-            f"without any activation (parameters {format_bytes(static.parameters_bytes)}, gradients "
-            f"{format_bytes(static.gradients_bytes)}, optimizer {format_bytes(static.optimizer_bytes)}): raise it, "
-            f"divide it with --fsdp N or --zero 3 N, choose a smaller --optimizer, --dtype or --model, or --peft lora"
+            f"--budget={format_bytes(request.budget_bytes)} is below the {format_bytes(required_bytes)} that training "
+            f"takes without any activation (parameters {format_bytes(static.parameters_bytes)}, gradients "
+            f"{format_bytes(static.gradients_bytes)}, optimizer {format_bytes(static.optimizer_bytes)}): raise the "
+            f"budget, shard the model with --fsdp N or --zero 3 N, choose a smaller --optimizer, --dtype or --model, "
+            f"or use --peft lora"
         )
 
 
 def _check_profile(profile: Profile | None, model: FakeModel) -> None:
     if profile is None:
         return
-    given, expected = {block.name for block in profile.blocks}, set(model.block_names)
-    if given != expected:
+    profiled_blocks, model_blocks = {block.name for block in profile.blocks}, set(model.block_names)
+    if profiled_blocks != model_blocks:
         raise ValueError(
-            f"--profile is of {profile.model_class} with {len(given)} blocks, --model has {len(expected)} under other "
-            f"names: give a profile of this very model"
+            f"--profile is of {profile.model_class} with {len(profiled_blocks)} blocks, --model has "
+            f"{len(model_blocks)} blocks with other names: pass a profile of the same model"
         )
 
 
-def _solved(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
-    """The policy within `budget` and its peak, or None, the least budget that would do, and what none can be below."""
+def _solve(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
+    """Return (policy, its peak, None) for `budget`, or (None, smallest feasible budget, lower bound of all peaks)."""
     try:
         policy = solve_policy(profile, budget, config)
     except InfeasibleBudgetError as error:
@@ -341,20 +360,20 @@ def _solved(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy 
     return policy, policy.predicted_peak_bytes, None
 
 
-def _least_peak(profile: Profile, config: AdaccConfig) -> int:
-    """The least peak of any policy."""
-    policy, least, _ = _solved(profile, 1, config)
-    assert policy is None, "nothing fits a byte"
-    return least
+def _smallest_peak(profile: Profile, config: AdaccConfig) -> int:
+    """Return the smallest peak in bytes of any policy."""
+    policy, peak_bytes, _ = _solve(profile, 1, config)
+    assert policy is None, "no policy fits a budget of one byte"
+    return peak_bytes
 
 
 def plain_ms(profile: Profile) -> float:
-    """Time of a plain step: the profiled one, less what was recomputed in it."""
+    """Return the milliseconds of a plain step: the profiled step minus the recomputation that it contained."""
     return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 
 
 def _phases(outcome: Outcome) -> dict[str, int]:
-    """Most bytes live in each phase of the step."""
+    """Return the peak of live bytes in each phase of the step."""
     phases: dict[str, int] = {}
     for label, live in outcome.timeline:
         name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
@@ -366,45 +385,49 @@ def _trained_bytes(module: nn.Module) -> int:
     return distinct_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
-# The largest whole number at which something still fits, in as few looks as a smooth cost allows.
+# Search for the largest integer that fits, with few evaluations if the excess is close to a low-degree polynomial.
 
-NEAREST = 3
-"""Points that the next look is guessed from: in a sequence's length, memory is a polynomial of degree 2 at most."""
-STALLS = 3
-"""Guesses in a row that may leave more than half of what is open; after those the middle is looked at."""
+NUM_INTERPOLATED = 3
+"""Points that the next guess is interpolated from: memory is at most quadratic in the sequence length."""
+MAX_STALLS = 3
+"""Consecutive guesses that may leave more than half of the interval. After these, the search bisects once."""
 
-FARTHEST = 32
-"""How many times the largest known to fit the next look may be, lest a rough guess goes far off."""
+MAX_GROWTH = 32
+"""Upper limit of the next guess as a multiple of the largest n that fits so far, because extrapolation is rough."""
 
 
-def largest(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
-    """The largest n from 1 to `limit` with excess(n) <= 0; 0 if there is none.
+def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
+    """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if there is none.
 
-    `excess` must not fall. Both the answer and, but for `limit`, the number after it are looked at. Where those may be
-    is guessed from the nearest points: those looked at, `start` the first, and `hints`; the one at 0 may be rough.
+    `excess` must not decrease. It is evaluated at the result and, unless that is `limit`, at the next integer. The
+    first evaluation is at `start`, each next one where the polynomial through the nearest points is 0. `hints` are
+    values of `excess` that are known already; the value at 0 may be an estimate.
     """
     points = dict(hints)
     low, high, stalls = 0, limit + 1, 0
     guess = min(max(start, 1), limit)
     while low + 1 < high:
-        open_before = high - low
+        previous_width = high - low
         points[guess] = excess(guess)
         if points[guess] <= 0:
             low = guess
         else:
             high = guess
-        stalls = stalls + 1 if 2 * (high - low) > open_before else 0
+        stalls = stalls + 1 if 2 * (high - low) > previous_width else 0
         middle = (low + high) // 2
-        end = min(high, FARTHEST * low) if low else high
-        guess = middle if stalls > STALLS else _last_below(_through(points, low, high), low, end)
+        end = min(high, MAX_GROWTH * low) if low else high
+        guess = middle if stalls > MAX_STALLS else _last_nonpositive(_interpolate(points, low, high), low, end)
     return low
 
 
-def _through(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """The polynomial through both sides of the answer and the points nearest to it (Newton's divided differences)."""
+def _interpolate(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
+    """Return the polynomial through the points at `low` and `high` and the points nearest to 0 (divided differences).
+
+    The method is Newton's; at most NUM_INTERPOLATED points are used.
+    """
     exact = [n for n in points if n > 0]
     nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))
-    nodes = nodes[:NEAREST]
+    nodes = nodes[:NUM_INTERPOLATED]
     terms = [float(points[n]) for n in nodes]
     for order in range(1, len(nodes)):
         for i in range(len(nodes) - 1, order - 1, -1):
@@ -419,8 +442,11 @@ def _through(points: Mapping[int, int], low: int, high: int) -> Callable[[int], 
     return value
 
 
-def _last_below(value: Callable[[int], float], low: int, high: int) -> int:
-    """The last n strictly between `low` and `high` with value(n) <= 0 if `value` does not fall; else one of them."""
+def _last_nonpositive(value: Callable[[int], float], low: int, high: int) -> int:
+    """Return the last n strictly between `low` and `high` with value(n) <= 0.
+
+    If `value` decreases somewhere, the result is some n strictly between them.
+    """
     below, above = low, high
     while below + 1 < above:
         middle = (below + above) // 2

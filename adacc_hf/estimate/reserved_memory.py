@@ -1,8 +1,8 @@
-"""What the allocator of a GPU keeps after some steps, by letting it serve the steps of a model without memory.
+"""Simulation of torch's caching allocator: predict the reserved GPU memory of training on a fake model.
 
-Live bytes are what a step needs; the driver, and with it `nvidia-smi`, sees what the allocator has taken for them. The
-order of what comes and goes decides how far the two lie apart: whole steps are run on tensors without memory, with the
-gradients and the optimizer's state in the places that they find.
+The driver and `nvidia-smi` see the segments that the allocator reserved, which are more than the live bytes. The
+difference depends on the order of allocations and frees. Therefore whole steps run on fake tensors, including gradients
+and the optimizer's state, and a simulated allocator serves every storage.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from adacc_hf.estimate.static_memory import state_bytes, update_bytes
 from adacc_hf.torch_glue.memory import forward_loss
 
 STEPS = 2
-"""The first makes the optimizer's state in the place of activations, the second has to find other places for these. A
-third took nothing more in any of the published runs."""
+"""Simulated steps. In the first step the optimizer's state is allocated where activations were; in the second step the
+activations need other places. A third step reserved nothing more in any of the published runs."""
 
 
 def reserved_bytes(
     model: FakeModel, batch_size: int, seq_len: int, optimizer: str, keeps_gradients: bool, is_checkpointed: bool
 ) -> int:
-    """What the caching allocator keeps of a GPU after steps of plain training, or of torch's checkpoint on each block.
+    """Return the GPU bytes that the caching allocator reserves in steps of plain training.
 
-    With `keeps_gradients` those of one step are there in the next. The model must be whole on one device: of sharding
-    nothing is known here. Call within the model's `fake_model`.
+    With `is_checkpointed`, torch's checkpoint is around each block. With `keeps_gradients`, gradients stay allocated
+    between the steps. Sharding is not supported: the model must be on one device. Call this within the context of the
+    model's `fake_model`.
     """
-    whole = model.model
-    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    module = model.model
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     meter = _AllocatorMeter(model.workload.device.memory_bytes)
-    for tensor in (*whole.parameters(), *whole.buffers()):
+    for tensor in (*module.parameters(), *module.buffers()):
         meter.add(tensor.untyped_storage())
-    state: list[torch.Tensor] = []
+    state: list[torch.Tensor] = []  # keeps the optimizer's state alive
     with ExitStack() as stack:
         if is_checkpointed:
             stack.enter_context(_checkpointed(model))
@@ -47,31 +48,31 @@ def reserved_bytes(
         for _ in range(STEPS):
             batch = model.batch(batch_size, seq_len)
             with fake_autocast(model.workload.trace, model.autocast):
-                loss = forward_loss(whole, batch)
+                loss = forward_loss(module, batch)
             FakeBackward().run(loss)
             del loss, batch
             if not state:
-                state = [part for p in trained for part in _of_bytes(state_bytes(optimizer, p), p)]
-            _pass_by(optimizer, trained)
+                state = [part for p in trained for part in _allocate(state_bytes(optimizer, p), p)]
+            _allocate_update_temporaries(optimizer, trained)
             if not keeps_gradients:
-                whole.zero_grad(set_to_none=True)
+                module.zero_grad(set_to_none=True)
         reserved = meter.allocator.most_reserved_bytes
-    whole.zero_grad(set_to_none=True)
+    module.zero_grad(set_to_none=True)
     return reserved
 
 
-def _pass_by(optimizer: str, trained: Sequence[torch.Tensor]) -> None:
-    """Make the temporaries of the optimizer's step, and let them go."""
-    left, made = update_bytes(optimizer, trained), []
+def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]) -> None:
+    """Allocate the temporaries of the optimizer's step. They are freed when this function returns."""
+    remaining_bytes, temporaries = update_bytes(optimizer, trained), []
     for parameter in trained:
-        taken = min(left, _nbytes(parameter))
-        left -= taken
-        made += _of_bytes(taken, parameter)
+        nbytes = min(remaining_bytes, _nbytes(parameter))
+        remaining_bytes -= nbytes
+        temporaries += _allocate(nbytes, parameter)
 
 
-def _of_bytes(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of `nbytes` together, each as large as `parameter` but for the last."""
-    sizes = [min(_nbytes(parameter), nbytes - done) for done in range(0, nbytes, _nbytes(parameter))]
+def _allocate(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return new tensors of `nbytes` in total. Each has the size of `parameter`, the last may be smaller."""
+    sizes = [min(_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _nbytes(parameter))]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
@@ -80,25 +81,25 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 class _AllocatorMeter(FakeMemoryMeter):
-    """Has an allocator serve the storages that operators make."""
+    """Meter that passes every allocation and every free to a simulated allocator."""
 
     def __init__(self, memory_bytes: int) -> None:
         super().__init__()
         self.allocator = CachingAllocator(memory_bytes)
 
-    def _born(self, key: int, nbytes: int) -> None:
+    def _on_allocate(self, key: int, nbytes: int) -> None:
         self.allocator.allocate(key, nbytes)
 
-    def _died(self, key: int) -> None:
+    def _on_free(self, key: int) -> None:
         self.allocator.free(key)
 
 
-# Torch's checkpoint, which asks its engine for the backward that runs: there is none here.
+# Replacement for torch's checkpoint, which needs torch's autograd engine. Fake tensors use `FakeBackward` instead.
 
 
 @contextmanager
 def _checkpointed(model: FakeModel) -> Iterator[None]:
-    """While open, each block keeps its inputs alone, and runs again when its backward asks for something."""
+    """Checkpoint each block while the context is open: keep its inputs only, and recompute it in its backward."""
     for block in model.blocks:
         block.forward = _Checkpoint(model, block.forward)
     try:
@@ -108,76 +109,78 @@ def _checkpointed(model: FakeModel) -> Iterator[None]:
             del block.forward
 
 
-class _AllMadeError(Exception):
-    """All that backward will ask for has been made again."""
+class _RecomputedError(Exception):
+    """Signal that ends a recomputation early: all tensors that backward needs are recomputed."""
 
 
 class _Checkpoint:
-    """A block's forward that is run once more in its backward, up to the last tensor that autograd saves."""
+    """Checkpointed forward of a block. Backward runs it again, up to the last tensor that autograd saves."""
 
     def __init__(self, model: FakeModel, forward: Callable[..., Any]) -> None:
         self._model = model
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made: list[torch.Tensor | None] = []
-        count = 0
+        recomputed: list[torch.Tensor | None] = []
+        num_saved = 0
 
-        def number(_: torch.Tensor) -> int:
-            nonlocal count
-            count += 1
-            return count - 1
+        def pack_as_index(_: torch.Tensor) -> int:
+            nonlocal num_saved
+            num_saved += 1
+            return num_saved - 1
 
-        def made_again(index: int) -> torch.Tensor:
-            if not made or made[index] is None:
-                made[:] = self._run_again(count, args, kwargs)
-            tensor, made[index] = made[index], None  # let go of as soon as the node has it
+        def recompute(index: int) -> torch.Tensor:
+            if not recomputed or recomputed[index] is None:
+                recomputed[:] = self._recompute(num_saved, args, kwargs)
+            tensor, recomputed[index] = recomputed[index], None  # free it as soon as the node has used it
             assert tensor is not None
             return tensor
 
-        with saved_tensors_hooks(number, made_again):
+        with saved_tensors_hooks(pack_as_index, recompute):
             return self._forward(*args, **kwargs)
 
-    def _run_again(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def _recompute(self, num_saved: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Run the forward again, and return the first `num_saved` tensors that autograd saves in it."""
         saved: list[torch.Tensor] = []
 
-        def keep(tensor: torch.Tensor) -> None:
+        def collect(tensor: torch.Tensor) -> None:
             saved.append(tensor.detach())
-            if len(saved) == count:
-                raise _AllMadeError
+            if len(saved) == num_saved:
+                raise _RecomputedError
 
-        def asked(_: None) -> torch.Tensor:
-            raise AssertionError("nothing runs backward through what is made again")
+        def unpack(_: None) -> torch.Tensor:
+            raise AssertionError("no backward may run through a recomputation")
 
-        workload = self._model.workload
-        with torch.enable_grad(), saved_tensors_hooks(keep, asked), fake_autocast(workload.trace, self._model.autocast):
+        autocast = fake_autocast(self._model.workload.trace, self._model.autocast)
+        with torch.enable_grad(), saved_tensors_hooks(collect, unpack), autocast:
             try:
                 self._forward(*args, **kwargs)
-            except _AllMadeError as stop:
-                stop.__traceback__ = None  # its frames hold what the forward made
+            except _RecomputedError as stop:
+                stop.__traceback__ = None  # its frames keep the forward's tensors alive
         return saved
 
 
-# Torch's caching allocator: its sizes, its pools and its choice. The rules are those of `torch.cuda` without expandable
-# segments and with unlimited splits, its default (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize and the constants
-# beside it, get_free_block, should_split, release_cached_blocks). It asks the driver for a segment whenever no free
-# block is large enough, and cannot join blocks of two segments: so it keeps more than is live. It gives segments back
-# only when the driver has no more.
+# Simulation of torch's caching allocator: its block sizes, its pools and its choice of blocks. The rules are the
+# defaults of `torch.cuda`, without expandable segments and with unlimited splits (c10/cuda/CUDACachingAllocator.cpp:
+# kMinBlockSize and the neighbouring constants, get_free_block, should_split, release_cached_blocks). The allocator
+# requests a segment from the driver if no free block is large enough, and cannot merge blocks of two segments: so it
+# reserves more than the live bytes. It returns segments only when the driver is out of memory.
 
-_UNIT = 512
-"""Bytes that every block is a multiple of."""
-_SMALL = 2**20
-"""Blocks of no more come from segments of `_SMALL_SEGMENT`, in a pool of their own."""
+_BLOCK_UNIT = 512
+"""Block sizes are multiples of this, in bytes."""
+_MAX_SMALL_BLOCK = 2**20
+"""Blocks up to this size come from segments of `_SMALL_SEGMENT`, in a separate pool."""
 _SMALL_SEGMENT = 2 * 2**20
-_MEDIUM = 10 * 2**20
-"""Larger blocks below this come from segments of `_MEDIUM_SEGMENT`; from here on each may have a segment of its own."""
+_MIN_LARGE_BLOCK = 10 * 2**20
+"""Blocks between the two sizes come from segments of `_MEDIUM_SEGMENT`. A block of this size or more, for which no free
+block is large enough, gets a segment of its size."""
 _MEDIUM_SEGMENT = 20 * 2**20
 _SEGMENT_UNIT = 2 * 2**20
-"""Bytes that a segment of its own is a multiple of."""
+"""Sizes of segments for large blocks are multiples of this, in bytes."""
 
 
 class _Block:
-    """A stretch of a segment, with its neighbours in it."""
+    """Contiguous part of a segment, linked with the adjacent blocks of the segment."""
 
     __slots__ = ("is_small", "next", "number", "previous", "size")
 
@@ -190,59 +193,60 @@ class _Block:
 
 
 class CachingAllocator:
-    """Counts what is reserved on a device of `memory_bytes`. What goes beyond is taken all the same."""
+    """Simulated caching allocator on a device of `memory_bytes`. Allocations beyond the device's memory succeed too."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
         self.most_reserved_bytes = 0
-        """The most that the driver ever saw of it."""
+        """Peak of the reserved bytes."""
         self._reserved_bytes = 0
-        self._used: dict[Hashable, _Block] = {}
+        self._allocated: dict[Hashable, _Block] = {}
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        """Free blocks of each pool by size, then by age."""
-        self._in_pool: set[int] = set()
+        """Free blocks of the small pool (True) and the large pool (False), sorted by size, then by age."""
+        self._free_numbers: set[int] = set()
+        """Numbers of the free blocks."""
         self._num_blocks = 0
 
     def allocate(self, key: Hashable, nbytes: int) -> None:
-        """Take a block of `nbytes` that `free(key)` gives back. Raises ValueError for a key that has one."""
-        if key in self._used:
-            raise ValueError(f"key {key!r} has a block already: free it first")
+        """Allocate a block of `nbytes`; `free(key)` frees it. Raises ValueError if `key` has a block already."""
+        if key in self._allocated:
+            raise ValueError(f"key {key!r} has a block already: free the block before another allocation")
         if nbytes == 0:
             return
-        size = -(-nbytes // _UNIT) * _UNIT
-        is_small = size <= _SMALL
-        block = self._smallest(size, is_small) or self._new_segment(size, is_small)
-        rest = block.size - size
-        if rest >= _UNIT if is_small else rest > _SMALL:
+        size = -(-nbytes // _BLOCK_UNIT) * _BLOCK_UNIT
+        is_small = size <= _MAX_SMALL_BLOCK
+        block = self._take_best_fit(size, is_small) or self._new_segment(size, is_small)
+        excess = block.size - size
+        if excess >= _BLOCK_UNIT if is_small else excess > _MAX_SMALL_BLOCK:
             self._split(block, size)
-        self._used[key] = block
+        self._allocated[key] = block
 
     def free(self, key: Hashable) -> None:
-        """Give the block of `key` back, joined with free neighbours. A key without any, of 0 bytes, is let pass."""
-        block = self._used.pop(key, None)
+        """Free the block of `key`, and merge it with free neighbours. A key without a block, of 0 bytes, is ignored."""
+        block = self._allocated.pop(key, None)
         if block is None:
             return
         for neighbour in (block.previous, block.next):
-            if neighbour is not None and neighbour.number in self._in_pool:
-                self._leave_pool(neighbour)
+            if neighbour is not None and neighbour.number in self._free_numbers:
+                self._remove_from_pool(neighbour)
                 first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
-                block = _joined(first, second)
-        self._enter_pool(block)
+                block = _merge(first, second)
+        self._add_to_pool(block)
 
-    def _smallest(self, size: int, is_small: bool) -> _Block | None:
-        """The smallest free block of at least `size`, taken out of its pool."""
+    def _take_best_fit(self, size: int, is_small: bool) -> _Block | None:
+        """Remove the smallest free block of at least `size` bytes from its pool and return it; None without one."""
         pool = self._free[is_small]
         position = bisect_left(pool, (size,))
         if position == len(pool):
             return None
         block = pool[position][2]
-        self._leave_pool(block)
+        self._remove_from_pool(block)
         return block
 
     def _new_segment(self, size: int, is_small: bool) -> _Block:
         if is_small:
             segment = _SMALL_SEGMENT
-        elif size < _MEDIUM:
+        elif size < _MIN_LARGE_BLOCK:
             segment = _MEDIUM_SEGMENT
         else:
             segment = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
@@ -253,11 +257,11 @@ class CachingAllocator:
         return self._new_block(segment, is_small)
 
     def _release_segments(self) -> None:
-        """Give back every segment that is one free block."""
+        """Return every segment to the driver that consists of one free block."""
         for pool in self._free.values():
             for _, _, block in list(pool):
                 if block.previous is None and block.next is None:
-                    self._leave_pool(block)
+                    self._remove_from_pool(block)
                     self._reserved_bytes -= block.size
 
     def _new_block(self, size: int, is_small: bool) -> _Block:
@@ -270,20 +274,20 @@ class CachingAllocator:
         if block.next is not None:
             block.next.previous = rest
         block.next, block.size = rest, size
-        self._enter_pool(rest)
+        self._add_to_pool(rest)
 
-    def _enter_pool(self, block: _Block) -> None:
-        self._in_pool.add(block.number)
+    def _add_to_pool(self, block: _Block) -> None:
+        self._free_numbers.add(block.number)
         insort(self._free[block.is_small], (block.size, block.number, block))
 
-    def _leave_pool(self, block: _Block) -> None:
-        self._in_pool.remove(block.number)
+    def _remove_from_pool(self, block: _Block) -> None:
+        self._free_numbers.remove(block.number)
         pool = self._free[block.is_small]
         del pool[bisect_left(pool, (block.size, block.number))]
 
 
-def _joined(first: _Block, second: _Block) -> _Block:
-    """`first` with the block after it."""
+def _merge(first: _Block, second: _Block) -> _Block:
+    """Merge `second` into `first`, the block before it, and return `first`."""
     first.size += second.size
     first.next = second.next
     if second.next is not None:

@@ -1,11 +1,11 @@
-"""What training holds besides activations, on each of N devices: parameters, gradients, optimizer state, buffers.
+"""Static memory of training on each of N devices: parameters, gradients, optimizer state and buffers.
 
-How precisions are taken, as Trainer and accelerate do it:
+Dtypes by precision, the same as with the Trainer and Accelerate:
 
-- fp32, bf16: parameters, gradients and optimizer state are all of that dtype.
-- bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast; there are no separate master weights.
-- bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision: 16-bit parameters and gradients, and float32
-  master weights that are part of the optimizer's state.
+- fp32, bf16: parameters, gradients and optimizer state all have that dtype.
+- bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. There are no separate master weights.
+- bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision. Parameters and gradients have 16 bits, and the
+  optimizer's state includes float32 master weights.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from adacc_hf.torch_glue.memory import distinct_bytes
 
 FLOAT32_BYTES = 4
 _INT8_MIN_ELEMENTS = 4096
-"""bitsandbytes keeps the state of smaller parameters in float32."""
+"""Minimum size of a parameter for 8-bit state: bitsandbytes keeps the state of smaller parameters in float32."""
 _INT8_BLOCK = 256
 """Elements of 8-bit state that share one float32 scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How many devices train, and what each holds a part of only."""
+    """Parallel training method, and the number of devices."""
 
     method: str = "none"
     """none, ddp, fsdp, zero1, zero2 or zero3."""
@@ -36,17 +36,18 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.method != "none" and self.num_devices < 2:
             raise ValueError(
-                f"--{self.method} with {self.num_devices} devices shares nothing: give at least 2, or leave it out"
+                f"--{self.method} needs at least 2 devices, not {self.num_devices}: pass more devices, or leave out "
+                f"--{self.method}"
             )
 
-    def parts(self, what: str) -> int:
-        """How many parts "parameters", "gradients" or "optimizer" are cut into."""
-        cut = {
+    def num_shards(self, state: str) -> int:
+        """Return the number of shards of `state`, which is "parameters", "gradients" or "optimizer"."""
+        sharding_methods = {
             "optimizer": ("fsdp", "zero1", "zero2", "zero3"),
             "gradients": ("fsdp", "zero2", "zero3"),
             "parameters": ("fsdp", "zero3"),
         }
-        return self.num_devices if self.method in cut[what] else 1
+        return self.num_devices if self.method in sharding_methods[state] else 1
 
     @property
     def is_deepspeed(self) -> bool:
@@ -54,8 +55,11 @@ class Sharding:
 
     @property
     def casts_weights(self) -> bool:
-        """Whether mixed precision computes with 16-bit weights made from float32 ones: Accelerate's FSDP gathers in 16
-        bits, DeepSpeed keeps both. Else autocast casts weights as they are used."""
+        """True if mixed precision computes with 16-bit copies of float32 weights.
+
+        Accelerate's FSDP gathers 16-bit copies, DeepSpeed keeps both. With other methods, autocast casts weights at
+        each use.
+        """
         return self.is_deepspeed or self.method == "fsdp"
 
 
@@ -65,20 +69,20 @@ class StaticMemory:
 
     parameters_bytes: int
     gradients_bytes: int
-    """All gradients, as they are when backward ends."""
+    """All gradients, at the end of backward."""
     optimizer_bytes: int
-    """State, and the float32 weights that DeepSpeed keeps beside 16-bit ones."""
+    """Optimizer state, including DeepSpeed's float32 master weights."""
     buffers_bytes: int
     unsharded_bytes: int
-    """Parameters that are whole while they are used: those outside the blocks, one block at work and one fetched."""
+    """Gathered parameters: the parameters outside the blocks, the running block and one prefetched block."""
     buckets_bytes: int
-    """DDP's buckets, a second copy of the gradients."""
+    """DDP's gradient buckets, a second copy of the gradients."""
     update_bytes: int
     """Temporaries of the optimizer's step."""
 
     @property
     def resting_bytes(self) -> int:
-        """What is there all the time."""
+        """Bytes that stay allocated during the whole step."""
         return (
             self.parameters_bytes
             + self.optimizer_bytes
@@ -89,7 +93,7 @@ class StaticMemory:
 
     @property
     def update_peak_bytes(self) -> int:
-        """Live bytes in the optimizer's step."""
+        """Peak of live bytes in the optimizer's step."""
         return self.resting_bytes - self.unsharded_bytes + self.gradients_bytes + self.update_bytes
 
 
@@ -110,7 +114,7 @@ def _int8_bytes(tensor: torch.Tensor) -> int:
 
 
 def _factored_bytes(tensor: torch.Tensor) -> int:
-    """One mean per row and one per column in place of one per element."""
+    """Return the bytes of Adafactor's second moments: one mean per row and one per column."""
     if tensor.dim() < 2:
         return FLOAT32_BYTES * tensor.numel()
     rows, columns = tensor.shape[:-1].numel(), (*tensor.shape[:-2], tensor.shape[-1])
@@ -133,27 +137,34 @@ _OPTIMIZERS = {
     "sgd": _Optimizer(lambda p: 0, _no_bytes),
     "sgd_momentum": _Optimizer(_nbytes, _no_bytes),
 }
-"""State per parameter, and temporaries of one step. adamw is torch's fused one, Trainer's default, which makes none;
-adamw_foreach takes the root of every second moment at once, as compact does of the cores that it trains in the
-place of weights, and which have memory in its step alone; adafactor squares and scales one gradient at a time."""
+"""Bytes of state per parameter, and bytes of temporaries of one step, for each optimizer.
+
+- adamw is torch's fused AdamW, the Trainer's default, which needs no temporaries.
+- adamw_foreach allocates the square roots of all second moments at once.
+- compact trains cores in place of weights. In its step, it allocates the cores and the roots of their second moments.
+- adafactor squares and scales one gradient at a time.
+"""
 
 OPTIMIZERS = tuple(_OPTIMIZERS)
 
 
 def check_optimizer(name: str) -> None:
-    """Raise ValueError for an optimizer that is not known."""
+    """Raise ValueError if `name` is not in OPTIMIZERS."""
     if name not in _OPTIMIZERS:
         raise ValueError(f"--optimizer={name} is not known: choose from {', '.join(OPTIMIZERS)}")
 
 
 def state_bytes(name: str, parameter: torch.Tensor) -> int:
-    """What the optimizer called `name` keeps for `parameter`. Raises ValueError for one that is not known."""
+    """Return the bytes of the state of optimizer `name` for `parameter`. Raises ValueError for an unknown name."""
     check_optimizer(name)
     return _OPTIMIZERS[name].state_bytes(parameter)
 
 
 def update_bytes(name: str, parameters: Sequence[torch.Tensor]) -> int:
-    """Temporaries of one step of that optimizer on `parameters`. Raises as `state_bytes`."""
+    """Return the bytes of temporaries in one step of optimizer `name` on `parameters`.
+
+    Raises ValueError for an unknown name.
+    """
     check_optimizer(name)
     return _OPTIMIZERS[name].update_bytes(parameters)
 
@@ -161,43 +172,45 @@ def update_bytes(name: str, parameters: Sequence[torch.Tensor]) -> int:
 def static_memory(
     model: nn.Module, blocks: Sequence[nn.Module], optimizer: str, sharding: Sharding, master_weights: bool
 ) -> StaticMemory:
-    """What training `model` holds on each device.
+    """Return the static memory of training `model` on each device.
 
-    With `master_weights` the parameters of `model` are 16-bit copies of float32 ones: DeepSpeed keeps both, FSDP makes
-    the copies of what is in use, and has float32 gradients too. The model may be on meta, or fake. Raises ValueError
-    for an optimizer that is not known.
+    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps both. FSDP
+    keeps float32 weights and gradients, and gathers 16-bit copies of the layers in use. The model may be on meta, or
+    fake. Raises ValueError if `optimizer` is unknown.
     """
     check_optimizer(optimizer)
     rule = _OPTIMIZERS[optimizer]
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    # A core of CompAct's is one number between steps, which all of its elements are.
-    held = [parameter for parameter in parameters if parameter.untyped_storage().nbytes() >= _nbytes(parameter)]
+    # CompAct's cores are left out: between steps a core is a single number, expanded to the core's shape.
+    allocated = [parameter for parameter in parameters if parameter.untyped_storage().nbytes() >= _nbytes(parameter)]
     updated = _float32(trained) if master_weights else trained
     state = sum(map(rule.state_bytes, updated))
     masters = sum(map(_nbytes, updated)) if master_weights and sharding.is_deepspeed else 0
     is_float32 = master_weights and not sharding.is_deepspeed
+    weights = sum(map(_nbytes, _float32(allocated) if is_float32 else allocated))
     gradients = sum(map(_nbytes, updated if is_float32 else trained))
     return StaticMemory(
-        parameters_bytes=_part(sum(map(_nbytes, _float32(held) if is_float32 else held)), sharding.parts("parameters")),
-        gradients_bytes=_part(gradients, sharding.parts("gradients")),
-        optimizer_bytes=_part(state + masters, sharding.parts("optimizer")),
+        parameters_bytes=_shard_bytes(weights, sharding.num_shards("parameters")),
+        gradients_bytes=_shard_bytes(gradients, sharding.num_shards("gradients")),
+        optimizer_bytes=_shard_bytes(state + masters, sharding.num_shards("optimizer")),
         buffers_bytes=distinct_bytes(model.buffers()),
-        unsharded_bytes=_unsharded_bytes(parameters, blocks) if sharding.parts("parameters") > 1 else 0,
+        unsharded_bytes=_unsharded_bytes(parameters, blocks) if sharding.num_shards("parameters") > 1 else 0,
         buckets_bytes=gradients if sharding.method == "ddp" else 0,
-        update_bytes=_part(rule.update_bytes(updated), sharding.parts("optimizer")),
+        update_bytes=_shard_bytes(rule.update_bytes(updated), sharding.num_shards("optimizer")),
     )
 
 
 def _float32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of the same shapes in float32, without memory."""
+    """Return tensors of the same shapes in float32, on meta."""
     return [torch.empty_like(tensor, dtype=torch.float32, device="meta") for tensor in tensors]
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:
+    """Return the bytes of gathered parameters: everything outside the blocks, and the two largest blocks."""
     sizes = sorted(distinct_bytes(block.parameters()) for block in blocks)
     return distinct_bytes(parameters) - sum(sizes) + sum(sizes[-2:])
 
 
-def _part(nbytes: int, parts: int) -> int:
-    return -(-nbytes // parts)
+def _shard_bytes(nbytes: int, num_shards: int) -> int:
+    return -(-nbytes // num_shards)

@@ -1,1 +1,1 @@
-"""The output layer and its loss: whole logits, or chunks of them that never exist together."""
+"""Output layer and loss of a language model, computed in chunks, so that the full logits never exist in memory."""

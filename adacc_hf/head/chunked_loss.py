@@ -1,11 +1,10 @@
-"""Cross entropy of a linear layer's outputs, chunk by chunk: the logits never exist as a whole.
+"""Cross entropy of a linear layer's outputs in chunks of rows, without the full logits in memory.
 
-Each chunk of rows makes its logits, adds to the loss and leaves its share of the gradients, all in forward: so every
-product runs once, as in plain training. WarmUpPhase the logits in backward needs as much memory at its peak and one
-product in four more.
+For each chunk, forward computes the logits, the loss and the gradients. So every matrix product runs once, as in plain
+training. Recomputing the logits in backward would need the same peak memory, and one product in four more.
 
-torch 2.13 has `F.linear_cross_entropy`, which does the same; 2.11 has not. Ours stays until 2.13 is the oldest release
-that is supported, and both were compared on a GPU.
+torch 2.13 has `F.linear_cross_entropy`, which does the same; 2.11 does not. This implementation stays until 2.13 is the
+oldest supported release and both were compared on a GPU.
 """
 
 from __future__ import annotations
@@ -24,19 +23,21 @@ from adacc_hf.torch_glue.compat import adds_into_wider
 from adacc_hf.torch_glue.tensors import is_fake, is_plain
 
 COLUMNS = 64
-"""Rows of logits are padded to a multiple of as many columns, which holds nothing: 128 bytes of halves. cuBLAS' kernels
-for Hopper load rows that begin at a multiple of 16 bytes, and those of 50257 halves begin at any even one."""
+"""Number of columns to a multiple of which rows of logits are padded: 128 bytes in half precision. cuBLAS' kernels for
+Hopper need rows that start at multiples of 16 bytes, but rows of 50257 halves start at any even address."""
 MIN_CHUNK_ROWS = 64
-"""Fewer rows make the products slow: the weight's gradient is read and written once per chunk."""
+"""Least number of rows per chunk. With fewer rows the products are slow, because each chunk reads and writes the
+weight's gradient once."""
 
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 
 @contextmanager
 def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
-    """While open, no chunk after so many is computed; None computes them all.
+    """Compute only the first `num_chunks` chunks until the context ends; None computes all.
 
-    For traces of memory alone: what one chunk makes dies in the next, so the third takes what any later one does.
+    For traces of memory. The tensors of a chunk are freed during the next one, so all chunks from the third on use the
+    same memory.
     """
     token = _most_chunks.set(num_chunks)
     try:
@@ -46,9 +47,9 @@ def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
 
 
 def chunk_rows(width: int) -> int:
-    """Rows per chunk for a weight of that many columns.
+    """Return the number of rows per chunk for a weight with `width` columns.
 
-    A chunk's float logits then take half of what the weight's gradient does, which is there in any case.
+    A chunk's float logits then take half the memory of the weight's gradient, which is needed in any case.
     """
     return max(MIN_CHUNK_ROWS, width // 2)
 
@@ -64,13 +65,13 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     num_rows: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(rows, weight, bias), target)` with the products in `dtype` and the rest in float32.
+    """Return `F.cross_entropy(F.linear(rows, weight, bias), target)`, with products in `dtype`, the rest in float32.
 
     Args:
         rows: [N, D]. target: [N] of class numbers. reduction: "mean" or "sum".
-        num_rows: rows per chunk; None takes `chunk_rows`.
+        num_rows: number of rows per chunk; None uses `chunk_rows`.
 
-    One backward is all that is possible: the gradients are there after forward, and are handed over.
+    Only one backward is possible, because it passes the gradients computed in forward to autograd without a copy.
     """
     if num_rows is None:
         num_rows = chunk_rows(rows.shape[-1])
@@ -81,7 +82,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the losses of all rows that count."""
+    """Sum of the losses of all rows whose label is not `ignore_index`."""
 
     @staticmethod
     def forward(
@@ -104,11 +105,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise ChunkedHeadError(
-                "the gradients of a chunked loss were handed over in an earlier backward (retain_graph=True?): set "
-                'AdaccConfig(head="plain") to go through one graph twice'
+                "the gradients of a chunked loss were freed by an earlier backward (retain_graph=True?): set "
+                'AdaccConfig(head="plain") to run backward twice through one graph'
             )
-        # In place: a scaled copy of the weight's gradient would be a second one. The list is dropped first, so that
-        # autograd may keep these very tensors.
+        # Scale in place, because a scaled copy of the weight's gradient would take the memory twice. Drop the list
+        # first, so that autograd can use these tensors as gradients without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         return (*(None if g is None else g.mul_(gradient) for g in gradients), None, None, None, None)
 
@@ -123,34 +124,34 @@ def _forward(
     num_rows: int,
     needed: list[bool],
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The gradients of rows, weight and bias where `needed`, and the sum of the losses."""
+    """Return the gradients of rows, weight and bias, each if `needed`, and the sum of the losses."""
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
     row_gradient = torch.empty_like(rows) if needed[0] else None
-    # Sums over chunks are kept wide: in bfloat16 each further chunk would round once more.
+    # Sums over chunks are in float32, because in bfloat16 each chunk would add a rounding error.
     weight_gradient = torch.zeros_like(weight, dtype=wide) if needed[1] else None
     bias_gradient = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
     total = torch.zeros((), dtype=wide, device=rows.device)
     for start in range(0, rows.shape[0], num_rows)[: _most_chunks.get()]:
         chunk = slice(start, start + num_rows)
         inputs, labels = rows[chunk].to(dtype), target[chunk]
-        counts = (labels != ignore_index).unsqueeze(-1)
-        labels = labels.unsqueeze(-1).where(counts, 0)
+        is_counted = (labels != ignore_index).unsqueeze(-1)
+        labels = labels.unsqueeze(-1).where(is_counted, 0)
         outputs = F.log_softmax(_logits(inputs, cast_weight, cast_bias), -1, dtype=wide)
-        total -= outputs.gather(-1, labels).where(counts, 0).sum()
+        total -= outputs.gather(-1, labels).where(is_counted, 0).sum()
         if not any(needed):
             continue
-        # Softmax less one at the label: the gradient of the logits, but for rows that do not count. Theirs is 0, which
-        # the narrow factors of the products below say as well, in a fraction of the time.
-        outputs.exp_().scatter_add_(-1, labels, counts.to(wide).neg_())
+        # The gradient of the logits is softmax, minus one at the label, and 0 for ignored rows. The latter is enforced
+        # by the narrow factors of the products below, which takes a fraction of the time.
+        outputs.exp_().scatter_add_(-1, labels, is_counted.to(wide).neg_())
         if bias_gradient is not None:
-            bias_gradient += outputs.mul_(counts)[:, : len(bias_gradient)].sum(0)
+            bias_gradient += outputs.mul_(is_counted)[:, : len(bias_gradient)].sum(0)
         outputs = outputs.to(dtype)[:, : len(cast_weight)]
         if row_gradient is not None:
-            row_gradient[chunk] = (outputs @ cast_weight).mul_(counts)
+            row_gradient[chunk] = (outputs @ cast_weight).mul_(is_counted)
         if weight_gradient is not None:
-            _add_product(weight_gradient, outputs, inputs * counts)
+            _add_product(weight_gradient, outputs, inputs * is_counted)
         del outputs
     gradients = [row_gradient]
     for gradient, tensor in ((weight_gradient, weight), (bias_gradient, bias)):
@@ -159,15 +160,17 @@ def _forward(
 
 
 def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the linear layer's outputs, with columns of -inf after them where rows would not be aligned.
+    """Return the linear layer's outputs, padded with columns of -inf if rows would not be aligned.
 
-    Softmax is 0 there and no sum changes. Fewer classes than COLUMNS stay as they are: most of a row would be padding.
+    The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes the outputs are not padded,
+    because most of a row would be padding.
     """
     classes = weight.shape[0]
-    missing = -classes % COLUMNS
-    if not missing or classes < COLUMNS or not all(is_plain(tensor) or is_fake(tensor) for tensor in (inputs, weight)):
+    num_padding = -classes % COLUMNS
+    is_supported = all(is_plain(tensor) or is_fake(tensor) for tensor in (inputs, weight))
+    if not num_padding or classes < COLUMNS or not is_supported:
         return F.linear(inputs, weight, bias)
-    padded = inputs.new_empty(inputs.shape[0], classes + missing)
+    padded = inputs.new_empty(inputs.shape[0], classes + num_padding)
     padded[:, classes:] = -torch.inf
     if bias is None:
         torch.mm(inputs, weight.T, out=padded[:, :classes])
@@ -177,7 +180,7 @@ def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
-    """Add `outputs.T @ inputs` to `total`: on a GPU within the product, which reads and writes the sum once."""
+    """Add `outputs.T @ inputs` to `total`. On a GPU the product's kernel adds, which reads and writes `total` once."""
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)
     elif (is_plain(total) or is_fake(total)) and adds_into_wider(total.device, outputs.dtype, is_fake(total)):

@@ -1,6 +1,7 @@
-"""A model's output layer made chunked, with a loss that does without whole logits; taken off without a trace.
+"""Chunked output layer: the layer returns lazy logits, and the loss is computed without the full logits.
 
-Only a training step with gradients on is chunked. What is computed is the same but for the order of sums.
+Only training steps with gradients enabled are chunked. The results are the same up to the order of sums. `remove`
+restores the layer completely.
 """
 
 from __future__ import annotations
@@ -20,60 +21,63 @@ _NEXT_STEP = 'train with AdaccConfig(head="plain") or "auto"'
 
 
 class ChunkedHead:
-    """The output layer of `model`, chunked from now until `remove()`.
+    """Output layer of `model`, chunked until `remove()` is called.
 
     Raises ChunkedHeadError, with the reason, if the model has no output layer that can be chunked.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.is_on = True
-        """Set to False, the layer runs plainly."""
-        self.is_tried = False
-        """Set to True, nobody is warned: whether it is of use is only being found out."""
+        """If False, the layer runs plainly."""
+        self.is_trial = False
+        """If True, no warning is logged, because this run only tries whether the head can be chunked."""
         self.num_losses = 0
-        """Losses that were computed chunk by chunk."""
-        self.num_whole = 0
-        """Times that something besides the loss asked for the logits."""
+        """Number of losses that were computed in chunks."""
+        self.num_full_logits = 0
+        """Number of times that the full logits were computed, because code other than the loss read them."""
         self.on_loss: Callable[[LossCall], None] | None = None
-        """Told of each loss, if set."""
+        """Function to call for each chunked loss, or None."""
         self._layer: nn.Linear | None = output_layer(model)
         self._layer.__dict__["forward"] = HeadForward(self, self._layer)
 
     def remove(self) -> None:
-        """Leave the layer as it was. Harmless when called again."""
+        """Restore the layer's own forward. Further calls have no effect."""
         if self._layer is not None:
             self._layer.__dict__.pop("forward", None)
         self._layer = None
 
     def check_used(self) -> None:
-        """Raise ChunkedHeadError unless all that was done with the logits so far were losses."""
-        if self.num_whole or not self.num_losses:
+        """Raise ChunkedHeadError unless all logits so far were used in chunked losses only."""
+        if self.num_full_logits or not self.num_losses:
             raise ChunkedHeadError(
                 f"the model computes something else from its logits than a cross entropy: {_NEXT_STEP}"
             )
 
     def note_loss(self, loss: LossCall) -> None:
+        """Count a chunked loss, and call `on_loss`."""
         self.num_losses += 1
         if self.on_loss is not None:
             self.on_loss(loss)
 
-    def note_whole(self) -> None:
-        self.num_whole += 1
-        if self.num_whole == 1 and self.num_losses and not self.is_tried:
+    def note_full_logits(self) -> None:
+        """Count a computation of the full logits, and log a warning at the first one of a training run."""
+        self.num_full_logits += 1
+        if self.num_full_logits == 1 and self.num_losses and not self.is_trial:
             log.warning(
-                "Adacc: something besides the loss reads the logits, so they are made as a whole after all, which "
-                'takes the memory that the chunked head saves; if every step does so, set AdaccConfig(head="plain")'
+                "Adacc: code other than the loss reads the logits of the chunked head, so the full logits are computed "
+                "in the memory that the chunked head saves. If every step reads the logits, set "
+                'AdaccConfig(head="plain")'
             )
 
 
 class HeadForward:
-    """Stands for the forward of an output layer. A copy, and what is pickled, runs plainly."""
+    """Replacement of an output layer's forward. A copied or unpickled one runs plainly."""
 
     def __init__(self, head: ChunkedHead | None, layer: nn.Linear) -> None:
         self.head = head
         self.layer = layer
 
-    def __call__(self, input: Tensor) -> Tensor:  # named as nn.Linear names it
+    def __call__(self, input: Tensor) -> Tensor:  # the parameter name of nn.Linear.forward
         if self.head is None or not self.head.is_on or not _can_defer(self.layer, input):
             return type(self.layer).forward(self.layer, input)
         dtype = product_dtype(self.layer.weight)
@@ -86,30 +90,30 @@ class HeadForward:
 def _can_defer(layer: nn.Linear, rows: Tensor) -> bool:
     if not layer.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    # Where the layer would refuse its input, it shall say so itself.
+    # If the input does not fit the layer, let the layer's own forward raise its error.
     fits = rows.dim() > 1 and rows.shape[-1] == layer.in_features and rows.device == layer.weight.device
     fits = fits and product_dtype(rows) == product_dtype(layer.weight)
     return fits and (rows.requires_grad or layer.weight.requires_grad)
 
 
 def output_layer(model: nn.Module) -> nn.Linear:
-    """The output layer of a language model. Raises ChunkedHeadError if there is none, or none that can be chunked."""
-    get = getattr(model, "get_output_embeddings", None)
-    layer = get() if get is not None else None
+    """Return the output layer of a language model. Raise ChunkedHeadError if the layer is absent or not supported."""
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    layer = get_output_embeddings() if get_output_embeddings is not None else None
     if layer is None:
         raise ChunkedHeadError(
             f"{type(model).__name__} has no output layer (get_output_embeddings) that could be chunked: {_NEXT_STEP}"
         )
-    # A subclass may compute anything; FSDP's frees its weight before the loss is computed.
+    # A subclass may compute anything. FSDP's subclass frees its weight before the loss is computed.
     if type(layer) is not nn.Linear:
         raise ChunkedHeadError(
             f"the output layer is a {type(layer).__name__}, not a plain nn.Linear: its head is plain"
         )
-    if hasattr(layer.weight, "ds_id"):  # DeepSpeed's mark of the parameters that it divides, the same on all ranks
+    if hasattr(layer.weight, "ds_id"):  # DeepSpeed's attribute of sharded parameters, on all ranks
         raise ChunkedHeadError(
-            "the output layer has its weight during its forward only (ZeRO 3), not when the loss is computed: its head "
-            "is plain"
+            "the output layer has its weight only during its forward (ZeRO 3), and not when the loss is computed: its "
+            "head is plain"
         )
     if "forward" in layer.__dict__:
-        raise ChunkedHeadError(f"the forward of the output layer was replaced by something else: {_NEXT_STEP}")
+        raise ChunkedHeadError(f"the forward of the output layer was replaced by other code: {_NEXT_STEP}")
     return layer

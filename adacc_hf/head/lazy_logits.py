@@ -1,8 +1,8 @@
-"""Logits that are made only if somebody reads them: the loss can do without, everything else gets the real ones.
+"""Lazy logits: a tensor subclass whose values are computed only if code other than the loss reads them.
 
-A `LazyLogits` knows the rows and the weight it would be made from. Casts, reshapes and slices that leave the
-vocabulary whole stay lazy; `F.cross_entropy` of one is computed chunk by chunk; any other use makes the real logits,
-once, and goes on with them as plain training does.
+`LazyLogits` refers to the rows and the weight that the logits are computed from. Casts, reshapes and slices that keep
+the vocabulary dimension stay lazy. `F.cross_entropy` is computed in chunks. Any other use computes the full logits,
+once, and continues with them as plain training does.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ from adacc_hf.head.chunked_loss import chunked_cross_entropy
 from adacc_hf.torch_glue.private import DisableTorchFunctionSubclass, keeps_graph, make_wrapper_subclass, tree_map
 
 
-class Watcher(Protocol):
-    """Whoever wants to know what becomes of lazy logits."""
+class LogitsListener(Protocol):
+    """Interface for notifications about the use of lazy logits."""
 
     def note_loss(self, loss: LossCall) -> None:
-        """A loss was computed chunk by chunk."""
+        """Handle a loss that is computed in chunks."""
 
-    def note_whole(self) -> None:
-        """The logits were made."""
+    def note_full_logits(self) -> None:
+        """Handle a computation of the full logits."""
 
 
 @dataclass(frozen=True)
 class HeadCall:
-    """One call of the output layer."""
+    """Inputs of one call of the output layer."""
 
     rows: Tensor
-    """[..., D]: what the layer was called with."""
+    """[..., D]: input of the layer."""
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    """The type that the layer's product is made in."""
-    watcher: Watcher
+    """Dtype of the layer's product."""
+    listener: LogitsListener
 
-    def whole(self) -> Tensor:
-        """The logits, with their graph, as the layer itself makes them."""
-        self.watcher.note_whole()
+    def full_logits(self) -> Tensor:
+        """Compute the logits with their autograd graph, as the layer itself does."""
+        self.listener.note_full_logits()
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(self.rows.device.type, enabled=False):
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
 
-    def on_sources(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The logits of other tensors."""
-        return replace(self, rows=rows, weight=weight, bias=bias).whole()
+    def full_logits_from(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute the logits from other tensors."""
+        return replace(self, rows=rows, weight=weight, bias=bias).full_logits()
 
 
 @dataclass(frozen=True)
 class LossCall:
-    """A loss of lazy logits."""
+    """Inputs of a cross entropy of lazy logits."""
 
     call: HeadCall
     rows: Tensor
-    """[N, D]: a view of the layer's rows."""
+    """[N, D]: view of the layer's input."""
     target: Tensor
     ignore_index: int
     reduction: str
 
     def on(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> LossCall:
-        """The same loss of other tensors."""
+        """Return the same loss for other tensors."""
         return replace(self, rows=rows, call=replace(self.call, weight=weight, bias=bias))
 
     def chunked(self) -> Tensor:
-        """The loss, chunk by chunk."""
+        """Compute the loss in chunks."""
         return chunked_cross_entropy(
             self.rows,
             self.call.weight,
@@ -83,7 +83,10 @@ class LossCall:
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """The type that a linear layer of that weight computes in here and now; autocast leaves float64 as it is."""
+    """Return the dtype in which a linear layer with this weight computes: autocast's, or the weight's own.
+
+    Autocast does not change float64.
+    """
     device_type = weight.device.type
     if torch.is_autocast_enabled(device_type) and weight.dtype is not torch.float64:
         return torch.get_autocast_dtype(device_type)
@@ -91,57 +94,61 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class LazyLogits(Tensor):
-    """Stands for `make()`, the logits of `rows` or a view or cast of them. It has no memory of its own.
+    """Tensor without memory that represents `compute()`: the logits of `rows`, or a view or cast of them.
 
-    It is an output of the graph like any other, so that what reads it below Python (DDP, other autograd functions)
-    finds its way back to the layer.
+    The tensor is an output of an autograd function, so C++ code that reads its graph (DDP, other autograd functions)
+    finds the way back to the layer.
     """
 
     call: HeadCall
     rows: Tensor
-    make: Callable[[], Tensor]
-    made: Tensor | None
-    is_handed_on: bool = False
-    """Whether an autograd function returned it, which all gradients of it must pass: no loss can do without them."""
+    compute: Callable[[], Tensor]
+    real_logits: Tensor | None
+    """Computed tensor, or None before."""
+    is_function_output: bool = False
+    """True if an autograd function returned this tensor. Its loss cannot be chunked, because the gradient must pass
+    through that function."""
 
     @staticmethod
     def of(call: HeadCall) -> LazyLogits:
+        """Return the lazy logits of a call of the output layer."""
         shape = (*call.rows.shape[:-1], call.weight.shape[0])
         sources = (call.rows, call.weight) if call.bias is None else (call.rows, call.weight, call.bias)
-        return LazyLogits._build(call, call.rows, call.whole, call.on_sources, shape, call.dtype, sources)
+        return LazyLogits._build(call, call.rows, call.full_logits, call.full_logits_from, shape, call.dtype, sources)
 
     @staticmethod
     def _build(
         call: HeadCall,
         rows: Tensor,
-        make: Callable[[], Tensor],
+        compute: Callable[[], Tensor],
         recompute: Callable[..., Tensor],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
-        lazy = _Stand.apply(recompute, shape, dtype, *sources)
-        lazy.call, lazy.rows, lazy.make, lazy.made = call, rows, make, None
+        lazy = _Placeholder.apply(recompute, shape, dtype, *sources)
+        lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
         return lazy
 
-    def whole(self) -> Tensor:
-        """The real tensor, made at the first call."""
-        if self.made is None:
+    def materialize(self) -> Tensor:
+        """Return the real tensor, computed at the first call."""
+        if self.real_logits is None:
             with torch.enable_grad():
-                self.made = _Values.apply(self.make(), self) if self.is_handed_on else self.make()
-        return self.made
+                self.real_logits = _Values.apply(self.compute(), self) if self.is_function_output else self.compute()
+        return self.real_logits
 
-    def handed_on(self) -> LazyLogits:
-        """The same logits for an autograd function to return."""
+    def as_function_output(self) -> LazyLogits:
+        """Return the same logits for an autograd function to return."""
         lazy = make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
-        lazy.call, lazy.rows, lazy.make, lazy.made = self.call, self.rows, lambda: self.whole().detach(), None
-        lazy.is_handed_on = True
+        lazy.call, lazy.rows, lazy.real_logits = self.call, self.rows, None
+        lazy.compute = lambda: self.materialize().detach()
+        lazy.is_function_output = True
         return lazy
 
     def derive(self, function: Callable[[Tensor], Tensor], rows: Tensor, dtype: torch.dtype) -> LazyLogits:
-        """`function` of these logits, as lazy as they are, for a function that takes them row by row."""
+        """Return the lazy result of `function`, which keeps the vocabulary dimension. `rows` are the result's rows."""
         shape = (*rows.shape[:-1], self.shape[-1])
-        return LazyLogits._build(self.call, rows, lambda: function(self.whole()), function, shape, dtype, (self,))
+        return LazyLogits._build(self.call, rows, lambda: function(self.materialize()), function, shape, dtype, (self,))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,33 +157,36 @@ class LazyLogits(Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, LazyLogits) and first.made is None:
+        if isinstance(first, LazyLogits) and first.real_logits is None:
             if func is Tensor.register_hook and _is_of_deepspeed(*args[1:], **kwargs):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _UNSUPPORTED:
                 raise ChunkedHeadError(
-                    f"{func.__name__} on the logits of a chunked head: they have no gradient of their own, since the "
-                    f'loss does without them; set AdaccConfig(head="plain")'
+                    f"{func.__name__} was called on the logits of a chunked head, which have no gradient, because the "
+                    f'loss is computed without the full logits; set AdaccConfig(head="plain")'
                 )
-            known = _LAZY if not first.is_handed_on else {Tensor.clone: _clone}
-            result = known.get(func, _never)(first, *args[1:], **kwargs)
+            handlers = _LAZY if not first.is_function_output else {Tensor.clone: _clone}
+            result = handlers.get(func, _not_lazy)(first, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+        return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs))
 
     @classmethod
-    # torch declares what it has there by default, a function of no class.
+    # torch declares `__torch_dispatch__` as a plain function.
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # autograd's own, of an output of `_Stand`
+        if func is torch.ops.aten.detach.default:  # called by autograd for an output of `_Placeholder`
             return args[0]
-        return func(*tree_map(_real_values, args), **tree_map(_real_values, kwargs or {}))
+        return func(*tree_map(_materialize_detached, args), **tree_map(_materialize_detached, kwargs or {}))
 
 
-class _Stand(torch.autograd.Function):
-    """Makes the stand-in, and carries a gradient that reached it below Python to what the logits are made from."""
+class _Placeholder(torch.autograd.Function):
+    """Autograd function that creates lazy logits, and passes a gradient of them on to their sources.
+
+    A gradient arrives only from C++ code, such as DDP or another autograd function.
+    """
 
     @staticmethod
     def forward(ctx: Any, recompute: Callable[..., Tensor], shape: Any, dtype: Any, *sources: Tensor) -> LazyLogits:
@@ -188,58 +198,61 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:  # DDP hands on outputs that nobody read
-            _let_go(ctx)
+        if gradient is None:  # DDP passes on outputs that were not read
+            _free_sources(ctx)
             return (None,) * len(ctx.needs_input_grad)
-        # The graph from the sources to the logits is made anew, of copies without history: rows may have come from the
-        # weight itself, where it is the embedding's too, and autograd would follow it back through the whole model.
-        sources = [_real(source).detach().requires_grad_(source.requires_grad) for source in ctx.sources]
+        # Rebuild the graph from detached sources to the logits. Otherwise autograd would follow the graph of the rows
+        # through the whole model back to the weight, if the weight is also the embedding's.
+        sources = [_materialize(source).detach().requires_grad_(source.requires_grad) for source in ctx.sources]
         with torch.enable_grad():
-            whole = ctx.recompute(*sources)
-        wanted = [source for source in sources if source.requires_grad]
-        found = iter(torch.autograd.grad(whole, wanted, gradient))
-        _let_go(ctx)
-        return (None, None, None, *(next(found) if source.requires_grad else None for source in sources))
+            logits = ctx.recompute(*sources)
+        inputs = [source for source in sources if source.requires_grad]
+        gradients = iter(torch.autograd.grad(logits, inputs, gradient))
+        _free_sources(ctx)
+        return (None, None, None, *(next(gradients) if source.requires_grad else None for source in sources))
 
 
-def _let_go(ctx: Any) -> None:
-    """Free what a stand-in is made from as autograd frees saved tensors, which lazy logits must not be: saved, they
-    would be shown to hooks, and made."""
+def _free_sources(ctx: Any) -> None:
+    """Free the sources of lazy logits, at the time when autograd frees saved tensors.
+
+    The sources are not saved for backward, because a source may be lazy logits, which saved-tensor hooks would read and
+    so compute.
+    """
     if not keeps_graph():
         ctx.recompute, ctx.sources = None, ()
 
 
 class _Values(torch.autograd.Function):
-    """The values of logits, in the place that their stand-in has in the graph."""
+    """Autograd function that gives computed logits the place of the lazy ones in the graph."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lazy: LazyLogits) -> Tensor:
-        return values.clone()  # what is returned may be changed in place
+        return values.clone()  # a copy, because the result may be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient
 
 
-def _real(leaf: Any) -> Any:
-    return leaf.whole() if isinstance(leaf, LazyLogits) else leaf
+def _materialize(leaf: Any) -> Any:
+    return leaf.materialize() if isinstance(leaf, LazyLogits) else leaf
 
 
-def _real_values(leaf: Any) -> Any:
-    return leaf.whole().detach() if isinstance(leaf, LazyLogits) else leaf
+def _materialize_detached(leaf: Any) -> Any:
+    return leaf.materialize().detach() if isinstance(leaf, LazyLogits) else leaf
 
 
 def _is_of_deepspeed(hook: Any) -> bool:
-    """Whether a hook is the one that DeepSpeed puts on all that a model returns: the loss, at the latest, calls it."""
-    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # None for a list's append
+    """Return True for the hook that DeepSpeed registers on all outputs of a model. The loss calls it in any case."""
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # a builtin method has None
 
 
-def _never(*args: Any, **kwargs: Any) -> Any:
+def _not_lazy(*args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
 def _cast(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """`lazy.to(...)` where only the type may change."""
+    """Return `lazy.to(...)` if only the dtype changes, else NotImplemented."""
     target = (
         args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if len(kwargs) == 1 and not args else None
     )
@@ -249,7 +262,7 @@ def _cast(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         return lazy if torch.device(target) == lazy.device else NotImplemented
     if not target.is_floating_point:
         return NotImplemented
-    return lazy if target == lazy.dtype else lazy.derive(lambda whole: whole.to(target), lazy.rows, target)
+    return lazy if target == lazy.dtype else lazy.derive(lambda logits: logits.to(target), lazy.rows, target)
 
 
 def _float(lazy: LazyLogits, **kwargs: Any) -> Any:
@@ -261,28 +274,28 @@ def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
-    """What DDP hands on, of each output that its autograd function is given, if it looks for unused parameters."""
-    return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.handed_on()
+    """Return the lazy clone that DDP's autograd function makes of each output if it detects unused parameters."""
+    return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.as_function_output()
 
 
 def _reshape(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """`view` and `reshape` that leave the last dimension as it is."""
+    """Return the lazy `view` or `reshape` if the last dimension stays, else NotImplemented."""
     sizes = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, torch.Size)) else args
     if kwargs or not all(isinstance(size, int) for size in sizes) or not sizes or sizes[-1] != lazy.shape[-1]:
         return NotImplemented
     rows = lazy.rows.reshape(*sizes[:-1], lazy.rows.shape[-1])
-    return lazy.derive(lambda whole: whole.reshape(sizes), rows, lazy.dtype)
+    return lazy.derive(lambda logits: logits.reshape(sizes), rows, lazy.dtype)
 
 
 def _index(lazy: LazyLogits, index: Any) -> Any:
-    """Slices of all dimensions but the last."""
+    """Return lazy slices of all dimensions except the last, else NotImplemented."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
         return NotImplemented
     reaches_last = Ellipsis in parts or len(parts) == lazy.dim()
     if reaches_last and parts[-1] not in (slice(None), Ellipsis):
         return NotImplemented
-    return lazy.derive(lambda whole: whole[index], lazy.rows[index], lazy.dtype)
+    return lazy.derive(lambda logits: logits[index], lazy.rows[index], lazy.dtype)
 
 
 def _cross_entropy(
@@ -295,13 +308,16 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Chunk by chunk for class numbers, without class weights and smoothing; in float32, also for bfloat16 logits."""
-    is_usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-    is_usual = is_usual and reduction in ("mean", "sum") and not isinstance(target, LazyLogits)
-    if not is_usual or lazy.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
+    """Return the loss in chunks for class numbers, without class weights and smoothing, else NotImplemented.
+
+    The loss is computed in float32, also for bfloat16 logits.
+    """
+    is_supported = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    is_supported = is_supported and reduction in ("mean", "sum") and not isinstance(target, LazyLogits)
+    if not is_supported or lazy.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
         return NotImplemented
     loss = LossCall(lazy.call, lazy.rows, target, ignore_index, reduction)
-    lazy.call.watcher.note_loss(loss)
+    lazy.call.listener.note_loss(loss)
     return loss.chunked()
 
 
@@ -329,4 +345,4 @@ _METADATA = frozenset(
     | {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
        Tensor.is_complex, Tensor.get_device, Tensor.__len__, Tensor.element_size}
 )  # fmt: skip
-"""What a tensor tells of itself without its values."""
+"""Functions that return properties of a tensor without its values."""

@@ -1,1 +1,1 @@
-"""What a profile is made of: operators, codecs and the moments of a step, timed, counted and kept for the next run."""
+"""Measurement of a profile: operator and codec prices, memory of a step, and the cache of prices."""

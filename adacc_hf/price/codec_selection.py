@@ -1,5 +1,5 @@
-"""The codecs that suit the role of each activation (paper, section 3.2), priced on its recorded tensor, and the values
-that no lossy codec suits."""
+"""Selection of codecs for each activation by its role (paper, section 3.2), their prices on the recorded tensors, and
+the values that no lossy codec suits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 from adacc_hf.torch_glue.tensors import relative_error
 
 OUTLIER_SHARE = 0.01
-"""Share of the channels that are taken to be outliers where there is no data to count them in."""
+"""Share of the channels assumed to be outliers if there is no data to count outliers in."""
 
 
-def storable(tape: Tape) -> list[int]:
-    """Values that a policy may act on: what the block saves and made, and its inputs; none if it runs as a whole."""
+def storable_values(tape: Tape) -> list[int]:
+    """Return the values that a policy may act on: saved values that the block computed, and its inputs. Empty if the
+    block's operators cannot be replayed."""
     if tape.untrusted is not None:
         return []
     saved = [v for v in tape.saved_values() if tape.values[v].source is None]
@@ -34,94 +35,98 @@ def storable(tape: Tape) -> list[int]:
     return sorted({*saved, *inputs})
 
 
-def candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
-    """Names of the codecs that each of the `storable` values may be compressed with."""
-    degraded = precision_sensitive_values(tape)
-    return {value: _codec_names(tape, value, config, value in degraded) for value in storable(tape)}
+def codec_candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
+    """Return the names of the codecs that may compress each of the `storable_values`."""
+    sensitive = precision_sensitive_values(tape)
+    return {value: _codec_names(tape, value, config, value in sensitive) for value in storable_values(tape)}
 
 
-def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_degraded: bool) -> list[str]:
+def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool) -> list[str]:
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
     is_lossless = role == MASK and config.codecs is None
-    if not is_lossless and ("compress" not in config.actions or is_degraded):
+    if not is_lossless and ("compress" not in config.actions or is_sensitive):
         return []
     return codecs_of_role(role, config)
 
 
-def outliers_in(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-    """Outlier channels (paper, equation 1) of each activation that a codec would keep them of."""
+def count_outlier_channels(tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+    """Return the number of outlier channels (paper, equation 1) of each activation that may have a codec with
+    outliers."""
     if not config.outliers:
         return {}
     return {
         value: codec.count_outliers(view(bases[value], encode_view(tape, value)), config.zscore_threshold)
-        for value, codec in with_outlier_codec(tape, config).items()
+        for value, codec in outlier_codecs(tape, config).items()
     }
 
 
-def with_outlier_codec(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
-    """Activations that may be compressed with a codec that keeps outliers, and that codec."""
+def outlier_codecs(tape: Tape, config: AdaccConfig) -> dict[int, Codec]:
+    """Return the activations that may have a codec with outliers, each with this codec."""
     return {
         value: make_codec(name, config, 0)
-        for value, names in candidates(tape, config).items()
+        for value, names in codec_candidates(tape, config).items()
         for name in names
         if codec_type(name).keeps_outliers
     }
 
 
 def make_codec(name: str, config: AdaccConfig, num_outliers: int) -> Codec:
-    """The codec `name` with the options that `config` sets for it."""
+    """Return the codec `name` with the options that `config` sets."""
     codec_class = codec_type(name)
     options = {option: getattr(config, option) for option in codec_class.settings}
     return get_codec(name, **options, **({"num_outliers": num_outliers} if codec_class.keeps_outliers else {}))
 
 
 def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_SHARE) -> int:
-    """Outliers among `channels` where there is no data to count them in."""
+    """Return the number of outliers among `channels` if there is no data to count outliers in."""
     return math.ceil(share * channels) if config.outliers else 0
 
 
 def codec_options(
-    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], scarce: Bottleneck
+    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """The codecs for each of the `storable` values, priced on its recorded tensor in the time that is scarce."""
-    found = {}
-    for value, names in candidates(tape, config).items():
+    """Return the codec options of each of the `storable_values`. Prices are measured on the recorded tensor, as time of
+    `resource`."""
+    options = {}
+    for value, names in codec_candidates(tape, config).items():
         tensor = view(bases[value], encode_view(tape, value))
         codecs = [make_codec(name, config, outliers.get(value, 0)) for name in names]
-        suited = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
+        suitable_codecs = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
         if config.codecs is None:
-            suited = [_more_exact(codec, role_of(tape, value), tensor, config) for codec in suited]
-        found[value] = tuple(_price(codec, tensor, scarce) for codec in suited)
-    return found
+            suitable_codecs = [_most_accurate(codec, role_of(tape, value), tensor, config) for codec in suitable_codecs]
+        options[value] = tuple(_price(codec, tensor, resource) for codec in suitable_codecs)
+    return options
 
 
-def _more_exact(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccConfig) -> Codec:
-    """Return `codec`, or the codec that replaces it on tensors of `role` if that one is more exact on `tensor`."""
-    others = [make_codec(name, config, 0) for name in replacements(codec.name, role)]
-    others = [other for other in others if other.supports(tuple(tensor.shape), tensor.dtype)]
-    if not others:
+def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccConfig) -> Codec:
+    """Return `codec`, or a codec that replaces it on tensors of `role` and is more accurate on `tensor`."""
+    replacement_codecs = [make_codec(name, config, 0) for name in replacements(codec.name, role)]
+    replacement_codecs = [other for other in replacement_codecs if other.supports(tuple(tensor.shape), tensor.dtype)]
+    if not replacement_codecs:
         return codec
-    return min([codec, *others], key=lambda candidate: _round_trip_error(candidate, tensor))
+    return min([codec, *replacement_codecs], key=lambda candidate: _round_trip_error(candidate, tensor))
 
 
-def finer_options(
-    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], scarce: Bottleneck
+def precise_codec_options(
+    tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """The precise codec, priced for those of `values` that it takes, where the settings leave the choice to us."""
-    found: dict[int, tuple[CodecOption, ...]] = {}
+    """Return the precise codec's option for each of the `values` that it supports. Empty if the settings name the
+    codecs."""
+    options: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
         if codec.supports(tuple(tensor.shape), tensor.dtype):
-            found[value] = (_price(codec, tensor, scarce),)
-    return found
+            options[value] = (_price(codec, tensor, resource),)
+    return options
 
 
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """`options` with the outlier codec keeping `num_outliers` channels, as many as the neediest block of a kind has."""
+    """Return `options` with an outlier codec that keeps `num_outliers` channels, the largest number in any block of the
+    kind."""
     size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
     codecs = [make_codec(option.codec, config, num_outliers) for option in options]
     return tuple(
@@ -130,15 +135,15 @@ def with_outliers(
     )
 
 
-def _price(codec: Codec, tensor: torch.Tensor, scarce: Bottleneck) -> CodecOption:
+def _price(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
     codec.fit(tensor)
     payload = codec.encode(tensor)
     return CodecOption(
         codec=codec.name,
         options=tuple(sorted(codec.options.items())),
         nbytes=codec.predicted_bytes(tuple(tensor.shape), tensor.dtype),
-        encode_ms=getattr(time_of(lambda: codec.encode(tensor), tensor.device), scarce),
-        decode_ms=getattr(time_of(lambda: codec.decode(payload), tensor.device), scarce),
+        encode_ms=getattr(time_of(lambda: codec.encode(tensor), tensor.device), resource),
+        decode_ms=getattr(time_of(lambda: codec.decode(payload), tensor.device), resource),
         error=0.0 if codec.lossless else float(relative_error([tensor], [codec.decode(payload)])),
         lossless=codec.lossless,
     )
@@ -148,7 +153,7 @@ def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
     return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
 
 
-# Roles: the class of tensor that a value is, which decides which codec suits it (paper, section 3.2).
+# Roles of values. A value's role decides which codecs suit it (paper, section 3.2).
 
 _ATTENTION = ("scaled_dot_product", "bmm", "baddbmm")
 _MATMUL = ("mm", "addmm", "linear")
@@ -157,9 +162,10 @@ _ACTIVATION = ("gelu", "silu", "relu", "tanh", "sigmoid", "hardtanh", "leaky_rel
 
 
 def role_of(tape: Tape, value: int) -> str:
-    """The class of tensor that a value is, from the operators that make and read it.
+    """Return the role of a value, from the operators that produce and read it.
 
-    One of ROLES, or "parameter" for parameters and what is made of them alone, "generator" for a generator's state.
+    The role is one of ROLES, or "parameter" for parameters and values computed from parameters alone, or "generator"
+    for a random generator's state.
     """
     record = tape.values[value]
     if is_parameter_cast(tape, value):
@@ -168,69 +174,70 @@ def role_of(tape: Tape, value: int) -> str:
         return "input"
     if tape.is_generator_state(value):
         return "generator"
-    if record.ref.dtype is torch.bool or _is_drawn(tape, value):
+    if record.ref.dtype is torch.bool or _is_random_draw(tape, value):
         return MASK
     if _is_softmax(tape, value):
         return "softmax"
     readers = [tape.operators[index] for index in tape.consumers(value)]
-    if any(reader.short_name.startswith(_ATTENTION) and _is_attention(tape, reader) for reader in readers):
+    if any(reader.short_name.startswith(_ATTENTION) and _is_activation_product(tape, reader) for reader in readers):
         return "qkv"
-    names = [reader.short_name for reader in readers]
-    makers = [tape.operators[record.producer].short_name] if record.producer is not None else []
-    for role, family in (("norm", _NORM), ("linear", _MATMUL), ("activation", _ACTIVATION)):
-        if any(name.startswith(family) for name in names + makers * (role == "activation")):
+    reader_names = [reader.short_name for reader in readers]
+    producer_names = [tape.operators[record.producer].short_name] if record.producer is not None else []
+    for role, operator_names in (("norm", _NORM), ("linear", _MATMUL), ("activation", _ACTIVATION)):
+        if any(name.startswith(operator_names) for name in reader_names + producer_names * (role == "activation")):
             return role
     return "other"
 
 
-def _is_drawn(tape: Tape, value: int) -> bool:
-    """Whether a value is a random draw, perhaps scaled: dropout's mask."""
+def _is_random_draw(tape: Tape, value: int) -> bool:
+    """Return True if a value is a random draw, possibly scaled, such as dropout's mask."""
     producer = tape.values[value].producer
     if producer is None:
         return False
     operator = tape.operators[producer]
     if operator.random:
         return not operator.is_attention
-    scaled = operator.short_name in ("div", "mul") and len(operator.inputs()) == 1
-    return scaled and _is_drawn(tape, operator.inputs()[0])
+    is_scaled = operator.short_name in ("div", "mul") and len(operator.inputs()) == 1
+    return is_scaled and _is_random_draw(tape, operator.inputs()[0])
 
 
 def _is_softmax(tape: Tape, value: int) -> bool:
-    """Whether a value is a softmax, or one with dropout's mask on it (the paper's score)."""
+    """Return True if a value is a softmax, with or without dropout applied (the paper's score)."""
     producer = tape.values[value].producer
     if producer is None:
         return False
     operator = tape.operators[producer]
     if "softmax" in operator.short_name:
         return True
-    thinned = operator.short_name in ("mul", "native_dropout_backward", "clone", "to_copy")
-    return thinned and any(_is_softmax(tape, read) for read in operator.inputs())
+    keeps_role = operator.short_name in ("mul", "native_dropout_backward", "clone", "to_copy")
+    return keeps_role and any(_is_softmax(tape, read) for read in operator.inputs())
 
 
-def _is_attention(tape: Tape, operator: TapeOperator) -> bool:
-    """Whether a product is between activations, not with a parameter."""
+def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
+    """Return True if a product's operands are activations and not parameters."""
     return not any(tape.is_module_state(value) for value in operator.inputs())
 
 
 def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
-    """Names of the codecs for values of `role`: those that the settings name, else those that suit it on any data."""
+    """Return the names of the codecs for values of `role`: the codecs that the settings name, else the codecs that suit
+    the role on any data."""
     if config.codecs is not None:
-        return [name for name in config.codecs if _may_take(codec_type(name), role)]
-    suited = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
-    # With a bound on errors, what INT4 is too coarse for may still do with the precise codec.
-    finer = [precise_codec()] if config.max_error is not None and role != MASK else []
-    return list(dict.fromkeys([*suited, *finer]))
+        return [name for name in config.codecs if _may_encode(codec_type(name), role)]
+    suitable = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
+    # Under a bound on errors, the precise codec may still encode values for which INT4 is too coarse.
+    precise = [precise_codec()] if config.max_error is not None and role != MASK else []
+    return list(dict.fromkeys([*suitable, *precise]))
 
 
-def _may_take(codec: type[Codec], role: str) -> bool:
-    """Whether settings that name a codec mean it for values of `role`: for masks only what suits them, and if it suits
-    nothing else for nothing else."""
+def _may_encode(codec: type[Codec], role: str) -> bool:
+    """Return True if a codec that the settings name applies to values of `role`. Masks need a codec that suits masks,
+    and a codec that suits only masks applies to nothing else."""
     return MASK in codec.suits if role == MASK else codec.suits != {MASK}
 
 
 def is_parameter_cast(tape: Tape, value: int) -> bool:
-    """Whether a value is made of parameters alone (a cast by autocast, a transposed copy): never compressed (rule
-    R4)."""
+    """Return True if a value is computed from parameters alone, such as autocast's cast or a transposed copy. Such a
+    value is never compressed (rule R4)."""
     producer = tape.values[value].producer
     if producer is None:
         return tape.is_module_state(value)
@@ -238,31 +245,33 @@ def is_parameter_cast(tape: Tape, value: int) -> bool:
     return bool(inputs) and all(is_parameter_cast(tape, read) for read in inputs)
 
 
-# Which values of a tape a lossy codec would degrade: they are kept, recomputed, or stored losslessly. Sums and norms
-# have few elements, each of which decides about a whole row. Where backward takes an exponential or an angle of a
-# value, its error is no longer a relative one. A mask's -inf takes up the whole scale of its group. And an element that
-# comes back as 0 makes a gradient infinite that is divided by it, or by what a replay makes of it element by element.
+# Precision-sensitive values, which a lossy codec would degrade. They are retained, recomputed, or stored losslessly.
+# - Sums and norms have few elements, and each element affects a whole row.
+# - If backward takes an exponential or an angle of a value, a relative error does not stay relative.
+# - A mask's -inf uses up the whole scale of its group.
+# - A gradient is infinite if it is divided by an element that decodes to 0, or by a value that replay computes from
+#   such an element.
 
 V = TypeVar("V")
 
 SUMMARY_RATIO = 8
-"""What has a dimension less than what it is made of and this many times fewer elements saves little by codecs, and each
-of its elements decides about many."""
+"""A value with one dimension less than its source and this many times fewer elements is a summary. A codec saves little
+on it, and each element affects many others."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
-"""Backward raises e to what these read or give, or takes its angle."""
+"""Operators in whose backward an input or a result is exponentiated, or used as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
-"""What fused attention calls the argument that it adds to its scores."""
+"""Names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
 DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
-"""Operators whose gradient has a divisor of what they read or give, by the place of the argument that it is made of;
-None: of any of it."""
+"""Operators whose gradient is divided by an input or a result, each with the position of the divisor among the
+arguments. None means any input or result."""
 ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
 ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
-"""Operators that make an element 0 of an element that is 0, on tapes and in compiled graphs."""
+"""Operators that map an element 0 to an element 0, on tapes and in compiled graphs."""
 
 
 def precision_sensitive_values(tape: Tape) -> set[int]:
-    """Values that must be kept or recomputed, never compressed with loss."""
+    """Return the values that must not be compressed with a lossy codec."""
     summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
     return summaries | _exponents(tape) | _attention_biases(tape) | _divisors(tape)
 
@@ -275,10 +284,11 @@ def _is_summary(tape: Tape, value: int) -> bool:
 
 
 def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
-    """Whether a value of this size has a few numbers for each row of what its operator reads first: a mean, a norm, the
-    logarithms that attention sums up, padded perhaps.
+    """Return True if a value of shape `size` has a few numbers for each row of `source`, the shape of its operator's
+    first operand.
 
-    What a product or an index leaves of its operand has as many dimensions, however few its columns or rows.
+    Examples are a mean, a norm, or the log-sum-exp of attention, possibly padded. The result of a product or an index
+    is no summary: it has as many dimensions as its operand, even if it has few rows or columns.
     """
     if is_statistic(size):
         return True
@@ -286,25 +296,27 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
 
 
 def _exponents(tape: Tape) -> set[int]:
-    """Values that backward takes an exponential or an angle of."""
+    """Return the values whose exponential or angle backward computes."""
     operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
-    return {value for operator in operators for value in [*operator.inputs(), *operator.made()]}
+    return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
 
 
 def _attention_biases(tape: Tape) -> set[int]:
-    """Values that fused attention adds to its scores: a mask, whose -inf no scale takes, or a bias of positions."""
-    added = [attention_bias(operator.target, operator.args, operator.kwargs) for operator in tape.operators]
-    return {ref.value for ref in added if isinstance(ref, TensorRef)}
+    """Return the values that fused attention adds to its scores: a mask, whose -inf no scale can represent, or a
+    position bias."""
+    biases = [attention_bias(operator.target, operator.args, operator.kwargs) for operator in tape.operators]
+    return {ref.value for ref in biases if isinstance(ref, TensorRef)}
 
 
 def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator that is fused attention adds to its scores; None for other operators, and where it adds none."""
-    given = attention_arguments(target, args, kwargs)
-    return next((given[name] for name in _BIAS if given.get(name) is not None), None)
+    """Return the argument that a fused attention operator adds to its scores. Return None for other operators, and
+    without such an argument."""
+    arguments = attention_arguments(target, args, kwargs)
+    return next((arguments[name] for name in _BIAS if arguments.get(name) is not None), None)
 
 
 def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name of an operator that is fused attention, or its backward; none of another one."""
+    """Return the arguments by name of fused attention or its backward. Empty for other operators."""
     schema = schema_of(target) if isinstance(target, OpOverload) else None
     if schema is not None and any(name in schema.name for name in ("attention", "attn")):
         names = [argument.name for argument in schema.arguments]
@@ -316,27 +328,32 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _divisors(tape: Tape) -> set[int]:
-    """Values that backward divides by, and those of which replay makes one element by element."""
+    """Return the values that backward divides by, and the values from which replay computes these elementwise."""
     return divisors(
-        (_divided_by(operator), operator.made(), operator.inputs() if operator.short_name in ZERO_TO_ZERO else ())
+        (
+            _operator_divisors(operator),
+            operator.results(),
+            operator.inputs() if operator.short_name in ZERO_TO_ZERO else (),
+        )
         for operator in reversed(tape.operators)
     )
 
 
 def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) -> set[V]:
-    """What something is divided by, and what of that is made element by element, a 0 of a 0.
+    """Return the values used as divisors, and the values they are computed from elementwise if zero maps to zero.
 
-    `operators` are, the last one first: what is divided by for its sake, what it makes, and what a 0 in that comes of.
+    `operators` is in reverse order. Each element has three parts: the operator's divisors, its results, and the inputs
+    whose zeros become zeros of the results.
     """
-    found: set[V] = set()
-    for divided_by, made, zero_sources in operators:
-        found.update(divided_by)
-        if not found.isdisjoint(made):
-            found.update(zero_sources)
-    return found
+    all_divisors: set[V] = set()
+    for operator_divisors, results, zero_sources in operators:
+        all_divisors.update(operator_divisors)
+        if not all_divisors.isdisjoint(results):
+            all_divisors.update(zero_sources)
+    return all_divisors
 
 
-def _divided_by(operator: TapeOperator) -> list[int]:
+def _operator_divisors(operator: TapeOperator) -> list[int]:
     name = operator.short_name
     if name == "pow":
         base, exponent = operator.args[:2]
@@ -344,7 +361,7 @@ def _divided_by(operator: TapeOperator) -> list[int]:
     if name not in DIVISORS:
         return []
     place = DIVISORS[name]
-    return [*operator.inputs(), *operator.made()] if place is None else _values(operator.args[place])
+    return [*operator.inputs(), *operator.results()] if place is None else _values(operator.args[place])
 
 
 def _values(argument: object) -> list[int]:

@@ -1,4 +1,5 @@
-"""Prices of a tape: operators, and codecs for each activation (paper, section 3.1); or of a block without one."""
+"""Prices of a block: the time of each operator on its tape and the codecs of each activation (paper, section 3.1), or
+the time of the whole call if the operators cannot be replayed."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.artifacts.profile import WHOLE, BackwardEvent, CodecOption, ForwardEvent, KindProfile, Value
 from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors, is_near
-from adacc_hf.price.codec_selection import codec_options, finer_options
-from adacc_hf.price.shared_storage import RecordedBlock, Sharing
+from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors, is_accurate_enough
+from adacc_hf.price.codec_selection import codec_options, precise_codec_options
+from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.price.timing import Bottleneck, Timing, bottleneck, median_ms, time_of
 from adacc_hf.tape.recorder import is_freed, moves_storage
 from adacc_hf.tape.replay import Environment, ReplayStep
@@ -27,14 +28,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prices:
-    """What the first block of a tape cost."""
+    """Prices of the first recorded block with a given tape, used for all blocks with equal tapes."""
 
     operator_ms: list[float]
     operator_bytes: list[int]
-    """What a run of each operator takes besides its results: temporaries, and Python numbers made tensors."""
+    """Bytes that each operator's run takes on top of its results: temporaries, and Python numbers converted to
+    tensors."""
     codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
-    scarce: Bottleneck = "device_ms"
-    """What a step waits for."""
+    bottleneck: Bottleneck = "device_ms"
+    """The resource that limits a step, in whose time prices are measured."""
 
 
 def price_tape(
@@ -44,24 +46,27 @@ def price_tape(
     outliers: dict[int, int],
     run_block: Callable[[], object] | None = None,
 ) -> Prices:
-    """The prices of `tape`, measured on the recorded tensors: the time of what its steps wait for, device or host.
+    """Return the prices of `tape`, measured on the recorded tensors in the time of the limiting resource, device or
+    host.
 
-    `run_block` runs the block itself; None where it cannot be run again.
+    `run_block` runs the block itself, or is None if the block cannot run again.
     """
     block_host_ms = _block_host_ms(run_block, bases[0].device)
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
         timings = operator_timings(tape, bases)
-        scarce = bottleneck(timings, block_host_ms)
-        codecs = codec_options(tape, bases, config, outliers, scarce)
-        times = [getattr(timing, scarce) for timing in timings]
-        return Prices(times, operator_workspaces(tape, bases), codecs, scarce)
+        resource = bottleneck(timings, block_host_ms)
+        codecs = codec_options(tape, bases, config, outliers, resource)
+        times = [getattr(timing, resource) for timing in timings]
+        return Prices(times, operator_workspaces(tape, bases), codecs, resource)
 
 
-def errors_of(tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig) -> GradientErrors:
-    """What codecs and replay do to the gradients of one block whose tape has these `prices`.
+def measure_gradient_errors(
+    tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config: AdaccConfig
+) -> GradientErrors:
+    """Return the gradient errors that codecs and replay cause in one block whose tape has these `prices`.
 
-    Where no codec is near enough, a finer one is priced too. It takes memory beside what was recorded: none is measured
-    where that is not there, and a warning says so.
+    If no codec is accurate enough for a value, a more precise one is priced and added to `prices`. Measuring takes
+    memory on top of the recording. If that memory is not available, the errors are empty, and a warning is logged.
     """
     codecs = _lossy(prices.codecs)
     if not any(codecs.values()):
@@ -69,55 +74,62 @@ def errors_of(tape: Tape, bases: Sequence[torch.Tensor], prices: Prices, config:
     try:
         with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
             errors = gradient_errors(tape, bases, codecs)
-            missing = [value for value, some in codecs.items() if _needs_finer(errors, value, some)]
-            finer = finer_options(tape, bases, config, missing, prices.scarce)
-            if not finer:
+            inaccurate = [
+                value for value, value_codecs in codecs.items() if _needs_precise_codec(errors, value, value_codecs)
+            ]
+            precise_options = precise_codec_options(tape, bases, config, inaccurate, prices.bottleneck)
+            if not precise_options:
                 return errors
-            prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in finer.items()}
+            prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in precise_options.items()}
             return gradient_errors(tape, bases, _lossy(prices.codecs))
     except torch.OutOfMemoryError:
         log.warning(
-            "Adacc: no memory to try codecs on the gradients of %s: only tracking steps will tell if one degrades them",
+            "Adacc: not enough memory to measure how codecs change the gradients of %s: only the tracking steps of the "
+            "training can detect a codec that degrades them",
             tape.block_class,
         )
         return GradientErrors()
 
 
 def _lossy(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
-    """The codecs that lose something, the coarsest first."""
-    found = {}
-    for value, some in options.items():
-        lossy = sorted((option for option in some if not option.lossless), key=lambda option: option.nbytes)
-        found[value] = [get_codec(option.codec, **dict(option.options)) for option in lossy]
-    return found
+    """Return the lossy codecs of each value, the coarsest first."""
+    codecs = {}
+    for value, value_options in options.items():
+        lossy_options = sorted(
+            (option for option in value_options if not option.lossless), key=lambda option: option.nbytes
+        )
+        codecs[value] = [get_codec(option.codec, **dict(option.options)) for option in lossy_options]
+    return codecs
 
 
-def _needs_finer(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
+def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
     if not codecs or any(codec.stands_in for codec in codecs):
         return False
-    return not any(is_near(errors.codecs, value, codec.name) for codec in codecs)
+    return not any(is_accurate_enough(errors.codecs, value, codec.name) for codec in codecs)
 
 
 def price_call(run: Callable[[], object], device: torch.device) -> Prices:
-    """The prices of a call whose operators are not all on its tape: it counts as one, and `run` makes it again."""
-    with torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward):
+    """Return the price of a call whose tape lacks some operators. The call counts as one operator, and `run` repeats
+    the call."""
+    with torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward):
         return Prices([median_ms(run, device)], [0])
 
 
 def _block_host_ms(run: Callable[[], object] | None, device: torch.device) -> float | None:
-    """How long the host takes for a block's forward in training; None where it does nothing but the computing."""
+    """Return the host's milliseconds for a block's forward in training, or None if the host only computes (on the
+    CPU)."""
     return None if run is None or device.type != "cuda" else _host_ms_of(run, device)
 
 
 def _host_ms_of(run: Callable[[], object], device: torch.device) -> float:
-    """How long the host takes for `run` with gradients on. Nothing that is saved for backward is kept."""
-    keep_nothing = torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _refuse_backward)
-    with torch.enable_grad(), keep_nothing:
+    """Return the host's milliseconds for `run` with gradients enabled. Tensors saved for backward are dropped."""
+    drop_saved_tensors = torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward)
+    with torch.enable_grad(), drop_saved_tensors:
         return time_of(run, device).host_ms
 
 
-def _keep_nothing(_: object) -> None:
-    """For saved tensors of a call that has no backward."""
+def _drop_tensor(_: object) -> None:
+    """Drop a saved tensor of a call that has no backward."""
 
 
 def _refuse_backward(_: object) -> torch.Tensor:
@@ -125,21 +137,23 @@ def _refuse_backward(_: object) -> torch.Tensor:
 
 
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
-    """Medians of each operator of `tape` on the recorded tensors; 0 for those that never run again.
+    """Return the median times of each operator of `tape` on the recorded tensors; 0 for operators that never run again.
 
-    Of a tape that is not trusted torch's checkpoint runs them all again. What would put another storage under a
-    recorded tensor takes no time to speak of, and is not tried.
+    If the tape is not trusted, torch's checkpoint runs all operators again. Operators that replace a recorded tensor's
+    storage take negligible time, and are not run.
     """
     timings = [Timing(0.0, 0.0)] * len(tape.operators)
     for index, run in _runs(tape, bases):
-        timings[index] = time_of(run, tape.values[tape.operators[index].made()[0]].device)
+        timings[index] = time_of(run, tape.values[tape.operators[index].results()[0]].device)
     return timings
 
 
 def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
-    """Bytes live at the peak of each operator's run besides its inputs and results; 0 for those that never run again.
+    """Return the bytes live at each operator's peak on top of its inputs and results; 0 for operators that never run
+    again.
 
-    The allocator tells, since an operator may be made of many (a safe softmax also has masks and a second result).
+    The allocator measures them, because an operator may consist of several (a safe softmax also has masks and a second
+    result).
     """
     workspaces = [0] * len(tape.operators)
     with MemoryMeter.for_device(bases[0].device) as meter:
@@ -150,69 +164,73 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
     for point in meter.points:
         if point.label[0] == "runs":
             index = point.label[1]
-            results = sum(tape.values[value].nbytes for value in tape.operators[index].made())
+            results = sum(tape.values[value].nbytes for value in tape.operators[index].results())
             workspaces[index] = max(0, point.max_bytes - point.live_bytes - results)
     return workspaces
 
 
 def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """The operators that may run again, in order, each with what runs it, as often as one likes before the next."""
-    gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
-    environment: Environment = [None if gone[value.index] else bases[value.index] for value in tape.values]
+    """Yield the operators that may run again, in order, each with a function that runs the operator any number of times
+    before the next one."""
+    is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
+    environment: Environment = [None if is_gone[value.index] else bases[value.index] for value in tape.values]
     for index, operator in enumerate(tape.operators):
         if tape.untrusted is None:
-            ready = not tape.recomputable.isdisjoint(operator.made())
+            is_ready = not tape.recomputable.isdisjoint(operator.results())
         else:
-            # Collectives are left out: the other ranks may know the prices already, and would not take part.
-            is_own = not operator.is_collective
-            ready = bool(operator.made()) and is_own and not moves_storage(operator)
-        if not ready or any(environment[value] is None for value in operator.inputs()):
+            # Skip collectives: other ranks may have cached prices already, and would not take part.
+            is_local = not operator.is_collective
+            is_ready = bool(operator.results()) and is_local and not moves_storage(operator)
+        if not is_ready or any(environment[value] is None for value in operator.inputs()):
             continue
         step = ReplayStep(operator, tape)
-        kept = {value: environment[value] for value in [*operator.inputs(), *operator.made()]}
+        operands = {value: environment[value] for value in [*operator.inputs(), *operator.results()]}
 
-        def run(step: ReplayStep = step, kept: dict[int, torch.Tensor | None] = kept) -> None:
-            for value, tensor in kept.items():
+        def run(step: ReplayStep = step, operands: dict[int, torch.Tensor | None] = operands) -> None:
+            for value, tensor in operands.items():
                 environment[value] = tensor
             step.run(environment)
 
         yield index, run
-        for value, tensor in kept.items():
-            # A version that a later operator overwrites was not recorded: what the run made stands for it.
-            overwritten = tape.values[value].overwritten and value in operator.made()
-            environment[value] = environment[value] if overwritten else tensor
+        for value, tensor in operands.items():
+            # A version that a later operator overwrites was not recorded. The result of this run replaces it.
+            is_overwritten = tape.values[value].overwritten and value in operator.results()
+            environment[value] = environment[value] if is_overwritten else tensor
 
 
-# The profile of a kind whose operators cannot be replayed, since they depend on data (rule R8), or are not seen.
+# Profile of a kind whose operators cannot be replayed, because they depend on data (rule R8) or are not recorded.
 #
-# All that such a block saves is one activation, which a block that runs plainly retains. Under torch's checkpoint it
-# keeps all of the block's arguments and the state of the random generator, and runs the whole forward once more.
+# Everything that such a block saves counts as one activation, which a plain run retains. Under torch's checkpoint the
+# block stores all of its arguments and the state of the random generator, and runs its whole forward again.
 
 SAVED = 0
-"""The index of all that the block saves."""
+"""Index of the one value that stands for everything the block saves."""
 
 
-def untrusted_kind(group: Sequence[RecordedBlock], sharing: Sharing, forward_ms: float) -> KindProfile:
-    """The kind of the blocks of `group`, its memory still to be measured.
+def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors, forward_ms: float) -> KindProfile:
+    """Return the kind of the blocks of `group`, without the memory of its forward and backward.
 
-    How many tokens an expert gets differs from block to block and from step to step: it has the most that any saved.
+    The number of tokens that an expert gets differs between blocks and between steps. The kind therefore has the most
+    bytes that any of its blocks saved.
     """
     block = group[0]
     arguments = [
-        _value(index, "an argument of the block", storage_of(tensor).nbytes(), "input", sharing.index_of(tensor))
-        for index, tensor in enumerate(block.given.values(), start=SAVED + 1)
+        _value(
+            index, "an argument of the block", storage_of(tensor).nbytes(), "input", shared_tensors.record_index(tensor)
+        )
+        for index, tensor in enumerate(block.argument_tensors.values(), start=SAVED + 1)
     ]
     is_alone = not block.tape.has_collectives
     return KindProfile(
         digest=block.tape.kind,
         block_class=block.tape.block_class,
-        values=(_saved_value(block, max(saved_bytes(each, sharing) for each in group)), *arguments),
+        values=(_saved_value(block, max(saved_bytes(each, shared_tensors) for each in group)), *arguments),
         operators=(),
         slots=(SAVED,) if block.tape.slots else (),
         forward=(),
         backward=(),
         forward_ms=forward_ms,
-        given=given_records(block, sharing),
+        given=shared_argument_records(block, shared_tensors),
         untrusted=block.tape.untrusted,
         block_actions=(BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_alone else (BlockAction.CHECKPOINT,),
         generator_bytes=generator_bytes(block),
@@ -220,44 +238,47 @@ def untrusted_kind(group: Sequence[RecordedBlock], sharing: Sharing, forward_ms:
 
 
 def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
-    """`kind` with its measured forward, in which it counts as storing everything from the start, if it does."""
-    most = max(event.extra_bytes for event in forward)
-    stored = ForwardEvent(value=SAVED, death=True, extra_bytes=most)
-    return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=most), stored))
+    """Return `kind` with its measured forward. If the block saves anything, all of it counts as stored from the
+    start."""
+    max_extra_bytes = max(event.extra_bytes for event in forward)
+    store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
+    return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=max_extra_bytes), store_event))
 
 
-def with_untrusted_backward(kind: KindProfile, besides: int | None) -> KindProfile:
-    """`kind` with its backward, in which at most `besides` bytes were live on top of all that it saved.
+def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
+    """Return `kind` with its backward, in which at most `extra_bytes` were live on top of all saved bytes.
 
-    That was measured under torch's checkpoint, so that it holds for a forward that saves everything too, but for the
-    block's result, which is as large as the largest input. A block that had nothing to save when it was recorded has no
-    backward, whatever it did when it was measured; `besides` may be None then.
+    `extra_bytes` was measured under torch's checkpoint. It also holds for a forward that saves everything, except for
+    the block's result, which is as large as the largest input. A block that saved nothing when it was recorded has no
+    backward, even if it has one when it is measured; `extra_bytes` may be None then.
     """
-    if besides is None or not kind.slots:
+    if extra_bytes is None or not kind.slots:
         return kind
-    most = besides + max((value.nbytes for value in kind.values[SAVED + 1 :]), default=0)
+    max_extra_bytes = extra_bytes + max((value.nbytes for value in kind.values[SAVED + 1 :]), default=0)
     events = (
-        BackwardEvent(slot=0, release=False, entry_bytes=besides, extra_bytes=besides),
+        BackwardEvent(slot=0, release=False, entry_bytes=extra_bytes, extra_bytes=extra_bytes),
         BackwardEvent(slot=0, release=True, entry_bytes=0, extra_bytes=0),
     )
-    *begin, stored = kind.forward
-    stored = replace(stored, extra_bytes=min(stored.extra_bytes, most))
-    return replace(kind, forward=(*begin, stored), backward=events)
+    *first_events, last_event = kind.forward
+    last_event = replace(last_event, extra_bytes=min(last_event.extra_bytes, max_extra_bytes))
+    return replace(kind, forward=(*first_events, last_event), backward=events)
 
 
-def saved_bytes(block: RecordedBlock, sharing: Sharing) -> int:
-    """Return the bytes of all that autograd saved of one call of a block, and that nothing else holds."""
+def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
+    """Return the bytes that autograd saved in one call of a block and that no one else holds."""
     tape = block.tape
-    own_inputs = {v for v, tensor in block.arguments.items() if sharing.index_of(tensor) is None}
-    hidden = block.made.keys() - block.held_besides
-    own = [v for v in block.saved() if v in own_inputs or v in hidden or tape.values[v].source is None]
-    return sum(tape.values[v].nbytes for v in own)
+    own_inputs = {v for v, tensor in block.input_tensors.items() if shared_tensors.record_index(tensor) is None}
+    hidden_values = block.internal_storages.keys() - block.externally_held
+    own_values = [
+        v for v in block.saved_values() if v in own_inputs or v in hidden_values or tape.values[v].source is None
+    ]
+    return sum(tape.values[v].nbytes for v in own_values)
 
 
 def _saved_value(block: RecordedBlock, nbytes: int) -> Value:
-    whole = _value(SAVED, "all that the block saves", nbytes, WHOLE, None)
+    value = _value(SAVED, "all that the block saves", nbytes, WHOLE, None)
     is_saved = bool(block.tape.slots)
-    return replace(whole, saved=is_saved, activation=is_saved)
+    return replace(value, saved=is_saved, activation=is_saved)
 
 
 def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
@@ -277,13 +298,14 @@ def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) ->
     )
 
 
-def given_records(block: RecordedBlock, sharing: Sharing) -> tuple[int, ...]:
-    """Return the records of the shared tensors that a block is given."""
-    found = {sharing.index_of(tensor) for tensor in block.given.values()}
-    return tuple(sorted(index for index in found if index is not None))
+def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[int, ...]:
+    """Return the records of the shared tensors among a block's arguments."""
+    records = {shared_tensors.record_index(tensor) for tensor in block.argument_tensors.values()}
+    return tuple(sorted(index for index in records if index is not None))
 
 
 def generator_bytes(block: RecordedBlock) -> int:
-    """What torch's checkpoint keeps on the block's device; a GPU's state is kept on the CPU."""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in block.given.values())
+    """Return the bytes of random generator state that torch's checkpoint stores on the block's device. A GPU's state is
+    on the CPU."""
+    on_cpu = all(tensor.device.type == "cpu" for tensor in block.argument_tensors.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

@@ -1,6 +1,7 @@
-"""How a profile takes its readings: by running on the device, timing it and asking its allocator.
+"""The source of a profile's readings: real runs on the device, timed and measured by its allocator.
 
-`profile_model` reads through one object of this class, so that a model without memory can be read too (fake_model.py).
+`profile_model` reads through one object of this class, so that a model without memory can be profiled too
+(fake_model.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.codec_gradient_error import GradientErrors
-from adacc_hf.price.codec_selection import outliers_in
-from adacc_hf.price.cost_model import Prices, errors_of, price_call, price_tape
+from adacc_hf.price.codec_selection import count_outlier_channels
+from adacc_hf.price.cost_model import Prices, measure_gradient_errors, price_call, price_tape
 from adacc_hf.price.timing import median_ms, seconds_at
 from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.replay_check import verify
@@ -35,19 +36,19 @@ class Measurement:
     """Readings from real runs."""
 
     rng_use: type[RngUse] = RngUse
-    """Finds out whether an operator draws random numbers."""
+    """Class that detects whether an operator draws random numbers."""
     records_other_sizes = True
-    """Whether parts of the batch are run too, so that the model can train at any size."""
+    """True if parts of the batch are recorded too, so that the model can train at any size."""
     watches_one_block = True
-    """Whether at most one block retains what it makes while memory is measured."""
+    """True if at most one block retains its activations while memory is measured."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        """The values of `tape` that replay recomputes bit for bit (rule R7)."""
+        """Return the values of `tape` that replay recomputes bit for bit (rule R7)."""
         return verify(tape, bases)
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        """Outlier channels of each activation whose codec keeps them."""
-        return outliers_in(tape, bases, config)
+        """Return the number of outlier channels of each activation whose codec keeps outliers."""
+        return count_outlier_channels(tape, bases, config)
 
     def price(
         self,
@@ -57,28 +58,29 @@ class Measurement:
         outliers: dict[int, int],
         run_block: Callable[[], object] | None = None,
     ) -> Prices:
-        """The time of each operator of `tape`, and the codecs of each activation with theirs.
+        """Return the time of each operator of `tape`, and the codecs of each activation with their times.
 
-        `run_block` runs the block itself; None where it cannot be run again.
+        `run_block` runs the block itself, or is None if the block cannot run again.
         """
         return price_tape(tape, bases, config, outliers, run_block)
 
     def gradient_errors(
         self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
     ) -> GradientErrors:
-        """What codecs and replay do to the gradients of a block; `prices` get a finer codec where none is near."""
-        return errors_of(tape, bases, prices, config)
+        """Return the gradient errors that codecs and replay cause in a block. Adds a more precise codec to `prices`
+        where no other is accurate enough."""
+        return measure_gradient_errors(tape, bases, prices, config)
 
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
-        """The time of a call that runs more than its tape shows; `run` makes it again."""
+        """Return the time of a call that runs more operators than its tape records. `run` repeats the call."""
         return price_call(run, device)
 
     def meter(self, device: torch.device) -> MemoryMeter:
-        """A meter of live bytes on `device`."""
+        """Return a meter of live bytes on `device`."""
         return MemoryMeter.for_device(device)
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
-        """Have `call` called in backward once the gradient of `tensor` is there."""
+        """Call `call` in backward once the gradient of `tensor` is complete."""
 
         def hook(_: torch.Tensor) -> None:
             call()
@@ -90,64 +92,67 @@ class Measurement:
         backward(loss)
 
     def seconds_at(self, device: torch.device) -> float:
-        """The time once `device` has done all that it was given."""
+        """Return the time once `device` has finished all of its work."""
         return seconds_at(device)
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
-        """Milliseconds of one forward and backward as the model stands, by the step whose memory was measured."""
+        """Return the milliseconds of one forward and backward of the model as it is, by default the time of the
+        measured step."""
         return measured_ms
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        """Milliseconds of the output layer and the loss, forward and backward, by the name of the head.
+        """Return the milliseconds of the output layer and the loss, forward and backward, by the name of the head.
 
-        `find_losses` runs a forward to find the losses of a step.
+        `find_losses` runs a forward and returns the losses of a step.
         """
         losses = find_losses()
         return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in PRICED_HEADS.items()}
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        """Milliseconds of the output layer and one loss, which `compute` makes."""
+        """Return the milliseconds of the output layer and one loss, computed by `compute`."""
         return head_ms(loss, compute)
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:
-        """Bytes live on the model's device before a step."""
+        """Return the bytes live on the model's device before a step."""
         allocate_workspaces(next(model.parameters()).device)
         return static_bytes(model, batch, optimizer)
 
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
-        """Bytes that this process can have on `device`."""
+        """Return the bytes that this process can use on `device`."""
         return available_bytes(device, static_bytes)
 
     def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
-        """The states of the random generators of `devices` and of the CPU."""
+        """Return the states of the random generators of `devices` and of the CPU."""
         return RandomStates(devices)
 
 
 HEAD_REPEATS = 3
-"""A head is long beside the clock's noise, and the faster one is chosen: one interruption must not decide."""
+"""Repeats of a head's timing. A head takes long compared to the clock's noise. One interruption must not decide which
+head is faster."""
 
-# What a model's output layer and loss cost with whole logits and chunked, measured on one batch.
+# Times of a model's output layer and loss on one batch, with full logits and with chunked logits.
 
 
 def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
-    """Milliseconds of forward and backward of one loss, made by `compute`: the median of HEAD_REPEATS.
+    """Return the milliseconds of forward and backward of one loss, computed by `compute`: the median of HEAD_REPEATS
+    runs.
 
-    After one to warm up: a GPU loads a kernel when it is run first, and may choose among some.
+    One warm-up run comes first, because a GPU loads a kernel at its first run, and may choose among several.
     """
     return median_ms(lambda: _gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
 
 def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
-    """The gradients that training needs of the layer, from copies that end where the layer starts."""
-    copy = on_leaves(loss)
+    """Return the gradients of the output layer's inputs and parameters, computed on detached copies."""
+    detached_loss = detach_inputs(loss)
     with torch.enable_grad():
-        value = compute(copy)
-    leaves = (copy.rows, copy.call.weight, copy.call.bias)
+        value = compute(detached_loss)
+    leaves = (detached_loss.rows, detached_loss.call.weight, detached_loss.call.bias)
     return torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad])
 
 
-def on_leaves(loss: LossCall) -> LossCall:
-    """The same loss of tensors that end where the layer starts."""
+def detach_inputs(loss: LossCall) -> LossCall:
+    """Return the same loss on leaf tensors, so that backward ends at the output layer's inputs."""
     bias = loss.call.bias
     return loss.on(_leaf(loss.rows), _leaf(loss.call.weight), None if bias is None else _leaf(bias))
 
@@ -156,13 +161,13 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def whole_loss(loss: LossCall) -> Tensor:
-    """The loss by way of whole logits."""
+def full_logits_loss(loss: LossCall) -> Tensor:
+    """Return the loss, computed from full logits."""
     dtype, bias = loss.call.dtype, loss.call.bias
     with torch.autocast(loss.rows.device.type, enabled=False):
         logits = F.linear(loss.rows.to(dtype), loss.call.weight.to(dtype), None if bias is None else bias.to(dtype))
         return F.cross_entropy(logits.float(), loss.target, ignore_index=loss.ignore_index, reduction=loss.reduction)
 
 
-PRICED_HEADS = {"plain": whole_loss, "chunked": LossCall.chunked}
-"""How each head makes a loss, by its name."""
+PRICED_HEADS = {"plain": full_logits_loss, "chunked": LossCall.chunked}
+"""The function that computes the loss with each head, by the head's name."""

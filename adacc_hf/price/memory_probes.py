@@ -1,4 +1,4 @@
-"""Strategies that run a block and mark in a meter what happens to the tensors that it saves."""
+"""Strategies that run a block and mark in a meter when its saved tensors are packed, unpacked and freed."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from adacc_hf.torch_glue.tensors import local_of
 
 
 class TrackedTensor:
-    """A packed object that tells when autograd lets go of it."""
+    """A packed tensor that marks when autograd frees it."""
 
-    __slots__ = ("beside", "mark", "slot", "tensor")
+    __slots__ = ("companion", "mark", "slot", "tensor")
 
-    def __init__(self, slot: int, tensor: torch.Tensor, beside: Any, mark: Callable[[Any], None]) -> None:
+    def __init__(self, slot: int, tensor: torch.Tensor, companion: Any, mark: Callable[[Any], None]) -> None:
         self.slot = slot
         self.tensor = tensor
-        self.beside = beside
-        """What lives as long as any slot of the block."""
+        self.companion = companion
+        """Objects that live as long as any slot of the block."""
         self.mark = mark
 
     def __del__(self) -> None:
-        del self.tensor, self.beside
+        del self.tensor, self.companion
         self.mark(("release", self.slot))
 
 
-class WatchSlots:
-    """The strategy that retains everything and marks every unpack and release.
+class SlotProbe:
+    """The strategy that retains everything and marks every unpack and release of a slot.
 
-    It holds the shared inputs that a replay would read, `held`, as other blocks of its kind do.
+    The probe also holds the shared inputs at `sources`, which replay would read, as other blocks of the kind do.
     """
 
-    def __init__(self, name: str, kind: KindProfile, held: Sequence[Source]) -> None:
+    def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source]) -> None:
         self.name = name
         self.kind = kind
-        self.held = held
+        self.sources = sources
         self.meter: MemoryMeter | None = None
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = iter(range(len(self.kind.slots)))
-        held = [find_external(source, block, args, kwargs) for source in self.held]
+        replay_inputs = [find_external(source, block, args, kwargs) for source in self.sources]
 
-        @torch.compiler.disable  # inside a compiled submodule dynamo would trace the hooks too
+        @torch.compiler.disable  # inside a compiled submodule, Dynamo would trace the hooks too
         def pack(tensor: torch.Tensor) -> TrackedTensor:
-            return TrackedTensor(next(slots), tensor.detach(), held, self._mark)
+            return TrackedTensor(next(slots), tensor.detach(), replay_inputs, self._mark)
 
         @torch.compiler.disable
         def unpack(packed: TrackedTensor) -> torch.Tensor:
@@ -66,12 +66,12 @@ class WatchSlots:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes it keeps: every activation that autograd saves."""
+        """Bytes of the activations that the probe stores: all that autograd saves."""
         return sum(value.nbytes for value in self.kind.activations if value.saved)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of what it keeps that forward holds anyway until the whole forward ends."""
+        """Bytes of stored activations that forward keeps alive anyway until the whole forward ends."""
         return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
 
     def _mark(self, event: tuple[str, int]) -> None:
@@ -79,12 +79,12 @@ class WatchSlots:
             self.meter.mark((*event, self.name))
 
 
-class WatchForward:
-    """The strategy that stores nothing and marks when a value is saved first and when forward lets go of it.
+class ForwardProbe:
+    """The strategy that stores nothing and marks when a value is first saved, and when forward frees it.
 
-    The shared inputs that a replay would read, at `sources`, go into `held`: replaying blocks keep them, and outlive
-    their other readers. The last block empties `held` at its end. No backward can follow. With `meter` None it only
-    drops.
+    The shared inputs at `sources`, which replay would read, are added to `replay_inputs`. Replaying blocks hold these
+    inputs, so that they outlive their other readers. The last block empties `replay_inputs` at its end. No backward can
+    follow. If `meter` is None, the probe drops saved tensors without marking.
     """
 
     def __init__(
@@ -93,32 +93,33 @@ class WatchForward:
         kind: KindProfile,
         meter: MemoryMeter | None,
         sources: Sequence[Source],
-        held: list[torch.Tensor | None],
+        replay_inputs: list[torch.Tensor | None],
         shared: Sequence[Shared],
         is_last: bool,
     ) -> None:
         self.name = name
         self.kind = kind
-        counted = {index for index, record in enumerate(shared) if record.nbytes}
-        self.shared = {value.index for value in kind.values if value.shared in counted}
-        """Values that count apart from what blocks store."""
+        nonempty_records = {index for index, record in enumerate(shared) if record.nbytes}
+        self.shared_values = {value.index for value in kind.values if value.shared in nonempty_records}
+        """Values that are records of their own, not part of what blocks store."""
         self.sources = sources
-        self.held = held
+        self.replay_inputs = replay_inputs
         self.is_last = is_last
         self.meter = meter
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = iter(self.kind.slots if self.kind.untrusted is None else ())
-        seen: set[int] = set()
+        packed_values: set[int] = set()
 
-        @torch.compiler.disable  # as in WatchSlots
+        @torch.compiler.disable  # see SlotProbe
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             value = next(values, None)
-            if value == -1 or value in self.shared:
-                # Held by others, or dead soon, or counted apart: it lives as long as it does under any policy.
+            if value == -1 or value in self.shared_values:
+                # Other tensors share the storage, or the slot dies in forward: the tensor lives equally long under any
+                # policy.
                 return tensor.detach()
-            if self.meter is not None and value is not None and value not in seen:
-                seen.add(value)
+            if self.meter is not None and value is not None and value not in packed_values:
+                packed_values.add(value)
                 self._mark(("pack", value))
                 storage = local_of(tensor).untyped_storage()
                 weakref.finalize(storage, self._mark, ("death", value), storage.nbytes()).atexit = False
@@ -126,10 +127,10 @@ class WatchForward:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward):
             self._mark(("enter", -1))
-            self.held += [find_external(source, block, args, kwargs) for source in self.sources]
+            self.replay_inputs += [find_external(source, block, args, kwargs) for source in self.sources]
             result = fn(*args)
         if self.is_last:
-            self.held.clear()
+            self.replay_inputs.clear()
         self._mark(("leave", -1))
         return result
 
@@ -139,17 +140,17 @@ class WatchForward:
 
 
 def refuse_backward(_: Any) -> torch.Tensor:
-    """Raise ValueError: in a pass of a profile that has no backward of its own, something runs one."""
+    """Raise ValueError: the model runs a backward in a pass of the profile that does not run one."""
     raise ValueError(
         "the loss runs a backward of its own before it is returned, within a block or around it (a gradient penalty, "
-        "forces as gradients of an energy; a loss that embeds small batches one by one, as "
+        "forces as gradients of an energy, or a loss that embeds small batches one by one, such as "
         "CachedMultipleNegativesRankingLoss, which saves the memory already): train without adacc_hf, or with another "
         "loss"
     )
 
 
-class MarkCalls:
-    """A strategy around another: marks when a block's forward ends and when its backward starts."""
+class CallMarker:
+    """A strategy around another strategy. It marks when a block's forward ends and when its backward starts."""
 
     def __init__(
         self, name: str, inner: Strategy, meter: MemoryMeter, measurement: Measurement, is_first: bool
@@ -169,7 +170,7 @@ class MarkCalls:
         return result
 
     def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> None:
-        """Mark when the gradient of the first differentiable tensor in `tree` is there."""
+        """Mark the moment at which the gradient of the first differentiable tensor in `tree` is complete."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.measurement.on_gradient(leaf, lambda: self.meter.mark(label))

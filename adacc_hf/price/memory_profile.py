@@ -1,9 +1,9 @@
-"""The memory of one measured or counted step, taken apart: what belongs to the blocks' stores, and what does not.
+"""The memory of one measured step, divided into the blocks' stored tensors and everything else.
 
-What is live besides stored tensors does not depend on the policy, so the simulator can put any policy's stores on
-top. One forward that stores nothing tells when forward itself lets go of each value. One forward and backward under
-full recomputation for each kind of block, in which the last of it retains everything, tells when backward asks for each
-saved tensor and lets go of it, and what gradients and temporaries take meanwhile.
+Memory other than stored tensors does not depend on the policy, so that the simulator can add any policy's stored
+tensors to it. One forward that stores nothing shows when forward itself frees each value. For each kind of block, one
+forward and backward under full recomputation, in which the kind's last block retains everything, shows when backward
+unpacks and frees each saved tensor, and how much memory gradients and temporaries take meanwhile.
 """
 
 from __future__ import annotations
@@ -22,60 +22,70 @@ from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile, Shared
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_probes import MarkCalls, WatchForward, WatchSlots
+from adacc_hf.price.memory_probes import CallMarker, ForwardProbe, SlotProbe
 from adacc_hf.run.blocks import BlockFunction, Installation, LaterCall
 from adacc_hf.tape.tape import Source
-from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, collecting_no_garbage, distinct_bytes, forward_loss
+from adacc_hf.torch_glue.memory import (
+    MemoryMeter,
+    MemoryPoint,
+    distinct_bytes,
+    forward_loss,
+    garbage_collection_disabled,
+)
 
 NoSync = Callable[[], AbstractContextManager[Any]]
-"""What the micro-batches before a step's last one run in, so that ranks exchange gradients once."""
+"""Context of the micro-batches before a step's last one, in which ranks do not exchange gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardLayout:
-    """The memory of a forward that stored nothing, in bytes relative to its start."""
+    """The memory of a forward that stored nothing, in bytes relative to the forward's start."""
 
     first_peak_bytes: int
-    """The most that was live before the first block: in the forward of a teacher, say."""
+    """Peak before the first block, for example in a teacher's forward."""
     bases: dict[str, int]
-    """What was live when each block started."""
+    """Live bytes at the start of each block."""
     outside_peak_bytes: int
-    """The most that was live after the last block, where no replay held shared inputs any more."""
+    """Peak after the last block, where no replay holds shared inputs any more."""
     events: dict[str, tuple[ForwardEvent, ...]]
-    """The forward of each watched block."""
+    """The forward events of each watched block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """The memory of the measured step besides the blocks' stores, in bytes relative to its start."""
+    """The memory of the measured step without the blocks' stored tensors, in bytes relative to the step's start."""
 
     bases: dict[str, int]
-    """What is live besides when each block's backward starts."""
+    """Live bytes at the start of each block's backward, without stored tensors."""
     outside_stored_bytes: int
-    """What is live when backward starts, besides the blocks' stores and the loss."""
+    """Live bytes at the start of backward, without the blocks' stored tensors and the loss."""
     outside_peak_bytes: int
     loss_peak_bytes: int
     tail_peak_bytes: int
     gradient_bytes: int
-    """All gradients, once backward is over."""
+    """Bytes of all gradients at the end of backward."""
     earlier_bytes: int
-    """What an earlier micro-batch left, 0 without one: its gradients, or more where ranks have yet to exchange them."""
+    """Bytes that an earlier micro-batch left: its gradients, or more if ranks have yet to exchange them. 0 without an
+    earlier one."""
     trained: tuple[nn.Parameter, ...]
-    """The parameters that got one."""
+    """Parameters that have a gradient after the step."""
     events: dict[str, tuple[BackwardEvent, ...]]
-    """The backward of each watched block."""
+    """The backward events of each watched block."""
     ms: float
-    """Milliseconds that it took."""
+    """Milliseconds of the step."""
     peaks: dict[str, int]
-    """The most live in each block's backward, besides its and earlier blocks' stores; of blocks that have one."""
+    """Peak in the backward of each block that has one, without the stored tensors of this block and earlier ones."""
 
     @staticmethod
     def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
-        """One layout of those of steps, by the names of the blocks that were watched in each."""
-        first = next(iter(layouts.values()))  # later steps may stand on what those before them have left
+        """Return one layout from the `layouts` of several steps, keyed by the names of the blocks that were watched in
+        each."""
+        first = next(iter(layouts.values()))  # tensors that earlier steps left may distort later layouts
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
-        own = {name: layout.peaks[name] for names, layout in layouts.items() for name in names if name in layout.peaks}
-        return replace(first, events=events, peaks={**first.peaks, **own})
+        own_peaks = {
+            name: layout.peaks[name] for names, layout in layouts.items() for name in names if name in layout.peaks
+        }
+        return replace(first, events=events, peaks={**first.peaks, **own_peaks})
 
 
 def measure_forward(
@@ -85,50 +95,53 @@ def measure_forward(
     kinds: Mapping[str, KindProfile],
     sources: Mapping[str, Sequence[Source]],
     shared: Sequence[Shared],
-    watched: Mapping[str, bool],
+    watched_calls: Mapping[str, bool],
     measurement: Measurement,
 ) -> ForwardLayout:
-    """Run one forward that stores nothing. `sources` has what of `shared` each block would keep for replay.
+    """Run one forward that stores nothing. `sources` has the tensors of `shared` that each block would hold for replay.
 
-    Of the calls in `watched` those that are True own what the rest of the model does between them and the next one.
+    `watched_calls` maps each watched call to a truth value: True if the call's forward lasts until the next call
+    starts, so that it includes the rest of the model between the two.
     """
-    held: list[torch.Tensor | None] = []
-    last = list(installation.functions)[-1]
+    replay_inputs: list[torch.Tensor | None] = []
+    last_name = list(installation.functions)[-1]
     installation.begin_step()
-    with collecting_no_garbage(), measurement.meter(next(model.parameters()).device) as meter:
+    with garbage_collection_disabled(), measurement.meter(next(model.parameters()).device) as meter:
         for name, function in installation.functions.items():
-            function.strategy = WatchForward(name, kinds[name], meter, sources[name], held, shared, name == last)
+            function.strategy = ForwardProbe(
+                name, kinds[name], meter, sources[name], replay_inputs, shared, name == last_name
+            )
         meter.mark(("begin",))
         forward_loss(model, batch)
-    begin = next(i for i, point in enumerate(meter.points) if point.label[0] == "enter")
-    end = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last))
+    first_enter = next(i for i, point in enumerate(meter.points) if point.label[0] == "enter")
+    last_leave = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last_name))
     bases = {point.label[2]: point.live_bytes for point in meter.points if point.label[0] == "enter"}
     return ForwardLayout(
-        first_peak_bytes=max(point.max_bytes for point in meter.points[:begin]),
+        first_peak_bytes=max(point.max_bytes for point in meter.points[:first_enter]),
         bases=bases,
-        outside_peak_bytes=max(point.max_bytes for point in meter.points[end:]),
-        events={name: _forward_events(meter.points, name, owns) for name, owns in watched.items()},
+        outside_peak_bytes=max(point.max_bytes for point in meter.points[last_leave:]),
+        events={name: _forward_events(meter.points, name, owns_rest) for name, owns_rest in watched_calls.items()},
     )
 
 
-def _forward_events(points: Sequence[MemoryPoint], name: str, owns: bool) -> tuple[ForwardEvent, ...]:
-    """The forward of a call, up to the next one's if it owns what the rest of the model does until then.
+def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -> tuple[ForwardEvent, ...]:
+    """Return the forward events of a call. If `owns_rest`, they last until the next call starts.
 
-    Where another call's value dies meanwhile, that is only one more moment.
+    If another call's value is freed meanwhile, the event counts as one more moment without a value.
     """
     begin, leave = (
         next(i for i, point in enumerate(points) if point.label == (moment, -1, name)) for moment in ("enter", "leave")
     )
-    end = next(i for i, point in enumerate(points) if i > leave and point.label[0] == "enter") if owns else leave
-    floor = points[begin].live_bytes
-    stretch = [(point, point.label[2] == name) for point in points[begin:end]]
+    end = next(i for i, point in enumerate(points) if i > leave and point.label[0] == "enter") if owns_rest else leave
+    base_bytes = points[begin].live_bytes
+    segment = [(point, point.label[2] == name) for point in points[begin:end]]
     return tuple(
         ForwardEvent(
             value=point.label[1] if is_own else -1,
             death=is_own and point.label[0] == "death",
-            extra_bytes=point.max_bytes - floor,
+            extra_bytes=point.max_bytes - base_bytes,
         )
-        for point, is_own in stretch
+        for point, is_own in segment
     )
 
 
@@ -136,38 +149,38 @@ def measure_step_layout(
     model: nn.Module,
     batch: Mapping[str, Any],
     installation: Installation,
-    watchers: Sequence[WatchSlots],
-    recomputed: Mapping[str, BlockOutcome],
+    probes: Sequence[SlotProbe],
+    outcomes: Mapping[str, BlockOutcome],
     measurement: Measurement,
     accumulates: bool = False,
     no_sync: NoSync | None = None,
 ) -> StepLayout:
-    """Run one forward and backward under the strategies that are installed and take its memory apart.
+    """Run one forward and backward under the installed strategies and divide its memory.
 
-    `recomputed` is what each block keeps under full recomputation. With `accumulates` it is a later
-    micro-batch: an earlier one, run in `no_sync()` if that is given, has left its gradients, which are live before it.
+    `outcomes` has the tensors that each block stores under full recomputation. If `accumulates`, an earlier micro-batch
+    runs first, in `no_sync()` if that is given, and its gradients are live before the measured one.
     """
     device = next(model.parameters()).device
     installation.begin_step()
     earlier_bytes = 0
     if accumulates:
-        with collecting_no_garbage(), measurement.meter(device) as meter, (no_sync or nullcontext)():
+        with garbage_collection_disabled(), measurement.meter(device) as meter, (no_sync or nullcontext)():
             measurement.backward(forward_loss(model, batch))
             meter.mark(("end",))
         earlier_bytes = meter.points[-1].live_bytes
         installation.begin_step()
     functions = installation.functions
     strategies = {name: function.strategy for name, function in functions.items()}
-    with collecting_no_garbage(), measurement.meter(device) as meter:
+    with garbage_collection_disabled(), measurement.meter(device) as meter:
         for index, (name, function) in enumerate(functions.items()):
-            function.strategy = MarkCalls(name, strategies[name], meter, measurement, is_first=index == 0)
-        for watcher in watchers:
-            watcher.meter = meter
-        begin = measurement.seconds_at(device)
+            function.strategy = CallMarker(name, strategies[name], meter, measurement, is_first=index == 0)
+        for probe in probes:
+            probe.meter = meter
+        begin_seconds = measurement.seconds_at(device)
         loss = forward_loss(model, batch)
         meter.mark(("loss",))
         measurement.backward(loss)
-        ms = 1e3 * (measurement.seconds_at(device) - begin)
+        ms = 1e3 * (measurement.seconds_at(device) - begin_seconds)
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
         trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
@@ -175,149 +188,152 @@ def measure_step_layout(
         model.zero_grad(set_to_none=True)
     for name, function in functions.items():
         function.strategy = strategies[name]
-    for watcher in watchers:
-        watcher.meter = None
-    stored = {name: outcome.stored_bytes for name, outcome in recomputed.items()}
-    held = {name: outcome.live_bytes for name, outcome in recomputed.items()}
-    stored |= {watcher.name: watcher.stored_bytes for watcher in watchers}
-    held |= {watcher.name: watcher.stored_bytes - watcher.cached_bytes for watcher in watchers}
-    reading = _Reading(meter.points, list(functions), watchers, stored, held)
-    return reading.layout(loss_bytes, gradient_bytes, earlier_bytes, trained, ms)
+    for probe in probes:
+        probe.meter = None
+    stored = {name: outcome.stored_bytes for name, outcome in outcomes.items()}
+    live = {name: outcome.live_bytes for name, outcome in outcomes.items()}
+    stored |= {probe.name: probe.stored_bytes for probe in probes}
+    live |= {probe.name: probe.stored_bytes - probe.cached_bytes for probe in probes}
+    readings = _StepReadings(meter.points, list(functions), probes, stored, live)
+    return readings.layout(loss_bytes, gradient_bytes, earlier_bytes, trained, ms)
 
 
 @dataclass
-class _Reading:
-    """The points of a measured step, and what each block stored in it."""
+class _StepReadings:
+    """The memory points of a measured step, and the bytes that each block stored in it."""
 
     points: Sequence[MemoryPoint]
     names: list[str]
-    watchers: Sequence[WatchSlots]
+    probes: Sequence[SlotProbe]
     stored: dict[str, int]
-    held: dict[str, int]
-    """What of it forward does not hold anyway until the whole forward ends."""
+    live: dict[str, int]
+    """Stored bytes that forward does not keep alive anyway until the whole forward ends."""
 
     def layout(
         self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, trained: tuple[nn.Parameter, ...], ms: float
     ) -> StepLayout:
-        bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward, and nothing of it is live in one
+        bases = dict.fromkeys(self.names, 0)  # a frozen block has no backward
         backwards = {point.label[1]: point.live_bytes for point in self._all("backward")}
         bases |= {name: live - self._stored_up_to(name) for name, live in backwards.items()}
         loss = next(self._all("loss"))
         all_stored = sum(self.stored.values())
-        all_held = sum(self.held.values())
+        all_live = sum(self.live.values())
         return StepLayout(
             bases=bases,
             outside_stored_bytes=loss.live_bytes - all_stored - loss_bytes,
-            outside_peak_bytes=self._peak(("leave", self.names[-1]), "loss") - all_held,
+            outside_peak_bytes=self._peak(("leave", self.names[-1]), "loss") - all_live,
             loss_peak_bytes=self._peak(("loss",), "backward") - all_stored,
             tail_peak_bytes=self._peak(("tail", self.names[0]), None),
             gradient_bytes=gradient_bytes,
             earlier_bytes=earlier_bytes,
             trained=trained,
-            events={watcher.name: self._events(watcher, bases[watcher.name]) for watcher in self.watchers},
+            events={probe.name: self._events(probe, bases[probe.name]) for probe in self.probes},
             ms=ms,
             peaks={name: self._backward_peak(name) - bases[name] - self._stored_up_to(name) for name in backwards},
         )
 
     def _backward_peak(self, name: str) -> int:
-        """Most bytes live from the start of a block's backward to the next block's."""
+        """Return the peak from the start of a block's backward to the start of the next block's."""
         start = next(i for i, point in enumerate(self.points) if point.label == ("backward", name))
-        rest = self.points[start + 1 :]
-        end = next((i for i, point in enumerate(rest) if point.label[0] in ("backward", "tail")), len(rest))
+        later_points = self.points[start + 1 :]
+        end = next(
+            (i for i, point in enumerate(later_points) if point.label[0] in ("backward", "tail")), len(later_points)
+        )
         return max(point.max_bytes for point in self.points[start : start + 1 + end])
 
     def _all(self, moment: str) -> Iterator[MemoryPoint]:
         return (point for point in self.points if point.label[0] == moment)
 
     def _peak(self, first: tuple[str, ...], until: str | None) -> int:
-        """Most bytes live from the mark `first` to the next mark of `until`, or to the end; 0 without such a mark."""
+        """Return the peak from the mark `first` to the next mark of `until`, or to the end; 0 without the mark
+        `first`."""
         labels = [point.label for point in self.points]
         if first not in labels:
             return 0
-        stretch = self.points[labels.index(first) :]
-        end = next((i for i, point in enumerate(stretch) if point.label[0] == until), len(stretch))
-        return max(point.max_bytes for point in stretch[:end])
+        segment = self.points[labels.index(first) :]
+        end = next((i for i, point in enumerate(segment) if point.label[0] == until), len(segment))
+        return max(point.max_bytes for point in segment[:end])
 
     def _stored_up_to(self, name: str) -> int:
-        """What this block and those before it stored."""
+        """Return the bytes that this block and all earlier ones stored."""
         return sum(self.stored[n] for n in self.names[: self.names.index(name) + 1])
 
-    def _events(self, watcher: WatchSlots, base: int) -> tuple[BackwardEvent, ...]:
-        floor = base + self._stored_up_to(watcher.name) - watcher.stored_bytes
-        alive = _SlotCount(watcher.kind)
+    def _events(self, probe: SlotProbe, base: int) -> tuple[BackwardEvent, ...]:
+        floor = base + self._stored_up_to(probe.name) - probe.stored_bytes
+        live_slots = _LiveSlots(probe.kind)
         events = []
         in_backward = self.points[self.points.index(next(self._all("loss"))) :]
         for point in in_backward:  # dead slots were released in forward
-            if point.label[0] not in ("unpack", "release") or point.label[2] != watcher.name:
+            if point.label[0] not in ("unpack", "release") or point.label[2] != probe.name:
                 continue
             moment, slot, _ = point.label
             if moment == "release":
-                alive.release(slot)
-            besides = floor + alive.bytes
+                live_slots.release(slot)
+            expected_bytes = floor + live_slots.bytes
             events.append(
                 BackwardEvent(
                     slot=slot,
                     release=moment == "release",
-                    entry_bytes=point.live_bytes - besides,
-                    extra_bytes=point.max_bytes - besides,
+                    entry_bytes=point.live_bytes - expected_bytes,
+                    extra_bytes=point.max_bytes - expected_bytes,
                 )
             )
         return tuple(events)
 
 
-class _SlotCount:
-    """Bytes of a block's activations that some slot still holds."""
+class _LiveSlots:
+    """Count of the bytes of a block's activations that some slot still holds."""
 
     def __init__(self, kind: KindProfile) -> None:
         self._nbytes = {value.index: value.nbytes for value in kind.activations if value.saved}
         self._slots = kind.slots
-        self._held: dict[int, int] = {}
+        self._num_slots: dict[int, int] = {}
         for value in kind.slots:
-            self._held[value] = self._held.get(value, 0) + 1
+            self._num_slots[value] = self._num_slots.get(value, 0) + 1
         self.bytes = sum(self._nbytes.values())
 
     def release(self, slot: int) -> None:
         value = self._slots[slot]
-        self._held[value] -= 1
-        if self._held[value] == 0:
+        self._num_slots[value] -= 1
+        if self._num_slots[value] == 0:
             self.bytes -= self._nbytes.get(value, 0)
 
 
-# What a step of the run takes at each of its moments, where profiling does not see all that is allocated in it.
+# Peaks at each moment of a step of the run, for allocations that profiling does not see.
 #
-# DeepSpeed's engine fills buckets of gradients while backward runs and steps its optimizer at the end of it. None of
-# that depends on the policy: what one step took more than predicted, another policy's steps take too.
+# DeepSpeed's engine fills gradient buckets during backward, and steps its optimizer at backward's end. Neither depends
+# on the policy. Bytes that one step takes above its prediction therefore occur under other policies too.
 
 FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"
-"""Moments of a step besides the blocks' backwards, which go by their calls' names."""
+"""Moments of a step other than the blocks' backwards, which have the names of their calls."""
 
 
-class CountedStep:
-    """Marks the moments of a step in `meter`, until `remove()`; `functions` are those of an installation."""
+class StepMarker:
+    """Marker of a step's moments in `meter`, active until `remove()`. `functions` are an installation's."""
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
-        self._marked = []
+        self._markers = []
         for index, (name, function) in enumerate(functions.items()):
-            marking = MarkCalls(name, function.strategy, meter, Measurement(), is_first=index == 0)
-            self._marked.append((function, marking))
-            function.strategy = marking
+            marker = CallMarker(name, function.strategy, meter, Measurement(), is_first=index == 0)
+            self._markers.append((function, marker))
+            function.strategy = marker
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
-        """Let blocks run unmarked, if they have no other strategy since. Harmless when called again."""
-        for function, marking in self._marked:
-            if function.strategy is marking:
-                function.strategy = marking.inner
-        self._marked = []
+        """Run blocks unmarked again, unless they have got another strategy since. Harmless when called again."""
+        for function, marker in self._markers:
+            if function.strategy is marker:
+                function.strategy = marker.inner
+        self._markers = []
         self._hook.remove()
 
 
-def peaks_of(points: Sequence[MemoryPoint]) -> dict[str, int]:
-    """Most bytes at each moment of a step that was marked, relative to its start; of all its micro-batches.
+def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
+    """Return the peak at each moment of a marked step, relative to its start, over all micro-batches.
 
-    An optimizer that steps before the last backward, parameter by parameter, is part of the block's moment.
+    An optimizer that steps before the last backward, parameter by parameter, belongs to the block's moment.
     """
-    last = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
+    last_backward = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
     moment, peaks = FORWARD, dict[str, int]()
     for i, point in enumerate(points):
         kind = point.label[0]
@@ -327,14 +343,14 @@ def peaks_of(points: Sequence[MemoryPoint]) -> dict[str, int]:
             moment = AFTER
         elif kind != OPTIMIZER:
             moment = FORWARD
-        elif i > last:
+        elif i > last_backward:
             moment = OPTIMIZER
         peaks[moment] = max(point.max_bytes, peaks.get(moment, 0))
     return peaks
 
 
 def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
-    """The same, as predicted for `policy`, and with what is live before the step."""
+    """Return the predicted peak at each moment of a step under `policy`, static memory included."""
     names = {f"backward {block.name}": block.name for block in profile.blocks}
     names |= {moment: moment for moment in (AFTER, OPTIMIZER)}
     peaks: dict[str, int] = {}
@@ -345,16 +361,16 @@ def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
 
 
 def missing_bytes(profile: Profile, policy: Policy, measured: Mapping[str, int]) -> dict[str, int]:
-    """By how much a step under `policy` took more than predicted, at each moment where it did."""
+    """Return the bytes by which a step under `policy` exceeded its prediction, for each moment at which it did."""
     predicted = predicted_peaks(profile, policy)
-    more = {moment: peak - predicted.get(moment, 0) for moment, peak in measured.items()}
-    return {moment: nbytes for moment, nbytes in more.items() if nbytes > 0}
+    excess = {moment: peak - predicted.get(moment, 0) for moment, peak in measured.items()}
+    return {moment: nbytes for moment, nbytes in excess.items() if nbytes > 0}
 
 
-def with_missing(profile: Profile, missing: Mapping[str, int]) -> Profile:
-    """`profile` with so much more live at each moment."""
+def with_missing_bytes(profile: Profile, missing: Mapping[str, int]) -> Profile:
+    """Return `profile` with `missing` more bytes live at each moment."""
     at_blocks = [missing.get(block.name, 0) for block in profile.blocks]
     return replace(
-        profile.with_more_live(missing.get(FORWARD, 0), at_blocks, missing.get(AFTER, 0)),
+        profile.with_extra_live_bytes(missing.get(FORWARD, 0), at_blocks, missing.get(AFTER, 0)),
         optimizer_peak_bytes=profile.optimizer_peak_bytes + missing.get(OPTIMIZER, 0),
     )

@@ -1,4 +1,4 @@
-"""The memory of what follows a step's last backward: gradient clipping and the optimizer."""
+"""The memory of gradient clipping and of the optimizer's step, after a step's last backward."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ import torch
 from torch import nn
 
 from adacc_hf.artifacts.errors import OptimizerStateError
-from adacc_hf.torch_glue.memory import MemoryMeter, members_of, optimizer_tensors, tensors_beside_state, tensors_in
+from adacc_hf.torch_glue.memory import (
+    MemoryMeter,
+    component_optimizers,
+    optimizer_attribute_tensors,
+    optimizer_tensors,
+    tensors_in,
+)
 from adacc_hf.torch_glue.private import storage_key
-from adacc_hf.torch_glue.rng_state import random_states_kept
+from adacc_hf.torch_glue.rng_state import preserve_random_states
 from adacc_hf.torch_glue.tensors import local_of, parts_with_memory
 
 
 class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
-    """Counts what `optimizer.step()` inside it allocates for a while; `nbytes` is there after leaving it.
+    """Meter of the temporary bytes of an `optimizer.step()` inside it. `nbytes` is set on exit.
 
-    State that the optimizer makes in its first step and keeps is not counted.
+    State that the optimizer creates in its first step and keeps is not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,14 +42,14 @@ class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
     def __exit__(self, *exception: object) -> None:
         self._meter.mark(("end",))
         self._meter.__exit__(None, None, None)
-        kept = next(point.live_bytes for point in self._meter.points if point.label == ("end",))
-        self.nbytes = max(0, self._meter.peak_bytes - kept)
+        end_bytes = next(point.live_bytes for point in self._meter.points if point.label == ("end",))
+        self.nbytes = max(0, self._meter.peak_bytes - end_bytes)
 
 
 def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> int:
-    """Clip the gradients to `max_norm`, if given, and take the optimizer's step; returns the bytes that took at most.
+    """Clip the gradients to `max_norm`, if given, and take the optimizer's step. Return the peak of temporary bytes.
 
-    For `profile_model(optimizer_step_bytes=...)`, in place of the usual two lines of one training step.
+    For `profile_model(optimizer_step_bytes=...)`: replaces the usual two lines of one training step.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with OptimizerMeter(parameters[0].device) as meter:
@@ -54,8 +60,9 @@ def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | N
 
 
 def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes that clipping the present gradients takes at most. Changes nothing: scaling is in place and takes none."""
-    # The parts of DTensors, since their norm waits for other ranks, and the rest may be no DTensors.
+    """Return the peak of temporary bytes of clipping the present gradients. Changes no gradient: scaling works in place
+    and takes no memory."""
+    # Use local parts of DTensors: a DTensor's norm waits for other ranks, and other gradients may be plain tensors.
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0
@@ -67,98 +74,111 @@ def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Parameter]) -> int:
-    """Bytes of the state that `optimizer` has yet to make for `trained` parameters, on their device.
+    """Return the bytes of state that `optimizer` has yet to create for `trained` parameters, on their device.
 
-    All of it before the first step; later that of layers that chance left out so far (layerdrop). A copy of the
-    optimizer steps on stand-ins, one of each size after the other, which takes less than the state that is coming.
-    Raises OptimizerStateError if it cannot.
+    Before the first step this is the whole state. Later it is the state of layers that layerdrop has skipped so far. A
+    copy of the optimizer steps on a stand-in for each size of parameter in turn, which takes less memory than the
+    coming state. Raises OptimizerStateError if the copy cannot step.
     """
     trained = list(trained)
-    members = members_of(optimizer)
+    members = component_optimizers(optimizer)
     if len(members) > 1:
         return sum(coming_state_bytes(member, trained) for member in members)
     (optimizer,) = members
     if _bare_step(optimizer) is _bare_step(torch.optim.Optimizer):
-        return 0  # LOMO and AdaLomo step inside backward, and have made what they keep
-    wanted = {id(parameter) for parameter in trained}
-    alike: dict[Hashable, list[_StateSlot]] = {}
+        return 0  # LOMO and AdaLomo step inside backward, and already have their state
+    trained_ids = {id(parameter) for parameter in trained}
+    slots_by_size: dict[Hashable, list[_StateSlot]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if id(parameter) in wanted and not _has_state(optimizer, group, parameter):
+            if id(parameter) in trained_ids and not _has_state(optimizer, group, parameter):
                 slot = _StateSlot(number, parameter, _override(optimizer, number, place, parameter))
-                alike.setdefault(slot.size, []).append(slot)
-    if not alike:
+                slots_by_size.setdefault(slot.size, []).append(slot)
+    if not slots_by_size:
         return 0
-    twin = _Twin(optimizer)
-    return sum(len(slots) * twin.state_bytes(slots[0]) for slots in alike.values()) + twin.shared_bytes()
+    optimizer_copy = _OptimizerCopy(optimizer)
+    return (
+        sum(len(slots) * optimizer_copy.state_bytes(slots[0]) for slots in slots_by_size.values())
+        + optimizer_copy.shared_bytes()
+    )
 
 
 @dataclass(frozen=True)
 class _StateSlot:
-    """A parameter's place in an optimizer."""
+    """A parameter's position in an optimizer."""
 
     group: int
     parameter: nn.Parameter
     override: dict[str, Any]
-    """What is set for this parameter alone."""
+    """Settings of this parameter alone."""
 
     @property
     def size(self) -> Hashable:
-        """The same for parameters that have states alike."""
-        one = self.parameter
-        return self.group, type(one), one.shape, local_of(one).shape, one.dtype, one.device, repr(self.override)
+        """Key that is equal for parameters whose states have the same size."""
+        parameter = self.parameter
+        return (
+            self.group,
+            type(parameter),
+            parameter.shape,
+            local_of(parameter).shape,
+            parameter.dtype,
+            parameter.device,
+            repr(self.override),
+        )
 
 
-class _Twin:
-    """A copy of an optimizer that has no state, no hooks, and nothing around its step (schedulers, Accelerate)."""
+class _OptimizerCopy:
+    """A copy of an optimizer without state, hooks, and wrappers around its step (schedulers, Accelerate)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._original = optimizer
-        self._known = _storages(optimizer_tensors(optimizer)).keys()
-        self._shared: dict[int, int] = {}
+        self._known_storages = _storages(optimizer_tensors(optimizer)).keys()
+        self._shared_storages: dict[int, int] = {}
         self._copy: torch.optim.Optimizer = object.__new__(type(optimizer))
         for name, value in vars(optimizer).items():
             if not callable(getattr(type(optimizer), name, None)):
                 vars(self._copy)[name] = _copy_of(value)
 
     def state_bytes(self, slot: _StateSlot) -> int:
-        """Bytes that a step makes for the parameter of `slot` alone, on its device.
+        """Return the bytes that a step creates for the parameter of `slot` alone, on its device.
 
-        Raises OptimizerStateError if there is no such step, and torch.OutOfMemoryError.
+        Raises OptimizerStateError if the step fails, and torch.OutOfMemoryError.
         """
         parameter, device = slot.parameter, slot.parameter.device
         stand_in = nn.Parameter(torch.ones_like(parameter.detach()))
-        self._give(slot, stand_in)
+        self._set_parameter(slot, stand_in)
         try:
-            # What torchao compiles for each size is made by the real step alone.
-            with random_states_kept([device]), torch.compiler.set_stance("force_eager"):
+            # Run eagerly: torchao compiles a step per size, which only the real step should do.
+            with preserve_random_states([device]), torch.compiler.set_stance("force_eager"):
                 _bare_step(self._copy)(self._copy)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise OptimizerStateError(_unknown(self._copy, error)) from error
-        self._shared |= _storages(tensors_beside_state(self._copy), device)
-        made = _storages(optimizer_tensors(self._copy), device)
-        own = made.keys() - self._known - self._shared.keys() - _storages([stand_in]).keys()
-        nbytes = sum(made[storage] for storage in own)
+            raise OptimizerStateError(_unpredictable_state(self._copy, error)) from error
+        self._shared_storages |= _storages(optimizer_attribute_tensors(self._copy), device)
+        state_storages = _storages(optimizer_tensors(self._copy), device)
+        own_storages = (
+            state_storages.keys() - self._known_storages - self._shared_storages.keys() - _storages([stand_in]).keys()
+        )
+        nbytes = sum(state_storages[storage] for storage in own_storages)
         self._copy.state, self._copy.param_groups = defaultdict(dict), []
         return nbytes
 
     def shared_bytes(self) -> int:
-        """Bytes that the steps so far made for all parameters together (the codes of bitsandbytes)."""
-        return sum(nbytes for storage, nbytes in self._shared.items() if storage not in self._known)
+        """Return the bytes that the steps so far created for all parameters together (the codes of bitsandbytes)."""
+        return sum(nbytes for storage, nbytes in self._shared_storages.items() if storage not in self._known_storages)
 
-    def _give(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
-        """Have the copy step on `stand_in` alone, in place of the parameter of `slot`."""
+    def _set_parameter(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
+        """Replace all parameters of the copy by `stand_in`, which stands for the parameter of `slot`."""
         gradient = torch.ones_like(stand_in.detach())
-        # It refuses other gradients, and its state has all elements.
+        # SparseAdam accepts only sparse gradients, and its state has all elements.
         stand_in.grad = gradient.to_sparse() if isinstance(self._copy, torch.optim.SparseAdam) else gradient
         group = self._original.param_groups[slot.group]
         self._copy.param_groups = [{name: _copy_of(value) for name, value in group.items()} | {"params": [stand_in]}]
         self._copy.state = defaultdict(dict)
-        begun = self._original.state.get(slot.parameter)
-        if begun:  # APOLLO's seed
-            self._copy.state[stand_in] = dict(begun)
+        existing_state = self._original.state.get(slot.parameter)
+        if existing_state:  # such as APOLLO's seed
+            self._copy.state[stand_in] = dict(existing_state)
         if hasattr(self._original, _MANAGER):
             manager = copy(getattr(self._original, _MANAGER))
             manager.index2config, manager.pid2config = {(0, 0): slot.override}, {}
@@ -167,11 +187,11 @@ class _Twin:
 
 
 _MANAGER = "mng"
-"""Where optimizers of bitsandbytes have what is set for single parameters."""
+"""Attribute in which bitsandbytes optimizers keep the settings of single parameters."""
 
 
 def _override(optimizer: torch.optim.Optimizer, group: int, place: int, parameter: nn.Parameter) -> dict[str, Any]:
-    """What bitsandbytes was told of one parameter alone: the Trainer gives embeddings 32 bits."""
+    """Return the settings of one parameter of a bitsandbytes optimizer. The Trainer sets 32 bits for embeddings."""
     manager = getattr(optimizer, _MANAGER, None)
     if manager is None:
         return {}
@@ -182,7 +202,7 @@ def _override(optimizer: torch.optim.Optimizer, group: int, place: int, paramete
 
 
 def _bare_step(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The step of an optimizer's class without the hooks of all optimizers, which torch puts around it."""
+    """Return the step of an optimizer's class without the hooks that torch wraps around it."""
     step: Any = (optimizer if isinstance(optimizer, type) else type(optimizer)).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -194,23 +214,23 @@ def _has_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
     return any(isinstance(value, dict) and parameter in value for value in group.values())  # GrokAdamW
 
 
-def _unknown(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [""])[0]
     return (
-        f"optimizer={type(optimizer).__name__}(...) has yet to make its state, and how much that will be is not known: "
-        f"it takes no step on stand-ins ({type(error).__name__}: {reason:.200}). Take a training step before "
-        f"profile_model, or give the bytes as optimizer_state_bytes, 0 or more; without an optimizer a memory_budget "
-        f"that is a fraction is kept to as well"
+        f"optimizer={type(optimizer).__name__}(...) has not created all of its state, whose size cannot be "
+        f"predicted: a step on stand-in parameters failed ({type(error).__name__}: {reason:.200}). Take a training "
+        f"step before profile_model, or pass the state's bytes as optimizer_state_bytes, 0 or more. A memory_budget "
+        f"that is a fraction can also be met without passing an optimizer"
     )
 
 
 def _copy_of(value: Any) -> Any:
-    """`value`, or a copy of a container, which steps may put something into."""
+    """Return `value`, or a shallow copy if it is a container, because steps may change containers."""
     return copy(value) if isinstance(value, (dict, list, set)) else value
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """The bytes of the distinct storages of `tensors`, of those on `device` if it is given."""
-    here = [tensor for tensor in tensors if device is None or tensor.device == device]
-    storages = [part.untyped_storage() for tensor in here for part in parts_with_memory(tensor)]
+    """Return the bytes of each distinct storage of `tensors`, limited to tensors on `device` if it is given."""
+    device_tensors = [tensor for tensor in tensors if device is None or tensor.device == device]
+    storages = [part.untyped_storage() for tensor in device_tensors for part in parts_with_memory(tensor)]
     return {storage_key(storage): storage.nbytes() for storage in storages}

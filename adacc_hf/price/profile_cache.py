@@ -1,4 +1,4 @@
-"""The prices of tapes that were profiled on this machine, in a folder that several processes may use."""
+"""Cache of the prices of profiled tapes: a folder on this machine that several processes may share."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from adacc_hf.price.timing import Bottleneck
 from adacc_hf.tape.tape import Tape
 
 FORMAT_VERSION = 2
-"""Goes up with each change of what is kept."""
+"""Version of the stored records, incremented with each change of their contents."""
 
 
 class ProfileCacheError(AdaccError):
-    """Kept prices cannot be read, or there is no place for them."""
+    """Error of a profile cache whose folder cannot be read or does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriceKey:
-    """What prices depend on. They are taken from the folder only if all of it is the same."""
+    """Key of cached prices. Prices are read from the cache only if all fields are equal."""
 
     tape: str
     """Digest of the recorded operators, constants and slots."""
@@ -45,82 +45,82 @@ class PriceKey:
     dtype: str
     device: str
     torch: str
-    """Version."""
+    """Version of torch."""
     settings: str
-    """Digest of the settings that codecs depend on, of the outlier channels and of this package's version."""
+    """Digest of the settings that codecs depend on, the outlier channels, and this package's version."""
 
     @property
     def name(self) -> str:
-        """A short name for the key."""
+        """Short hash of the key."""
         return hashlib.sha256(json.dumps(astuple(self)).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tape with its prices."""
+    """Prices of one tape, with their key."""
 
     key: PriceKey
     block_class: str
     created: str
     prices: dict[str, Any]
-    """JSON values, as `prices_to_json` makes them."""
+    """JSON values, in the format of `prices_to_json`."""
 
 
 def default_folder() -> Path:
-    """$ADACC_HF_PROFILES, else profiles in $XDG_CACHE_HOME/adacc_hf, where the compiled kernels are too.
+    """Return $ADACC_HF_PROFILES, else profiles in $XDG_CACHE_HOME/adacc_hf, which also contains the compiled kernels.
 
-    Raises ProfileCacheError for a user without a home, as in containers that run under any number.
+    Raises ProfileCacheError for a user without a home, such as in containers that run under an arbitrary user ID.
     """
-    given = os.environ.get(PROFILES_VARIABLE)
-    if given:
-        return Path(given)
+    configured_folder = os.environ.get(PROFILES_VARIABLE)
+    if configured_folder:
+        return Path(configured_folder)
     try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cache_root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
         raise ProfileCacheError(
-            f"there is no place for profiles ({error}): set {PROFILES_VARIABLE} to a writable folder, or HOME"
+            f"no folder for profiles ({error}): set {PROFILES_VARIABLE} to a writable folder, or set HOME"
         ) from error
-    return caches / "adacc_hf" / "profiles"
+    return cache_root / "adacc_hf" / "profiles"
 
 
 class ProfileCache:
-    """The rows in `folder`. Methods raise ProfileCacheError or OSError where it cannot be used."""
+    """The rows in `folder`. Methods raise ProfileCacheError or OSError if the folder cannot be used."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._given = folder
+        self._folder = folder
 
     @cached_property
     def _records(self) -> RecordFolder:
-        return RecordFolder(self._given or default_folder(), "prices", FORMAT_VERSION, ProfileCacheError)
+        return RecordFolder(self._folder or default_folder(), "prices", FORMAT_VERSION, ProfileCacheError)
 
     @property
     def folder(self) -> Path:
         return self._records.folder
 
     def get(self, key: PriceKey) -> Row | None:
-        """The row of exactly this key."""
+        """Return the row whose key equals `key`, or None."""
         row = self._row(key.name)
         return row if row is not None and row.key == key else None
 
     def put(self, key: PriceKey, block_class: str, prices: dict[str, Any]) -> None:
-        """Keep `prices`, in place of what was there for the same key."""
+        """Store `prices`, replacing the row of an equal key."""
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._records.put(key.name, Row(key=key, block_class=block_class, created=created, prices=prices))
 
     def list(self) -> list[Row]:
-        """All rows, the newest first."""
+        """Return all rows, the newest first."""
         rows = [row for row in map(self._row, self._records.names()) if row is not None]
         return sorted(rows, key=lambda row: row.created, reverse=True)
 
     def find(self, name: str) -> Row:
-        """The one row whose name begins with `name`. Raises ValueError if there is none or several."""
-        found = [row for row in self.list() if row.key.name.startswith(name)]
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} profiles have names that begin with {name!r}: see `adacc profiles list`")
-        return found[0]
+        """Return the only row whose name begins with `name`. Raises ValueError if there is none or several."""
+        rows = [row for row in self.list() if row.key.name.startswith(name)]
+        if len(rows) != 1:
+            raise ValueError(f"{len(rows)} profiles have names that begin with {name!r}: see `adacc profiles list`")
+        return rows[0]
 
     def clear(self) -> int:
-        """Remove all rows and return how many there were."""
+        """Remove all rows and return their number."""
         return self._records.clear()
 
     def _row(self, name: str) -> Row | None:
@@ -128,15 +128,16 @@ class ProfileCache:
         return None if record is None else Row(**{**record, "key": PriceKey(**record["key"])})
 
 
-# Prices that are kept there, and taken from there when asked.
+# Measurement that caches its prices in the folder.
 
 log = logging.getLogger(__name__)
 
 
-class StoringMeasurement(Measurement):
-    """Readings from real runs. Prices are kept in `store`, and with `reuse_prices` known ones are not measured again.
+class CachingMeasurement(Measurement):
+    """Readings from real runs, with prices cached in `store`. If `reuse_prices` is set, cached prices are not measured
+    again.
 
-    A folder that cannot be used is reported once and left alone from then on.
+    If the folder cannot be used, one warning is logged, and the cache is disabled from then on.
     """
 
     def __init__(self, store: ProfileCache) -> None:
@@ -152,43 +153,44 @@ class StoringMeasurement(Measurement):
         run_block: Callable[[], object] | None = None,
     ) -> Prices:
         key = price_key(tape, bases[0].device, config, outliers)
-        prices = self._known(key, tape) if config.reuse_prices else None
+        prices = self._cached_prices(key, tape) if config.reuse_prices else None
         if prices is None:
             prices = super().price(tape, bases, config, outliers, run_block)
-            self._keep(key, tape, prices)
+            self._store_prices(key, tape, prices)
         return prices
 
-    def _known(self, key: PriceKey, tape: Tape) -> Prices | None:
+    def _cached_prices(self, key: PriceKey, tape: Tape) -> Prices | None:
         if not self._is_usable:
             return None
         try:
             row = self.store.get(key)
             return None if row is None else prices_from_json(row.prices, tape)
         except (ProfileCacheError, OSError) as error:
-            self._give_up(error)
+            self._disable(error)
         except (KeyError, TypeError, ValueError) as error:
-            self._give_up(f"the prices of {key.name} in {self.store.folder} are damaged ({error})")
+            self._disable(f"the prices of {key.name} in {self.store.folder} are damaged ({error})")
         return None
 
-    def _keep(self, key: PriceKey, tape: Tape, prices: Prices) -> None:
+    def _store_prices(self, key: PriceKey, tape: Tape, prices: Prices) -> None:
         if not self._is_usable:
             return
         try:
             self.store.put(key, tape.block_class, prices_to_json(prices, tape))
         except (ProfileCacheError, OSError) as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def _give_up(self, reason: object) -> None:
+    def _disable(self, reason: object) -> None:
         self._is_usable = False
         log.warning(
-            "Adacc: prices are measured and not kept: %s; `adacc profiles clear` empties the folder, %s names another",
+            "Adacc: the profile cache is disabled for this run, and prices are measured: %s. To fix this, empty the "
+            "folder with `adacc profiles clear`, or set %s to another folder",
             reason,
             PROFILES_VARIABLE,
         )
 
 
 def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: Mapping[int, int]) -> PriceKey:
-    """What the prices of `tape` depend on."""
+    """Return the cache key of the prices of `tape`."""
     settings = (
         config.actions,
         [*map(codecs_suiting, ROLES), precise_codec()] if config.codecs is None else config.codecs,
@@ -211,7 +213,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
 
 
 def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
-    """`prices` as JSON values, with names for people."""
+    """Return `prices` as JSON values, with names for human readers."""
     return {
         "operators": [
             {"name": operator.name, "ms": ms, "workspace_bytes": nbytes}
@@ -226,28 +228,29 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
             }
             for value, options in prices.codecs.items()
         ],
-        "scarce": prices.scarce,
+        "scarce": prices.bottleneck,
     }
 
 
 def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
-    """What `prices_to_json` wrote. Raises KeyError, TypeError or ValueError for what does not belong to `tape`."""
+    """Return the prices that `prices_to_json` wrote. Raises KeyError, TypeError or ValueError if they do not belong to
+    `tape`."""
     times = [float(operator["ms"]) for operator in record["operators"]]
     if len(times) != len(tape.operators):
-        raise ValueError(f"{len(times)} operators in place of {len(tape.operators)}")
+        raise ValueError(f"it has {len(times)} operators, but the recorded block has {len(tape.operators)}")
     codecs = {
         int(activation["value"]): tuple(codec_option_from_json(option) for option in activation["codecs"])
         for activation in record["activations"]
     }
     workspaces = [int(operator["workspace_bytes"]) for operator in record["operators"]]
-    scarce = record["scarce"]
-    if scarce not in get_args(Bottleneck):
-        raise ValueError(f"scarce is {scarce!r}")
-    return Prices(times, workspaces, codecs, scarce)
+    bottleneck = record["scarce"]
+    if bottleneck not in get_args(Bottleneck):
+        raise ValueError(f"scarce={bottleneck!r} must be one of {', '.join(get_args(Bottleneck))}")
+    return Prices(times, workspaces, codecs, bottleneck)
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the device; that of a CPU with torch's number of threads, on which times depend."""
+    """Return the device's name. A CPU's name includes torch's number of threads, because times depend on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {torch.get_num_threads()} threads"

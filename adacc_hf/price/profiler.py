@@ -1,8 +1,8 @@
-"""The model profiler (paper, section 3.1): tapes, prices and the memory of a step, from a few passes over one batch.
+"""The model profiler (paper, section 3.1): tapes, prices and step memory, measured in a few passes over one batch.
 
-One forward records every block's tape, verifies replay and takes the prices; one forward, and for each kind of block
-one forward and backward under full recomputation, in which one of its blocks is watched closely, measure memory, and
-the first of these is timed.
+One forward records every block's tape, verifies replay and measures prices. Further passes measure memory: one forward,
+and one forward and backward under full recomputation for each kind of block, in which one block of the kind is watched.
+The first forward and backward is also timed.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
-from adacc_hf.artifacts.size_model import numbers_of, profile_outline
+from adacc_hf.artifacts.size_model import profile_structure, size_dependent_numbers
 from adacc_hf.price.batch_subsampling import (
-    NOT_TAKEN,
-    MemoryAlone,
-    at_size,
-    has_pairs,
-    media_first,
+    UNSUPPORTED_BATCH_ERRORS,
+    MemoryOnlyMeasurement,
+    is_encoder_decoder,
+    move_media_first,
     record_other_sizes,
+    resize_profile,
     small_parts,
     with_other_sizes,
 )
 from adacc_hf.price.cost_model import with_untrusted_backward
-from adacc_hf.price.heads import ComputeLoss, HeadLayout, HeadSurvey, RanBlocks, WithLoss, with_idle
+from adacc_hf.price.heads import ComputeLoss, HeadLayout, HeadProfiler, ModelWithLoss
+from adacc_hf.price.idle_blocks import ExecutedBlocks, with_idle_blocks
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.memory_profile import ForwardLayout, NoSync, StepLayout, measure_forward, measure_step_layout
-from adacc_hf.price.model_recorder import Survey, recompute_outcome
+from adacc_hf.price.model_recorder import ModelRecorder, recompute_outcome
 from adacc_hf.price.optimizer_memory import coming_state_bytes
-from adacc_hf.price.profile_cache import ProfileCache, StoringMeasurement
+from adacc_hf.price.profile_cache import CachingMeasurement, ProfileCache
 from adacc_hf.run.blocks import Installation
-from adacc_hf.tape.tape_cache import library_of_profiles
-from adacc_hf.torch_glue.batch_shapes import batch_shapes, num_elements, to_plain
+from adacc_hf.tape.tape_cache import profiled_tapes
+from adacc_hf.torch_glue.batch_shapes import batch_shapes, num_elements, to_profile_shapes
 from adacc_hf.torch_glue.compat import class_name, without_layerdrop
 from adacc_hf.torch_glue.distributed import num_ranks
 from adacc_hf.torch_glue.memory import batch_bytes, distinct_bytes, is_out_of_memory
@@ -47,8 +48,8 @@ from adacc_hf.torch_glue.no_trace import NoTrace
 
 log = logging.getLogger(__name__)
 
-_one_at_a_time = threading.RLock()
-"""Held while a thread profiles: others would be in its times, and draw from the same generators."""
+_profiling_lock = threading.RLock()
+"""Held while a thread profiles. A second thread would distort the times and draw from the same random generators."""
 
 
 def profile_model(
@@ -67,40 +68,41 @@ def profile_model(
 ) -> Profile:
     """Profile the blocks of `model` on `batch`, the keyword arguments of its forward, labels included.
 
-    The model must be in train mode, and may be under autocast. It is left as it was: gradients, buffers and random
-    generators too. A block that a step calls several times, since layers share their weights or the loss calls the
-    model again, is there once for each call. One that runs without gradients alone has nothing to decide.
+    The model must be in train mode, and may be under autocast. Its state is restored: gradients, buffers and random
+    generators too. If a step calls a block several times, because layers share weights or the loss calls the model
+    again, the profile lists the block once per call. A block that runs only without gradients needs no decision.
 
-    This takes what one block makes on top of full recomputation. Where there is no memory for that, and one process
-    alone, the profile is told from those of few samples of the batch, as `estimate_profile` does, and the log says so.
+    Profiling takes the memory of one block's activations on top of full recomputation. If that does not fit, and the
+    run has one process, the profile is estimated from small parts of the batch, as by `estimate_profile`, with a
+    warning in the log.
 
     Args:
-        optimizer: if given, its state is static memory, and its step a moment of the training step. What it has yet to
-            make is in the plan too.
-        optimizer_step_bytes: what clipping and the optimizer's step take for a while (`measure_optimizer_step`).
-        optimizer_state_bytes: what the optimizer has yet to make, 0 or more; None finds out.
-        gradient_accumulation_steps: micro-batches per step; all of them are on the device, and the later ones find the
-            gradients of the first.
-        prefetched_batches: further batches that the loader has on the model's device, for the steps to come.
-        no_sync: what all of them but the last run in, if it puts off the exchange of gradients (the `no_sync` of FSDP):
-            until then a rank holds them whole.
-        compute_loss: for a model that makes no loss of its own, `compute_loss(model, batch)` calls it and returns the
-            loss to train on. `batch` is whatever that needs. It is called some 8 times.
-        all_sizes: measure the memory of three parts of the batch too, which takes as long as four more steps of it, so
-            that `Profile.sizes` tells of batches of any size, as far as the model takes parts of a batch.
-        measurement: what takes the readings, by default from real runs; prices are then kept in the folder that
+        optimizer: if given, its state is static memory, and its step a moment of the training step. State that the
+            optimizer has yet to make is planned for too.
+        optimizer_step_bytes: temporary bytes of clipping and the optimizer's step (`measure_optimizer_step`).
+        optimizer_state_bytes: bytes of state that the optimizer has yet to make, 0 or more; None predicts them.
+        gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
+            the gradients of the first.
+        prefetched_batches: further batches for later steps that the loader keeps on the model's device.
+        no_sync: context of all micro-batches but the last, if it postpones the exchange of gradients (the `no_sync` of
+            FSDP): until then a rank holds whole gradients.
+        compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
+            loss to train on. `batch` is any mapping that the function needs. It is called some 8 times.
+        all_sizes: measure the memory of three parts of the batch too, so that `Profile.sizes` predicts batches of any
+            size, if the model accepts parts of a batch. This takes as long as four more steps.
+        measurement: the source of the readings, by default real runs. Their prices are cached in the folder that
             `adacc profiles` shows.
 
     Raises NoBlocksError for a model without repeated blocks, NestedHooksError if other saved-tensor hooks are active,
-    CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config wants a chunked head that
-    the model cannot have, UncalledBlocksError for a batch that leaves blocks out, OptimizerStateError for an optimizer
-    whose coming state cannot be known, ProfilerAtWorkError on a CPU while a profiler of torch's is at work,
-    UnrestorableError for a model whose forward changes what cannot be put back, ValueError for a batch without a loss,
-    and torch.OutOfMemoryError, or what a library says in its place, where there is no memory for few samples either, or
-    the model takes no part of a batch.
+    CompiledBlockError if torch.compile compiles the blocks, ChunkedHeadError if the config requires a chunked head that
+    the model cannot have, UncalledBlocksError for a batch that does not call all blocks, OptimizerStateError for an
+    optimizer whose future state cannot be predicted, ProfilerConflictError on a CPU while a torch profiler is active,
+    UnrestorableError for a model whose forward changes state that cannot be restored, ValueError for a batch without a
+    loss, and torch.OutOfMemoryError, or a library's own out-of-memory error, if even parts of the batch do not fit or
+    the model accepts no parts.
     """
     config = config or AdaccConfig()
-    measurement = measurement or StoringMeasurement(ProfileCache())
+    measurement = measurement or CachingMeasurement(ProfileCache())
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "prefetched_batches": prefetched_batches,
@@ -114,13 +116,15 @@ def profile_model(
     except Exception as error:
         if not is_out_of_memory(error) or num_ranks() > 1:
             raise
-        out_of_memory = error.with_traceback(None)  # whose frames hold what there is no memory for
+        out_of_memory = error.with_traceback(None)  # the frames hold the tensors that exceeded the memory
     try:
         profile = estimate_profile(model, batch, config, optimizer, measurement, **settings)
-    except (NoEstimateError, UncalledBlocksError, *NOT_TAKEN) as reason:
+    except (NoEstimateError, UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as reason:
         raise out_of_memory from reason
     log.warning(
-        "Adacc: no memory to profile the whole batch (%s): its profile is told from a few of its samples", out_of_memory
+        "Adacc: not enough memory to profile the whole batch (%s): estimating its profile from small parts of it. To "
+        "measure the profile, use a smaller batch",
+        out_of_memory,
     )
     return profile
 
@@ -141,19 +145,20 @@ def _profile_of(
     all_sizes: bool = False,
     is_part: bool = False,
 ) -> Profile:
-    """The profile of `batch` itself: see `profile_model`. Of one that `is_part` of a list, the others tell sizes."""
+    """Return the profile of `batch` itself, as `profile_model` describes. A batch that `is_part` of a list records no
+    other sizes, because the list's other parts measure them."""
     _check_trainable(model, batch)
-    _check_not_below("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-    _check_not_below("prefetched_batches", prefetched_batches, 0)
-    _check_not_below("optimizer_step_bytes", optimizer_step_bytes, 0)
+    _check_at_least("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+    _check_at_least("prefetched_batches", prefetched_batches, 0)
+    _check_at_least("optimizer_step_bytes", optimizer_step_bytes, 0)
     if optimizer_state_bytes is not None:
-        _check_not_below("optimizer_state_bytes", optimizer_state_bytes, 0)
+        _check_at_least("optimizer_state_bytes", optimizer_state_bytes, 0)
     elif optimizer is not None:
-        coming_state_bytes(optimizer, model.parameters())  # before minutes are spent on what it may refuse
+        coming_state_bytes(optimizer, model.parameters())  # raises now rather than after minutes of measuring
     device = next(model.parameters()).device
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.device == device]
-    step = _MeasuredStep(
-        # A step begins without gradients: those that are there are set aside for as long as this takes.
+    measured_step = _MeasuredStep(
+        # A step starts without gradients. Gradients that exist now are set aside while the model is profiled.
         static_bytes=measurement.static_bytes(model, batch, optimizer) - distinct_bytes(gradients),
         other_batches_bytes=(gradient_accumulation_steps - 1 + prefetched_batches) * batch_bytes(batch),
         optimizer_bytes=None if optimizer is None else optimizer_step_bytes,
@@ -163,38 +168,41 @@ def _profile_of(
         no_sync=no_sync,
     )
     devices = {parameter.device for parameter in model.parameters()}
-    with _one_at_a_time, without_layerdrop(model):
+    with _profiling_lock, without_layerdrop(model):
         installation = Installation(model, config.block_classes)
         try:
             roots = (model, compute_loss, batch)
             with (
-                HeadSurvey(model, config) as heads,
-                NoTrace(roots, lambda: measurement.random_states(devices)) as run,
+                HeadProfiler(model, config) as head_profiler,
+                NoTrace(roots, lambda: measurement.random_states(devices)) as no_trace,
             ):
-                installation.on_step = run.start_over
-                called = model if compute_loss is None else WithLoss(model, compute_loss)
+                installation.on_step = no_trace.start_over
+                called_model = model if compute_loss is None else ModelWithLoss(model, compute_loss)
 
-                def empty_survey() -> Survey:
-                    empty = Survey(config, measurement)
-                    empty.library.expect_same_orders(library_of_profiles(model))
-                    return empty
+                def new_recorder() -> ModelRecorder:
+                    empty_recorder = ModelRecorder(config, measurement)
+                    empty_recorder.tape_cache.expect_same_orders(profiled_tapes(model))
+                    return empty_recorder
 
-                survey = _recorded(called, batch, empty_survey, installation, run)
-                profile = _profile(called, batch, survey, installation, step, heads)
+                recorder = _record_blocks(called_model, batch, new_recorder, installation, no_trace)
+                profile = _profile(called_model, batch, recorder, installation, measured_step, head_profiler)
                 if all_sizes:
 
-                    def unpriced_survey() -> Survey:
-                        return Survey(config, MemoryAlone(measurement), survey.library)
+                    def new_unpriced_recorder() -> ModelRecorder:
+                        return ModelRecorder(config, MemoryOnlyMeasurement(measurement), recorder.tape_cache)
 
                     def measure(part: Mapping[str, Any]) -> Profile:
-                        other = replace(step, static_bytes=step.static_bytes - batch_bytes(batch) + batch_bytes(part))
-                        unpriced = _recorded(called, part, unpriced_survey, installation, run)
-                        return _profile(called, part, unpriced, installation, other, heads)
+                        part_static_bytes = measured_step.static_bytes - batch_bytes(batch) + batch_bytes(part)
+                        part_step = replace(measured_step, static_bytes=part_static_bytes)
+                        unpriced_recorder = _record_blocks(
+                            called_model, part, new_unpriced_recorder, installation, no_trace
+                        )
+                        return _profile(called_model, part, unpriced_recorder, installation, part_step, head_profiler)
 
                     profile = with_other_sizes(profile, batch, installation, measure)
                 elif measurement.records_other_sizes and not is_part:
-                    record_other_sizes(called, batch, installation, survey.library)
-                library_of_profiles(model).take(survey.library)
+                    record_other_sizes(called_model, batch, installation, recorder.tape_cache)
+                profiled_tapes(model).take(recorder.tape_cache)
                 return profile
         finally:
             installation.remove()
@@ -208,156 +216,165 @@ def estimate_profile(
     measurement: Measurement | None = None,
     **settings: Any,
 ) -> Profile:
-    """The profile of `batch`, told from those of a few of its samples.
+    """Estimate the profile of `batch` from the profiles of a few small parts of it.
 
-    Prices are those of the smallest part, where recording and pricing together take most memory, times go with the
-    bytes that are touched, and what codecs do to gradients is what they do there. Bytes are extrapolated as
-    `profile_sizes` does. Where there is no memory for the parts, smaller ones take their place.
+    Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
+    the bytes that are touched, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
+    `profile_sizes`. If a list of parts does not fit into memory, a list of smaller parts replaces it.
 
-    Raises NoEstimateError where nothing can be told from so few samples, and what `profile_model` raises, of which
-    `settings` are arguments.
+    Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`. `settings` are
+    further arguments of `profile_model`.
     """
     shapes = batch_shapes(batch)
-    choices = small_parts(*media_first(model, batch), has_pairs(model))
+    choices = small_parts(*move_media_first(model, batch), is_encoder_decoder(model))
     if not choices:
-        raise NoEstimateError("it has less than four samples, and no texts that could be cut")
-    measurement = measurement or StoringMeasurement(ProfileCache())
+        raise NoEstimateError("the batch has fewer than four samples, and no texts that can be shortened")
+    measurement = measurement or CachingMeasurement(ProfileCache())
     profiles: list[Profile] = []
     for parts in choices:
-        readings = [measurement, *(MemoryAlone(measurement) for _ in parts[1:])]
-        # An activation that is large enough for a codec in the batch is smaller in its parts.
-        share = num_elements(batch_shapes(parts[0])) / num_elements(shapes)
-        priced = replace(config, min_compress_bytes=int(config.min_compress_bytes * share))
+        readings = [measurement, *(MemoryOnlyMeasurement(measurement) for _ in parts[1:])]
+        # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
+        token_share = num_elements(batch_shapes(parts[0])) / num_elements(shapes)
+        part_config = replace(config, min_compress_bytes=int(config.min_compress_bytes * token_share))
         try:
             profiles = [
-                _profile_of(model, part, priced, optimizer, reading, is_part=True, **settings)
+                _profile_of(model, part, part_config, optimizer, reading, is_part=True, **settings)
                 for part, reading in zip(parts, readings, strict=True)
             ]
         except UncalledBlocksError:
             raise
         except Exception as error:
-            if parts is choices[-1] or not (is_out_of_memory(error) or isinstance(error, NOT_TAKEN)):
+            if parts is choices[-1] or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
                 raise
             continue
-        if all(profile_outline(profile) == profile_outline(profiles[0]) for profile in profiles):
+        if all(profile_structure(profile) == profile_structure(profiles[0]) for profile in profiles):
             break
     else:
-        raise NoEstimateError("the model runs other operators on other numbers of samples")
-    sizes = [to_plain(batch_shapes(part)) for part in parts]
-    measured = tuple((size, tuple(numbers_of(profile))) for size, profile in zip(sizes, profiles, strict=True))
-    told = at_size(replace(profiles[0], measured=measured), to_plain(shapes))
-    return replace(told, measured=((to_plain(shapes), tuple(numbers_of(told))), *measured))
+        raise NoEstimateError("the model runs different operators on different numbers of samples")
+    sizes = [to_profile_shapes(batch_shapes(part)) for part in parts]
+    measured = tuple(
+        (size, tuple(size_dependent_numbers(profile))) for size, profile in zip(sizes, profiles, strict=True)
+    )
+    estimate = resize_profile(replace(profiles[0], measured=measured), to_profile_shapes(shapes))
+    estimated_numbers = tuple(size_dependent_numbers(estimate))
+    return replace(estimate, measured=((to_profile_shapes(shapes), estimated_numbers), *measured))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuredStep:
-    """What is live during a training step besides what its micro-batches allocate."""
+    """Memory of a training step outside of its micro-batches."""
 
     static_bytes: int
-    """Now: parameters, buffers, optimizer state, one batch, and what else is on a GPU."""
+    """Bytes live now: parameters, buffers, optimizer state, one batch, and other tensors on a GPU."""
     other_batches_bytes: int
     optimizer_bytes: int | None
-    """What clipping and the optimizer take for a while; None without an optimizer."""
+    """Temporary bytes of clipping and the optimizer's step; None without an optimizer."""
     optimizer: torch.optim.Optimizer | None
     coming_bytes: int | None
-    """State that the optimizer has yet to make; None where that is what it makes for all that a step trains."""
+    """Bytes of state that the optimizer has yet to make; None to predict them from the parameters that a step
+    trains."""
     accumulates: bool
     no_sync: NoSync | None
 
-    def training(self, parameters: Iterable[nn.Parameter]) -> _MeasuredStep:
-        """The same, known to train `parameters`."""
+    def with_trained(self, parameters: Iterable[nn.Parameter]) -> _MeasuredStep:
+        """Return this step with the optimizer's coming state predicted for the trained `parameters`."""
         if self.optimizer is None or self.coming_bytes is not None:
             return self
         return replace(self, coming_bytes=coming_state_bytes(self.optimizer, parameters))
 
     def live_bytes(self, layout: StepLayout) -> int:
-        """What is live before the micro-batch that `layout` measured."""
+        """Return the bytes live before the micro-batch that `layout` measured."""
         return self._between_steps_bytes + layout.earlier_bytes
 
     def optimizer_peak_bytes(self, layout: StepLayout) -> int:
-        """Most bytes live once all gradients are there; 0 without an optimizer."""
+        """Return the peak once all gradients exist; 0 without an optimizer."""
         if self.optimizer_bytes is None:
             return 0
         return self._between_steps_bytes + layout.gradient_bytes + self.optimizer_bytes
 
     @property
     def _between_steps_bytes(self) -> int:
-        """What is live before a step, once the optimizer has a state for all that is trained."""
+        """Bytes live before a step, once the optimizer has a state for all trained parameters."""
         return self.static_bytes + self.other_batches_bytes + (self.coming_bytes or 0)
 
 
-MOST_DRAWS = 8
-"""Forwards without gradients that look for random numbers with which all blocks run, where chance leaves some out."""
+MAX_DRAWS = 8
+"""Forwards without gradients that search for random numbers with which all blocks run, if the model skips blocks at
+random."""
 
 
-def _recorded(
+def _record_blocks(
     model: nn.Module,
     batch: Mapping[str, Any],
-    empty_survey: Callable[[], Survey],
+    new_recorder: Callable[[], ModelRecorder],
     installation: Installation,
-    run: NoTrace,
-) -> Survey:
-    """Record the forward that all passes of the profile will run: with all blocks, where some depend on chance.
+    no_trace: NoTrace,
+) -> ModelRecorder:
+    """Record the forward that all passes of the profile will run. If blocks run at random, the forward runs all of
+    them.
 
-    Raises UncalledBlocksError if there is no such forward.
+    Raises UncalledBlocksError if there is no forward that runs all blocks.
     """
     tables: frozenset[Any] = frozenset()
-    earlier: set[str] = set()
+    earlier_structures: set[str] = set()
     while True:
-        survey = empty_survey()
-        survey.record(model, batch, installation)
-        called = {block.name for block in survey.blocks}
+        recorder = new_recorder()
+        recorder.record(model, batch, installation)
+        called = {block.name for block in recorder.blocks}
         if not called:
             raise UncalledBlocksError(describe_uncalled(installation, list(installation.modules), "with this batch"))
-        # Tables that the first forward makes are there from the second one on, which is what training runs.
-        tables, tables_before = run.start_over(), tables
-        has_left_out = bool(installation.modules.keys() - called)
-        drew_others = has_left_out and _draw_all_blocks(model, batch, installation, run)
-        structures = {block.tape.structure for block in survey.blocks}
-        if tables == tables_before and not drew_others:
-            survey.library.preliminary |= earlier - structures
-            return survey
-        earlier |= structures
+        # The first forward may build tables that every later forward reuses. Training runs like the later ones.
+        tables, tables_before = no_trace.start_over(), tables
+        has_uncalled = bool(installation.modules.keys() - called)
+        has_new_draws = has_uncalled and _find_draws_of_all_blocks(model, batch, installation, no_trace)
+        structures = {block.tape.structure for block in recorder.blocks}
+        if tables == tables_before and not has_new_draws:
+            recorder.tape_cache.preliminary |= earlier_structures - structures
+            return recorder
+        earlier_structures |= structures
 
 
-def _draw_all_blocks(model: nn.Module, batch: Mapping[str, Any], installation: Installation, run: NoTrace) -> bool:
-    """Check that blocks which the batch does not train run without gradients: a teacher's, say.
+def _find_draws_of_all_blocks(
+    model: nn.Module, batch: Mapping[str, Any], installation: Installation, no_trace: NoTrace
+) -> bool:
+    """Check that all blocks run in a forward without gradients, such as a teacher's blocks that the batch does not
+    train.
 
-    Where random numbers were drawn, try others, and return True if later passes will start from these. Raises
-    UncalledBlocksError if some blocks run with none.
+    If the forward draws random numbers, try other draws, and return True if later passes will start from different
+    ones. Raises UncalledBlocksError if some block runs with no draw.
     """
-    for num_draws in range(1 + MOST_DRAWS):
-        with RanBlocks(installation.modules) as ran, torch.no_grad():
+    for num_draws in range(1 + MAX_DRAWS):
+        with ExecutedBlocks(installation.modules) as executed, torch.no_grad():
             model(**batch)
-        left_out = [name for name in installation.modules if name not in ran.names]
-        if not left_out:
+        uncalled = [name for name in installation.modules if name not in executed.names]
+        if not uncalled:
             return num_draws > 0
-        if not run.has_drawn():
+        if not no_trace.has_drawn():
             break
-        run.draw_on()
-    raise UncalledBlocksError(describe_uncalled(installation, left_out, "with this batch"))
+        no_trace.continue_random_states()
+    raise UncalledBlocksError(describe_uncalled(installation, uncalled, "with this batch"))
 
 
 def _profile(
     model: nn.Module,
     batch: Mapping[str, Any],
-    survey: Survey,
+    recorder: ModelRecorder,
     installation: Installation,
     step: _MeasuredStep,
-    heads: HeadSurvey,
+    head_profiler: HeadProfiler,
 ) -> Profile:
-    measurement = survey.measurement
-    heads.check_own()
-    blocks = survey.blocks
-    called = {block.name for block in blocks}
-    idle = [name for name in installation.modules if name not in called]
+    measurement = recorder.measurement
+    head_profiler.check_own()
+    blocks = recorder.blocks
+    called_names = {block.name for block in blocks}
+    idle = [name for name in installation.modules if name not in called_names]
     installation.expect(block.name for block in blocks)
-    kinds = survey.kinds()
-    watched = {block.kind: block.name for block in blocks}
+    kinds = recorder.kinds()
+    watched_names = {block.kind: block.name for block in blocks}
     by_name = {block.name: kinds[block.kind] for block in blocks}
-    shared = tuple(survey.sharing.records)
-    sources = survey.replay_sources()
-    survey.let_go()
+    shared = tuple(recorder.shared_tensors.records)
+    sources = recorder.replay_sources()
+    recorder.release_tensors()
     forward = measure_forward(
         model,
         batch,
@@ -365,36 +382,38 @@ def _profile(
         by_name,
         sources,
         shared,
-        {name: name in survey.before_rest for name in watched.values()},
+        {name: name in recorder.calls_before_rest for name in watched_names.values()},
         measurement,
     )
-    kinds = survey.add_forwards([forward.events[watched[index]] for index in range(len(kinds))])
-    recomputed = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
+    kinds = recorder.set_forwards([forward.events[watched_names[index]] for index in range(len(kinds))])
+    outcomes = {block.name: recompute_outcome(kinds[block.kind]) for block in blocks}
 
-    def measure(watched: Collection[str] = ()) -> StepLayout:
-        watchers = survey.follow_full_recomputation(installation, watched, sources)
+    def measure(watched_group: Collection[str] = ()) -> StepLayout:
+        probes = recorder.set_full_recompute_strategies(installation, watched_group, sources)
         return measure_step_layout(
-            model, batch, installation, watchers, recomputed, measurement, step.accumulates, step.no_sync
+            model, batch, installation, probes, outcomes, measurement, step.accumulates, step.no_sync
         )
 
-    # Where memory is real, one block at a time retains what it makes: where blocks are of many kinds that is nearly all
-    # of them together.
-    names = tuple(watched.values())
+    # On real memory, only one block at a time retains its activations: a model with many kinds would otherwise retain
+    # nearly all blocks at once.
+    names = tuple(watched_names.values())
     groups = [(name,) for name in names] if measurement.watches_one_block else [names]
     layout = StepLayout.merged({group: measure(group) for group in groups})
-    survey.learn_orders(layout.events)
-    survey.follow_full_recomputation(installation, (), sources)
-    kinds = [_with_backward(kind, watched[index], layout, survey) for index, kind in enumerate(kinds)]
-    # What was watched in the step that was timed was retained: under full recomputation its replay comes on top.
-    retained = [kinds[index] for index, name in watched.items() if name in groups[0] and not kinds[index].untrusted]
-    replay_ms = sum(recompute_outcome(kind).overhead_ms for kind in retained)
+    recorder.learn_orders(layout.events)
+    recorder.set_full_recompute_strategies(installation, (), sources)
+    kinds = [_with_backward(kind, watched_names[index], layout, recorder) for index, kind in enumerate(kinds)]
+    # The timed step retained the watched blocks. Full recomputation adds the time of their replay.
+    retained_kinds = [
+        kinds[index] for index, name in watched_names.items() if name in groups[0] and not kinds[index].untrusted
+    ]
+    replay_ms = sum(recompute_outcome(kind).overhead_ms for kind in retained_kinds)
     installation.begin_step()
     step_ms = measurement.step_ms(model, batch, layout.ms + replay_ms)
-    step = step.training(layout.trained)
+    step = step.with_trained(layout.trained)
     static_bytes = step.live_bytes(layout)
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})
-    live_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
-    other = heads.other(model, batch, measure, measurement)
+    saved_shared_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
+    other_head = head_profiler.measure_chunked_head(model, batch, measure, measurement)
     device = next(model.parameters()).device
     profile = Profile(
         model_class=type(installation.model).__name__,
@@ -409,7 +428,7 @@ def _profile(
             for block in blocks
         ),
         shared=shared,
-        outside_stored_bytes=layout.outside_stored_bytes - live_bytes,
+        outside_stored_bytes=layout.outside_stored_bytes - saved_shared_bytes,
         static_bytes=static_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         outside_live_bytes=min(replay_bytes, max(0, layout.outside_peak_bytes - forward.outside_peak_bytes)),
@@ -419,23 +438,27 @@ def _profile(
         step_ms=step_ms,
         device=str(device),
         optimizer_peak_bytes=step.optimizer_peak_bytes(layout),
-        head=heads.own,
-        head_ms=other.ms[heads.own] if other is not None else 0.0,
+        head=head_profiler.profiled_head,
+        head_ms=other_head.ms[head_profiler.profiled_head] if other_head is not None else 0.0,
         other_heads=(
-            (_chunked(other, [block.name for block in blocks], forward, static_bytes, live_bytes),) if other else ()
+            (_chunked_head(other_head, [block.name for block in blocks], forward, static_bytes, saved_shared_bytes),)
+            if other_head
+            else ()
         ),
-        measured=((to_plain(batch_shapes(batch)), ()),),
+        measured=((to_profile_shapes(batch_shapes(batch)), ()),),
     )
-    return with_idle(profile, idle, installation)
+    return with_idle_blocks(profile, idle, installation)
 
 
-def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, static_bytes: int, live_bytes: int) -> Head:
-    """The record of the chunked head."""
-    layout = other.layout
+def _chunked_head(
+    head_layout: HeadLayout, blocks: list[str], forward: ForwardLayout, static_bytes: int, saved_shared_bytes: int
+) -> Head:
+    """Return the profile's record of the chunked head."""
+    layout = head_layout.layout
     return Head(
         name="chunked",
-        ms=other.ms["chunked"],
-        outside_stored_bytes=layout.outside_stored_bytes - live_bytes,
+        ms=head_layout.ms["chunked"],
+        outside_stored_bytes=layout.outside_stored_bytes - saved_shared_bytes,
         outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
         loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
         tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
@@ -443,20 +466,20 @@ def _chunked(other: HeadLayout, blocks: list[str], forward: ForwardLayout, stati
     )
 
 
-def _with_backward(kind: KindProfile, watched: str, layout: StepLayout, survey: Survey) -> KindProfile:
+def _with_backward(kind: KindProfile, name: str, layout: StepLayout, recorder: ModelRecorder) -> KindProfile:
     if kind.untrusted is not None:
-        peak = layout.peaks.get(watched)
-        besides = None if peak is None else max(0, peak - survey.saved_bytes(watched))
-        return with_untrusted_backward(kind, besides)
-    return replace(kind, backward=layout.events[watched])
+        peak = layout.peaks.get(name)
+        extra_bytes = None if peak is None else max(0, peak - recorder.saved_bytes(name))
+        return with_untrusted_backward(kind, extra_bytes)
+    return replace(kind, backward=layout.events[name])
 
 
 def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
     device = next(model.parameters()).device
     if device.type == "meta":
         raise ValueError(
-            f"{type(model).__name__} is on device='meta', where nothing runs: load it to cpu or cuda first "
-            f"(from_pretrained, to_empty), or plan without memory with `adacc plan`"
+            f"{type(model).__name__} is on device='meta', which has no memory: load it to cpu or cuda first "
+            f"(from_pretrained, to_empty), or plan without a device with `adacc plan`"
         )
     if not model.training:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() before profiling")
@@ -466,17 +489,17 @@ def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
         )
 
 
-def _check_not_below(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+def _check_at_least(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be an int of at minimum {minimum}")
 
 
 def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:
-    """What to do about blocks that were not called."""
+    """Return an error message that names the blocks that were not called, and the remedies."""
     blocks = {name: class_name(block) for name, block in installation.modules.items()}
-    used = sorted({blocks[name] for name in blocks.keys() - set(uncalled)})
+    called_classes = sorted({blocks[name] for name in blocks.keys() - set(uncalled)})
     return (
         f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, were not called {when}: use a batch that calls "
-        f"every block (one with an image, for a model that sees), or, if a patch replaced their class's forward or "
-        f"some are never used, name the classes to work on with AdaccConfig(block_classes={tuple(used) or '...'})"
+        f"every block (with an image, for a vision model). If a patch replaced the forward of the blocks' class, or "
+        f"the model never uses some blocks, set AdaccConfig(block_classes={tuple(called_classes) or '...'})"
     )

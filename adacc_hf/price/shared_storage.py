@@ -1,4 +1,4 @@
-"""Tensors that a block shares with others: which it is given, which it makes and others keep, and who counts them."""
+"""Tensors that a block shares with other blocks or with the rest of the model, and the owner that counts each one."""
 
 from __future__ import annotations
 
@@ -20,129 +20,151 @@ from adacc_hf.torch_glue.tensors import storage_of
 
 @dataclass
 class RecordedBlock:
-    """What one block's recorded call tells."""
+    """One recorded call of a block: the tape, and the tensors that enter, leave and stay in the call."""
 
     name: str
-    known: KnownShapes
-    """What its call has shown."""
+    known_shapes: KnownShapes
+    """Keys of the block's calls and the tape of each key, filled by this recorded call and reused in training."""
     tape: Tape
-    arguments: dict[int, torch.Tensor]
-    """The recorded argument of each input value; holds the storage so that its address stays its own."""
-    given: dict[Source, torch.Tensor]
-    """All tensors among the arguments, one per storage, read or not."""
+    input_tensors: dict[int, torch.Tensor]
+    """The recorded argument of each input value. The reference keeps the storage's address from being reused."""
+    argument_tensors: dict[Source, torch.Tensor]
+    """All tensors among the arguments, one per storage, including tensors that the block does not read."""
     outputs: dict[int, torch.Tensor]
-    """Saved values that the block made and gave away, with a tensor on their storage."""
+    """Saved values that the block computed and returned, each with a tensor on the value's storage."""
     casts: dict[int, torch.Tensor]
-    """Saved values that are made of parameters alone, such as autocast's, which other calls may find in its cache."""
-    packed: list[weakref.ref[Any]]
-    """For each slot what autograd holds for it; dead once autograd has let go of it."""
-    made: dict[int, StorageWeakRef]
-    """Saved values that the block made and did not give away."""
+    """Saved values computed from parameters alone, such as autocast's casts. Other calls may reuse them from autocast's
+    cache."""
+    slot_refs: list[weakref.ref[Any]]
+    """For each slot, a weak reference to the packed object that autograd holds. Dead once autograd has freed the
+    object."""
+    internal_storages: dict[int, StorageWeakRef]
+    """Storages of saved values that the block computed and did not return."""
     outliers: dict[int, int]
     errors: GradientErrors
-    follows_on: bool = False
-    """Whether it is given what the call before it returned."""
-    dead: frozenset[int] = frozenset()
-    """Slots that autograd let go of before the forward's end, since no loss depends on their operator's result."""
-    held_besides: frozenset[int] = frozenset()
-    """Saved values that live on without being saved: an autograd function has them in an attribute, or a module has."""
+    uses_previous_result: bool = False
+    """True if an argument of this call is a result of the previous call."""
+    dead_slots: frozenset[int] = frozenset()
+    """Slots that autograd freed before the forward's end, because no loss depends on their operator's result."""
+    externally_held: frozenset[int] = frozenset()
+    """Saved values that stay alive without a slot, because an autograd function's attribute or a module references
+    them."""
     kind: int = -1
 
-    def look_back(self) -> None:
-        """Note, at the forward's end, which slots autograd has let go of, and what lives without any."""
-        self.dead = frozenset(slot for slot, packed in enumerate(self.packed) if packed() is None)
-        self.held_besides = frozenset(value for value, storage in self.made.items() if not storage.expired())
+    def note_liveness(self) -> None:
+        """Record, at the forward's end, which slots autograd has freed and which saved values stay alive without a
+        slot."""
+        self.dead_slots = frozenset(slot for slot, reference in enumerate(self.slot_refs) if reference() is None)
+        self.externally_held = frozenset(
+            value for value, storage in self.internal_storages.items() if not storage.expired()
+        )
 
-    def saved(self) -> list[int]:
-        """Values that autograd holds for backward."""
-        return list(dict.fromkeys(ref.value for slot, ref in enumerate(self.tape.slots) if slot not in self.dead))
+    def saved_values(self) -> list[int]:
+        """Return the values that autograd holds for backward."""
+        return list(dict.fromkeys(ref.value for slot, ref in enumerate(self.tape.slots) if slot not in self.dead_slots))
 
-    def held(self) -> Iterable[torch.Tensor]:
-        """The inputs that a plan for the block may hold: torch's checkpoint holds all of them."""
-        return (tensor for _, tensor in self.inputs())
+    def holdable_inputs(self) -> Iterable[torch.Tensor]:
+        """Return the inputs that a plan for the block may hold. Torch's checkpoint holds all of them."""
+        return (tensor for _, tensor in self.holdable_inputs_with_sources())
 
-    def inputs(self) -> Iterable[tuple[Source, torch.Tensor]]:
-        """Those inputs, with where each call finds them."""
+    def holdable_inputs_with_sources(self) -> Iterable[tuple[Source, torch.Tensor]]:
+        """Return the inputs that a plan may hold, each with the source at which a call finds the input."""
         if self.tape.untrusted:
-            return self.given.items()
-        sources = ((self.tape.values[value].source, tensor) for value, tensor in self.arguments.items())
+            return self.argument_tensors.items()
+        sources = ((self.tape.values[value].source, tensor) for value, tensor in self.input_tensors.items())
         return [(source, tensor) for source, tensor in sources if source is not None]
 
 
-class Sharing:
-    """What blocks share with each other and with the rest of the model; each tensor is counted once.
+class SharedTensors:
+    """Tensors that blocks share with each other and with the rest of the model. Each tensor is counted once.
 
-    An output that its maker saves and another block reads counts as the maker's, which retains it. Any other input that
-    several blocks read, or that the rest of the model holds, is a record of its own.
+    An output that its block saves and another block reads counts as the first block's, which retains the output. Any
+    other input that several blocks read, or that the rest of the model holds, is a record of its own.
     """
 
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
-        """`outside`, `state` and `batch` are addresses: what the rest of the model saves, what it consists of, what it
-        was given."""
+        """Assign each shared tensor to an owner.
+
+        The other arguments are sets of storage addresses: `outside` is saved by the rest of the model, `state` is the
+        model's parameters and buffers, `batch` is the model's input.
+        """
         readers: dict[int, set[str]] = {}
         for block in blocks:
-            for tensor in block.held():
-                readers.setdefault(address_of(tensor), set()).add(block.name)
-        made = {address_of(t) for b in blocks for v, t in b.outputs.items() if v in set(b.saved())}
-        self._kept = made & (readers.keys() | outside)
-        saved = {address_of(b.arguments[v]) for b in blocks for v in b.saved() if v in b.arguments} | outside
-        self._casts: dict[int, list[str]] = {}
+            for tensor in block.holdable_inputs():
+                readers.setdefault(storage_key_of(tensor), set()).add(block.name)
+        # Outputs that their block saves and another block or the rest of the model holds.
+        saved_outputs = {storage_key_of(t) for b in blocks for v, t in b.outputs.items() if v in set(b.saved_values())}
+        self._shared_outputs = saved_outputs & (readers.keys() | outside)
+        saved_inputs = {
+            storage_key_of(block.input_tensors[value])
+            for block in blocks
+            for value in block.saved_values()
+            if value in block.input_tensors
+        }
+        saved = saved_inputs | outside
+        # The owners of each cast of a parameter, the first of which counts the cast.
+        self._cast_owners: dict[int, list[str]] = {}
         for block in blocks:
             for tensor in block.casts.values():
-                outsider = ["the rest of the model"] if address_of(tensor) in outside else []
-                self._casts.setdefault(address_of(tensor), outsider).append(block.name)
+                first_owners = ["the rest of the model"] if storage_key_of(tensor) in outside else []
+                self._cast_owners.setdefault(storage_key_of(tensor), first_owners).append(block.name)
+        # One record per storage that several blocks or the rest of the model hold.
         self._index: dict[int, int] = {}
         self.records: list[Shared] = []
         for block in blocks:
-            for tensor in block.held():
-                address = address_of(tensor)
+            for tensor in block.holdable_inputs():
+                address = storage_key_of(tensor)
                 if address in self._index:
                     continue
-                if address in self._kept:
-                    self._index[address] = self._index_of_kept()
+                if address in self._shared_outputs:
+                    self._index[address] = self._output_record()
                 elif len(readers[address]) > 1 or address in outside or address in state or address in batch:
                     nbytes = 0 if address in state or address in batch else storage_of(tensor).nbytes()
                     self._add(address, Shared(name=f"{block.name} input", nbytes=nbytes, saved=address in saved))
         for block in blocks:
-            for tensor in block.given.values():
-                address = address_of(tensor)
-                if address not in self._index and address not in readers:  # only torch's checkpoint holds it
+            for tensor in block.argument_tensors.values():
+                address = storage_key_of(tensor)
+                if address not in self._index and address not in readers:  # only torch's checkpoint holds the tensor
                     nbytes = 0 if address in state or address in batch else storage_of(tensor).nbytes()
                     self._add(address, Shared(name=f"{block.name} unread", nbytes=nbytes, saved=address in outside))
 
-    def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The record of an input, or None for one that belongs to a single block."""
-        return self._index.get(address_of(tensor))
+    def record_index(self, tensor: torch.Tensor) -> int | None:
+        """Return the record of an input, or None if the input belongs to a single block."""
+        return self._index.get(storage_key_of(tensor))
 
-    def sources(self, block: RecordedBlock, wanted: Set[int]) -> list[Source]:
-        """Where `block` finds those of the `wanted` records that nothing else is sure to hold."""
-        counted = {index for index in wanted if self.records[index].nbytes}
-        return [source for source, tensor in block.inputs() if self.index_of(tensor) in counted]
+    def sources(self, block: RecordedBlock, records: Set[int]) -> list[Source]:
+        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out: something
+        else holds them."""
+        counted = {index for index in records if self.records[index].nbytes}
+        return [
+            source for source, tensor in block.holdable_inputs_with_sources() if self.record_index(tensor) in counted
+        ]
 
-    def is_kept(self, tensor: torch.Tensor) -> bool:
-        """Whether others hold this output of a block too."""
-        return address_of(tensor) in self._kept
+    def is_shared_output(self, tensor: torch.Tensor) -> bool:
+        """Return True if other blocks or the rest of the model also hold this output of a block."""
+        return storage_key_of(tensor) in self._shared_outputs
 
-    def is_cached(self, cast: torch.Tensor) -> bool:
-        """Whether other calls, or the rest of the model, save this cast of a parameter too, from autocast's cache."""
-        return len(self._casts[address_of(cast)]) > 1
+    def is_shared_cast(self, cast: torch.Tensor) -> bool:
+        """Return True if other calls or the rest of the model save this cast of a parameter too (autocast's cache)."""
+        return len(self._cast_owners[storage_key_of(cast)]) > 1
 
-    def is_owner(self, block: RecordedBlock, cast: torch.Tensor) -> bool:
-        """Whether a cast counts as that of `block`: the first to save it, if the rest of the model does not."""
-        return self._casts[address_of(cast)][0] == block.name
+    def owns_cast(self, block: RecordedBlock, cast: torch.Tensor) -> bool:
+        """Return True if `block` counts the cast: `block` saves the cast first, and the rest of the model does not save
+        it."""
+        return self._cast_owners[storage_key_of(cast)][0] == block.name
 
     def _add(self, address: int, record: Shared) -> None:
         self._index[address] = len(self.records)
         self.records.append(record)
 
-    def _index_of_kept(self) -> int:
-        """One record for all of them: a record each would make every block a kind of its own."""
-        kept = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
-        if kept not in self.records:
-            self.records.append(kept)
-        return self.records.index(kept)
+    def _output_record(self) -> int:
+        """Return the one record of all shared outputs. A record per output would make every block a kind of its own."""
+        record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
+        if record not in self.records:
+            self.records.append(record)
+        return self.records.index(record)
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """What tells storages apart as long as they live."""
+def storage_key_of(tensor: torch.Tensor) -> int:
+    """Return the key of the tensor's storage, unique while the storage is alive."""
     return storage_key(storage_of(tensor))

@@ -1,4 +1,4 @@
-"""How long a device takes for something, and how long the host takes to ask for it."""
+"""Times of a function: milliseconds of the device, and of the host that launches the device's work."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 from adacc_hf.torch_glue.private import sleep_on_gpu
 
 TIMING_REPEATS = 5
-"""Runs per price, after one to warm up; the median stands. Five bound the effect of one interruption."""
+"""Runs per price, after one warm-up. The price is the median. Five runs bound the effect of one interruption."""
 
-HEAD_START = 2
-"""How many times as long as the launches of a run the GPU is kept busy before it: launches vary."""
+BUSY_FACTOR = 2
+"""Ratio of the time for which the GPU is kept busy before a run to the time of the run's launches, which varies."""
 CYCLES_PER_SECOND = 3e9
-"""More than a GPU's clock makes, so that what is meant to be busy for a second is."""
+"""Upper bound on a GPU's clock, so that a busy loop meant for a second lasts at least a second."""
 
 BACKWARD_ON_HOST, BACKWARD_ON_DEVICE = 1.0, 2.0
-"""A block's backward as parts of its forward: to launch it takes as long, and each product of forward has two there."""
+"""A block's backward as multiples of its forward. Its launches take equally long, and each product in forward has two
+products in backward."""
 
 Bottleneck = Literal["device_ms", "host_ms"]
 
@@ -30,13 +31,13 @@ class Timing(NamedTuple):
     """Milliseconds of one run."""
 
     device_ms: float
-    """Until the device is done, from when it began."""
+    """From the device's start of the run to its end."""
     host_ms: float
-    """Until the host goes on. On the CPU the two are one."""
+    """Until the host continues. On the CPU both times are equal."""
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until `device` has done all that it was given."""
+    """Wait until `device` has finished all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -44,46 +45,48 @@ def wait_for(device: torch.device) -> None:
 def seconds_of(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds by `clock` of one call of `run`, with all it starts on `device` and nothing started before."""
+    """Return the seconds by `clock` of one call of `run`, with all work that it starts on `device` and no earlier
+    work."""
     start = seconds_at(device, clock)
     run()
     return seconds_at(device, clock) - start
 
 
 def seconds_at(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The time by `clock` once `device` has done all that it was given."""
+    """Return the time by `clock` once `device` has finished all of its work."""
     wait_for(device)
     return clock()
 
 
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> float:
-    """Median time of `run` on `device`, in milliseconds."""
+    """Return the median time of `run` on `device`, in milliseconds."""
     return time_of(run, device, repeats).device_ms
 
 
 def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> Timing:
-    """Medians over `repeats` runs, after one to warm up.
+    """Return the median times of `repeats` runs, after one warm-up.
 
-    On a GPU with cold caches, as an operator of a training step meets tensors that were stored long before: run again
-    on the same tensors it would find them in the cache, and seem to move them at twice the speed of memory.
+    A GPU runs with a cold cache, because the operators of a training step read tensors that were stored long before. If
+    a run were repeated on cached tensors, it would seem to move them at twice the speed of memory.
     """
     run()
     is_gpu = device.type == "cuda"
-    timings = on_cuda(run, device, repeats, before=cache_flush(device)) if is_gpu else _on_cpu(run, repeats)
+    timings = time_on_cuda(run, device, repeats, prepare=cache_flush(device)) if is_gpu else _on_cpu(run, repeats)
     return Timing(*(statistics.median(times) for times in zip(*timings, strict=True)))
 
 
-CACHES_READ = 2
-"""How many times a cache's bytes are read to flush it: it need not replace what is oldest first."""
+FLUSH_FACTOR = 2
+"""Ratio of the bytes read to flush a cache to the cache's size, because the cache need not evict its oldest lines
+first."""
 
 
 def cache_flush(device: torch.device) -> Callable[[], object]:
-    """Return a function that leaves nothing of earlier tensors in a GPU's cache.
+    """Return a function that evicts earlier tensors from a GPU's cache.
 
-    By reading: lines that were written are written back when others take their place, and those of a flush that writes
-    would be within the run that is timed.
+    The function reads memory. A flush that writes would leave dirty lines, which would be written back within the timed
+    run.
     """
-    return flush_by_reading(CACHES_READ * torch.cuda.get_device_properties(device).L2_cache_size, device)
+    return flush_by_reading(FLUSH_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size, device)
 
 
 def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
@@ -92,10 +95,11 @@ def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:
-    """What a step waits for whose blocks run all this in forward: the device, or the host that launches it.
+    """Return the resource that limits a step whose forward has these `timings`: the device, or the host that launches
+    it.
 
-    block_host_ms: how long the host takes for the plain block's forward, which has modules, hooks and autograd's graph
-    besides the launches; None counts the launches alone.
+    `block_host_ms` is the host's time for the plain block's forward, which includes modules, hooks and autograd's
+    graph. If it is None, only the launches count.
     """
     device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
     host_ms = host_ms if block_host_ms is None else block_host_ms
@@ -104,7 +108,7 @@ def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) ->
 
 
 def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
-    """With one thread, what it computes: the turns of other programs are no part of a price."""
+    """Time `run` on the CPU. With one thread, use the thread's CPU time, which excludes other programs' time slices."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     timings = []
     for _ in range(repeats):
@@ -115,21 +119,21 @@ def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
     return timings
 
 
-def on_cuda(
-    run: Callable[[], object], device: torch.device, repeats: int, before: Callable[[], object] | None = None
+def time_on_cuda(
+    run: Callable[[], object], device: torch.device, repeats: int, prepare: Callable[[], object] | None = None
 ) -> list[Timing]:
-    """Times of `run`, each after a call of `before`.
+    """Return the times of `run`, each after a call of `prepare`.
 
-    The GPU is kept busy until the run is launched: a training step is launched ahead of the GPU, and has none of the
-    gaps in which it would wait for each kernel of a run that meets it idle.
+    The GPU is kept busy until the run is launched. A training step is launched ahead of the GPU. An idle GPU would
+    instead wait for each kernel's launch, and the gaps would count.
     """
     with torch.cuda.device(device):
-        # By the shortest: a run that waits for the device waits for what keeps it busy too, each time for longer.
+        # Use the shortest launch: a run that waits for the device also waits for the busy loop, longer each time.
         busy_cycles, shortest_s, timings = 0, math.inf, []
         for _ in range(1 + repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if before is not None:
-                before()
+            if prepare is not None:
+                prepare()
             torch.cuda.synchronize()
             sleep_on_gpu(busy_cycles)
             start.record()
@@ -140,5 +144,5 @@ def on_cuda(
             end.synchronize()
             timings.append(Timing(start.elapsed_time(end), host_s * 1e3))
             shortest_s = min(shortest_s, host_s)
-            busy_cycles = int(HEAD_START * shortest_s * CYCLES_PER_SECOND)
-    return timings[1:]  # the first told how long launches take
+            busy_cycles = int(BUSY_FACTOR * shortest_s * CYCLES_PER_SECOND)
+    return timings[1:]  # the first run only measured the time of the launches

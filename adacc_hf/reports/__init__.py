@@ -1,1 +1,1 @@
-"""What people look at: a policy explained, and the report of a run with its pictures."""
+"""Explanations of policies, and reports of runs with their pictures."""

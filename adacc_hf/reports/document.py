@@ -1,4 +1,4 @@
-"""A document of headings, paragraphs, tables and figures, written as Markdown or as one self-contained HTML page."""
+"""Document of headings, paragraphs, tables and figures, written as Markdown or as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 ACTION_COLORS = {"retain": "#0072B2", "compress": "#E69F00", "recompute": "#D5D9DE"}
-"""Blue, orange and light grey: apart for the colour-blind, and in a grey print by their lightness."""
+"""Blue, orange and light grey, distinguishable by colour-blind readers and, by lightness, in grey prints."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
@@ -36,7 +36,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG image; Markdown links to `file_name` beside it, HTML holds its bytes."""
+    """PNG image. Markdown links to the file `file_name` in the same folder; HTML embeds the bytes."""
 
     file_name: str
     caption: str
@@ -45,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text. Columns whose header is in `numbers` are set to the right."""
+    """Table of text cells. Columns with a header in `numbers` are right-aligned."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -61,12 +61,12 @@ Part = Heading | Paragraph | Figure | Table
 
 
 def to_markdown(parts: Sequence[Part]) -> str:
-    """The document as GitHub-flavoured Markdown."""
+    """Return the document as GitHub-flavoured Markdown."""
     return "\n\n".join(_part_to_markdown(part) for part in parts) + "\n"
 
 
 def to_html(title: str, parts: Sequence[Part]) -> str:
-    """The document as one page that needs no other file and no network."""
+    """Return the document as one HTML page without external files."""
     body = "\n".join(_part_to_html(part) for part in parts)
     colors = "".join(
         f".{name} {{ background: {color}; color: {'#fff' if name == 'retain' else '#1f2328'}; }}\n"

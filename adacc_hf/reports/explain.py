@@ -1,4 +1,4 @@
-"""Why each activation gets its action: what a plan does with it and what every other action would cost."""
+"""Explanation of a policy: the action of each activation, and the cost of every other action."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ NOTHING_TO_DECIDE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRow:
-    """One activation under one plan, with the price of every action it could take."""
+    """One activation under one plan, with the cost of every possible action."""
 
     value: Value
     label: str
-    """The value's name, numbered where the block has several of that name."""
+    """The value's name, numbered if several values of the block have that name."""
     choice: Choice
     option: CodecOption | None
-    """The codec it is compressed with."""
+    """Codec option that compresses the activation."""
     replay_ms: float | None
-    """Time to recompute it from what the plan stores; None if it cannot be replayed. Operators that two rows need count
-    in both, though they run once."""
+    """Time to recompute the activation from the values that the plan stores, or None if that is impossible. Operators
+    that two rows need count in both, though they run once."""
     twin: str | None = None
-    """The label of the activation that it repeats, and is taken from where it is recomputed."""
-    is_decided: bool = False
-    """Whether it follows from what the plan stores with loss, and no replay may make it of that."""
+    """Label of the equal activation that a recomputed activation is taken from."""
+    needs_exact_inputs: bool = False
+    """True if recomputing the activation would read values stored with loss, which it must not depend on."""
     is_checkpointed: bool = False
-    """Whether torch's checkpoint runs the whole block."""
+    """True if torch's checkpoint runs the whole block."""
 
     @property
     def reason(self) -> str:
-        """The chosen action with its cost and the bytes that it frees, then the other possible ones."""
+        """Describe the chosen action with its cost and the bytes that it frees, then the other possible actions."""
         others = [self._codec_price(option) for option in self.value.codecs if option != self.option]
-        others += [f"{codec}: no, a gradient would be {error:.0%} off" for codec, error in self.value.too_coarse]
+        others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in self.value.too_coarse]
         if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:
             return "recompute: with the whole block"
         if self.choice.action is Action.RETAIN:
@@ -59,24 +59,26 @@ class ActivationRow:
         return "; ".join([self._codec_price(self.option), self._replay_price(), *others])
 
     def _replay_price(self) -> str:
-        if self.is_decided:
-            return "recompute: not from what is stored with loss"
+        if self.needs_exact_inputs:
+            return "recompute: not allowed from values stored with loss"
         if self.replay_ms is None:
             return "recompute: not possible"
-        same = "" if self.twin is None else f", taken from {self.twin}"
-        return f"recompute: {self.replay_ms:.2f} ms for {format_bytes(self.value.nbytes)}{same}"
+        source = "" if self.twin is None else f", taken from {self.twin}"
+        return f"recompute: {self.replay_ms:.2f} ms for {format_bytes(self.value.nbytes)}{source}"
 
     def _codec_price(self, option: CodecOption) -> str:
-        freed = format_bytes(self.value.nbytes - option.nbytes)
-        return f"{option.codec}: {option.encode_ms + option.decode_ms:.2f} ms for {freed}, error {option.error:.3g}"
+        freed_bytes = format_bytes(self.value.nbytes - option.nbytes)
+        return (
+            f"{option.codec}: {option.encode_ms + option.decode_ms:.2f} ms for {freed_bytes}, error {option.error:.3g}"
+        )
 
 
 def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
-    """One row per activation of `kind`, in the order in which the block makes them."""
+    """Return one row per activation of `kind`, in the order of the block's forward."""
     choices = dict(plan.choices)
     options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
-    coded = [value for value, option in options.items() if option is not None and not option.lossless]
-    index_values = kind.index_values(coded) | kind.exactness_dependents_of(coded)
+    lossy_values = [value for value, option in options.items() if option is not None and not option.lossless]
+    index_values = kind.index_values(lossy_values) | kind.exactness_dependents_of(lossy_values)
     return [
         ActivationRow(
             value=value,
@@ -85,7 +87,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
             option=options[value.index],
             replay_ms=_replay_ms(kind, choices, value),
             twin=None if value.equal_to is None else kind.names[value.equal_to],
-            is_decided=value.index in index_values,
+            needs_exact_inputs=value.index in index_values,
             is_checkpointed=plan.is_checkpointed,
         )
         for value in kind.activations
@@ -93,23 +95,25 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
 
 
 def check_belongs(policy: Policy, profile: Profile) -> None:
-    """Raise PolicyMismatchError unless `policy` was made from a profile of the same blocks as `profile`."""
-    expected = [(block.name, profile.kind_of(block).digest) for block in profile.blocks]
-    given = [(name, policy.plans[plan].kind) for name, plan in policy.blocks]
-    if given == expected:
+    """Raise PolicyMismatchError unless `policy` was solved from a profile of the same blocks as `profile`."""
+    profile_blocks = [(block.name, profile.kind_of(block).digest) for block in profile.blocks]
+    policy_blocks = [(name, policy.plans[plan].kind) for name, plan in policy.blocks]
+    if policy_blocks == profile_blocks:
         return
-    if len(given) != len(expected):
-        difference = f"the policy has {len(given)} blocks, the profile {len(expected)}"
+    if len(policy_blocks) != len(profile_blocks):
+        difference = f"the policy has {len(policy_blocks)} blocks, the profile {len(profile_blocks)}"
     else:
-        (name, kind), (other_name, other_kind) = next(p for p in zip(given, expected, strict=True) if p[0] != p[1])
+        (name, kind), (other_name, other_kind) = next(
+            p for p in zip(policy_blocks, profile_blocks, strict=True) if p[0] != p[1]
+        )
         difference = f"the policy has block {name} of kind {kind[:12]}, the profile {other_name} of {other_kind[:12]}"
     raise PolicyMismatchError(
-        f"policy and profile do not belong together: {difference}; give the profile that the policy was solved from"
+        f"policy and profile do not belong together: {difference}: give the profile that the policy was solved from"
     )
 
 
 def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
-    """The different plans of `policy`, each with the blocks that follow it in words, and its kind."""
+    """Return the different plans of `policy`, each with a text that lists its blocks, and with its kind."""
     kinds = [profile.kind_of(block) for block in profile.blocks]
     names = [name for name, _ in policy.blocks]
     groups = []
@@ -120,7 +124,7 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
 
 
 def explain_policy(policy: Policy, profile: Profile) -> str:
-    """The policy as text: for every activation of every plan its name, shape, bytes, action and reason."""
+    """Return the policy as text: name, shape, bytes, action and reason of every activation in every plan."""
     check_belongs(policy, profile)
     lines = [f"Policy: {policy.summary()}", describe_head(policy, profile)]
     for blocks, kind, plan in plan_groups(policy, profile):
@@ -146,43 +150,48 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
 
 
 def describe_head(policy: Policy, profile: Profile) -> str:
-    """The head that `policy` chose, with what each one that was profiled costs: its time, and the peak it makes."""
+    """Describe the head that `policy` chose, and the time and peak of each profiled head."""
     costs = []
     for name in profile.heads:
-        with_it = profile.with_head(name)
-        time = f"{with_it.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
-        live = format_bytes(max(with_it.outside_peak_bytes, with_it.loss_peak_bytes))
-        costs.append(f"{name}: {time}{live} live besides what blocks store")
+        head_profile = profile.with_head(name)
+        time = f"{head_profile.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
+        live = format_bytes(max(head_profile.outside_peak_bytes, head_profile.loss_peak_bytes))
+        costs.append(f"{name}: {time}{live} live in addition to the blocks' stored tensors")
     return f"{policy.head} head; " + "; ".join(costs)
 
 
 def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
-    """Return what a block of a kind does as a whole under `plan`, what else it could do, and what its calls cost."""
+    """Describe a block's action as a whole under `plan`, its other possible actions, and the cost of its calls."""
     plans = {BlockAction.PLAIN: plain_plan(kind), BlockAction.CHECKPOINT: checkpoint_plan(kind)}
     others = {
         action: other for action in kind.block_actions if (other := plans[action]) and action != plan.block_action
     }
-    costs = [_block_price(kind, action, each) for action, each in [(plan.block_action, plan), *others.items()]]
+    costs = [
+        _block_price(kind, action, block_plan) for action, block_plan in [(plan.block_action, plan), *others.items()]
+    ]
     return ["; ".join(costs), *describe_calls(kind)]
 
 
 def describe_calls(kind: KindProfile) -> list[str]:
-    """Return a line for each reason why blocks of a kind are not replayed, or at a price for each call."""
+    """Return a line for each reason why blocks of a kind are not replayed, or only with an overhead per call."""
     if kind.untrusted is not None:
-        return [f"no replay: such a block runs plainly or under torch's checkpoint, since {kind.untrusted}"]
+        return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
     if kind.untraced is not None:
-        return [f"compared with its tape at each call (some 10 us an operator), since Dynamo stops at: {kind.untraced}"]
+        return [
+            f"each call is validated against its tape (some 10 us per operator), because Dynamo cannot trace: "
+            f"{kind.untraced}"
+        ]
     return []
 
 
 def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
-    """ "checkpoint: 3.20 ms, stores 1.2 MiB"."""
+    """Return the cost of a block action, as in "checkpoint: 3.20 ms, stores 1.2 MiB"."""
     outcome = run_block(kind, plan)
     return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}"
 
 
 def format_shape(value: Value) -> str:
-    """ "float32[8, 256, 1024]"."""
+    """Return dtype and shape, as in "float32[8, 256, 1024]"."""
     return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
 
 
@@ -198,24 +207,24 @@ def _chosen_option(value: Value, choice: Choice) -> CodecOption | None:
         if (option.codec, option.options) == (choice.codec, choice.options):
             return option
     raise PolicyMismatchError(
-        f"the profile has no price for codec {choice.codec!r} with {dict(choice.options)} on activation {value.index} "
+        f"the profile has no cost for codec {choice.codec!r} with {dict(choice.options)} on activation {value.index} "
         f"({value.name}): give the profile that the policy was solved from"
     )
 
 
 def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> float | None:
-    """Time of the operators between `value` and what the plan stores, `value` itself taken as not stored."""
+    """Return the time to recompute `value` from stored values, as if `value` itself were not stored."""
 
     def reads(index: int) -> tuple[int, ...] | None:
-        missing = kind.values[index]
-        if missing is not value and _is_stored(missing, choices):
+        source = kind.values[index]
+        if source is not value and _is_stored(source, choices):
             return None
-        if missing.equal_to is not None:
-            return (missing.equal_to,)
-        return () if missing.producer is None else kind.operators[missing.producer].inputs
+        if source.equal_to is not None:
+            return (source.equal_to,)
+        return () if source.producer is None else kind.operators[source.producer].inputs
 
-    _, passed = walk_back([value.index], reads)
-    recomputed = [kind.values[index] for index in passed if kind.values[index].equal_to is None]
+    _, visited = walk_back([value.index], reads)
+    recomputed = [kind.values[index] for index in visited if kind.values[index].equal_to is None]
     if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in recomputed):
         return None
     return sum(kind.operators[index].ms for index in {v.producer for v in recomputed if v.producer is not None})
@@ -228,7 +237,7 @@ def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:
 
 
 def _in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
-    """`positions` of `names`, neighbours drawn together: "h.0 to h.4 (5 blocks), h.7"."""
+    """Return the names at `positions`, with consecutive ones combined: "h.0 to h.4 (5 blocks), h.7"."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and position == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The pictures of a report, as PNG bytes: actions by activation, memory over a step, and memory against time."""
+"""Pictures of a report as PNG bytes: actions by activation, memory over a step, and memory against time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Timeline = Sequence[tuple[str, int]]
-"""Moments of a step in order: what runs, and the bytes live then."""
+"""Points of a step in order: the name of the running phase, and the live bytes."""
 
 WIDTH_INCHES = 10.0
-DPI = 160  # 1600 pixels: sharp where a page of 1000 is shown at twice the density
-ROW_INCHES = 0.24  # holds a line of text
-PANEL_INCHES = 0.9  # a panel's title and ticks
+DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
+ROW_INCHES = 0.24  # height of a line of text
+PANEL_INCHES = 0.9  # height of a panel's title and ticks
 FONT = {"font.size": 10, "text.color": "#1f2328", "axes.labelcolor": "#1f2328", "axes.edgecolor": "#8c959f"}
 GRID_COLOR = "#ffffff"
-# Colour, width in points and dashes of each curve, in drawing order. The colours are of Okabe and Ito's palette, which
-# the colour-blind can tell apart; the dashes are for prints.
+# Colour, width in points and dashes of each curve, in drawing order. The colours are Okabe and Ito's palette, which
+# colour-blind readers can distinguish. The dashes are for prints.
 CURVES: dict[str, tuple[str, float, Any]] = {
     "plain": ("#56606b", 1.6, "-"),
     "full recomputation": ("#009E73", 1.6, (0, (5, 1.5))),
@@ -46,7 +46,7 @@ CURVES: dict[str, tuple[str, float, Any]] = {
 
 
 def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
-    """Rows are activations, columns blocks in forward order, colour is the action; one panel per kind of block."""
+    """Draw one panel per kind of block: rows are activations, columns are blocks in forward order, colours actions."""
     panels = [(index, kind) for index, kind in enumerate(profile.kinds) if kind.activations]
     num_rows = [len(kind.activations) for _, kind in panels]
     with matplotlib_module().rc_context(FONT):
@@ -64,9 +64,9 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
 
 
 def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
-    """Live bytes over one training step, one curve per entry of `timelines`.
+    """Draw the live bytes over one training step, one curve per entry of `timelines`.
 
-    Raises ValueError for a name that is not in CURVES, and for a curve that has a phase the first one lacks.
+    Raises ValueError for a name that is not in CURVES, and for a phase that the first curve does not have.
     """
     unknown = set(timelines) - set(CURVES)
     if unknown:
@@ -93,7 +93,7 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
 
 
 def matplotlib_module():
-    """The matplotlib module. Raises ImportError naming the extra to install."""
+    """Return the matplotlib module. Raises ImportError that names the extra to install."""
     try:
         import matplotlib
     except ImportError as error:
@@ -103,21 +103,21 @@ def matplotlib_module():
 
 
 def new_figure(height_inches: float) -> Figure:
-    """An empty figure of our own: pyplot would touch the backend and the figures of the calling program."""
+    """Return an empty figure without pyplot, which would change the calling program's backend and figures."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, layout="constrained")
 
 
 def to_png(figure: Figure) -> bytes:
-    """The picture as PNG bytes."""
+    """Return the picture as PNG bytes."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]]) -> None:
-    """One panel; `columns` are the blocks of this kind: place in the model and plan."""
+    """Draw one panel. `columns` are the blocks of this kind: position in the model and plan."""
     from matplotlib.colors import ListedColormap
 
     order = list(Action)
@@ -131,7 +131,7 @@ def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]
     axis.set_yticks(places, [kind.names[value.index] for value in kind.activations])
     sizes = axis.secondary_yaxis("right")
     sizes.set_yticks(places, [format_bytes(value.nbytes) for value in kind.activations])
-    stride = 1 + len(columns) // 32  # more numbers than that would touch
+    stride = 1 + len(columns) // 32  # more labels would overlap
     axis.set_xticks([place + 0.5 for place in range(0, len(columns), stride)], [c[0] for c in columns[::stride]])
     for any_axis in (axis, sizes):
         any_axis.tick_params(length=0)
@@ -148,12 +148,15 @@ def draw_action_legend(figure: Figure) -> None:
 
 
 def _draw_curve(axis: Axes, name: str, timeline: Timeline, phases: Sequence[str], scale: float) -> None:
-    """Each phase of the step is one unit wide, however many moments a timeline knows in it."""
+    """Draw a timeline with each phase of the step one unit wide, for any number of points in the phase."""
     positions: list[float] = []
     sizes: list[float] = []
     for label, group in groupby(timeline, key=lambda moment: moment[0]):
         if label not in phases:
-            raise ValueError(f"timeline {name!r} has phase {label!r}, which is none of the step's: {', '.join(phases)}")
+            choices = ", ".join(phases)
+            raise ValueError(
+                f"timeline {name!r} has phase {label!r}, which is not in the first timeline: choose from {choices}"
+            )
         moments = [live / scale for _, live in group]
         start = phases.index(label)
         positions += [start + k / len(moments) for k in range(len(moments))] + [start + 1]
@@ -164,7 +167,7 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, phases: Sequence[str]
 
 
 def _label_phases(axis: Axes, phases: Sequence[str]) -> None:
-    """Name the runs of forward and backward phases below the axis, with a thin line between them."""
+    """Label the consecutive forward and backward phases below the axis, with a thin line between them."""
     axis.set_xlim(0, len(phases))
     start, ticks, labels = 0, [], []
     for section, group in groupby(phases, key=_section):
@@ -184,22 +187,22 @@ def _section(phase: str) -> str:
 
 
 def unit_of(num_bytes: int) -> tuple[float, str]:
-    """The largest unit that `num_bytes` reaches, in bytes and in words."""
+    """Return the largest unit that `num_bytes` reaches: its bytes and its name."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= size:
             return float(size), unit
     return 1.0, "B"
 
 
-# The third picture of a report, as PNG bytes: what every peak costs in time, and where other methods stand.
+# Third picture of a report: the overhead at every peak, compared with other methods.
 
 Point = tuple[int, float]
-"""Peak of the step in bytes, and ms that it takes longer than plain training."""
+"""Peak of the step in bytes, and overhead over plain training in ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """One method in the picture."""
+    """Method marked in the picture."""
 
     name: str
     point: Point
@@ -208,9 +211,9 @@ class Mark:
 
 
 def trade_off(profile: Profile) -> list[Point]:
-    """The policies of the solver's chain that no other of them beats in both peak and time, by rising peak.
+    """Return the Pareto-optimal policies of the solver's chain in peak and time, by increasing peak.
 
-    They may take every action and codec that was priced. Between two of them the solver finds more.
+    All actions and all codecs with known costs are allowed. The solver can find further policies between two of them.
     """
     models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     oracle = PeakOracle(profile)
@@ -224,11 +227,12 @@ def trade_off(profile: Profile) -> list[Point]:
 
 
 def marks(profile: Profile, policy: Policy) -> list[Mark]:
-    """Plain training, torch's checkpoint around every block, quantization of everything, and `policy`."""
+    """Return marks for plain training, torch's checkpoint of every block, quantization of everything, and `policy`."""
     from adacc_hf.kernels.codecs import baseline_codec
 
     plain, full = uniform_policy(profile, Action.RETAIN), uniform_policy(profile, Action.RECOMPUTE)
-    # Torch's checkpoint runs a block's forward again up to the last tensor saved, replay only what backward needs.
+    # torch's checkpoint reruns a block's forward up to the last saved tensor. Replay runs only operators that backward
+    # needs.
     checkpoint_ms = sum(rerun_ms(profile.kind_of(block)) for block in profile.blocks)
     codecs = {option.codec for kind in profile.kinds for value in kind.values for option in value.codecs}
     baseline = baseline_codec() if baseline_codec() in codecs else None
@@ -247,7 +251,7 @@ def _point(policy: Policy) -> Point:
 
 
 def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = None) -> bytes:
-    """Overhead against the peak of the step: the solver's curve, and the marks of other methods on it."""
+    """Draw overhead against the step's peak: the solver's curve and the marks of other methods."""
     curve, methods = trade_off(profile.with_head(policy.head)), marks(profile, policy)
     scale, unit = unit_of(max(peak for peak, _ in [*curve, *(mark.point for mark in methods)]))
     with matplotlib_module().rc_context(FONT):
@@ -263,7 +267,7 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
             axis.axvline(budget_bytes / scale, color="#CC79A7", lw=1.4, ls="-.", zorder=0, label=label)
         axis.set_xlabel(f"peak of the step [{unit}]")
         axis.set_ylabel("overhead per step [ms]")
-        least_ms = min(ms for _, ms in [*curve, *(mark.point for mark in methods)])  # below 0 with a faster head
+        least_ms = min(ms for _, ms in [*curve, *(mark.point for mark in methods)])  # negative if the head is faster
         axis.set_ylim(bottom=min(0.0, least_ms) - 0.03 * axis.get_ylim()[1])
         if profile.step_ms:
             share = axis.secondary_yaxis(
@@ -279,9 +283,9 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
 
 
 def _draw_tradeoff(axis, curve: Sequence[Point], scale: float) -> None:
-    """A staircase: what a peak allows, every larger one allows too."""
+    """Draw the curve as a staircase, because a policy is also allowed at every larger peak."""
     peaks, times = [peak / scale for peak, _ in curve], [ms for _, ms in curve]
-    axis.plot(peaks, times, color="#0072B2", lw=1.8, ds="steps-post", label="what the solver trades, any action")
+    axis.plot(peaks, times, color="#0072B2", lw=1.8, ds="steps-post", label="the solver's policies, any action")
 
 
 def _percent(ms: np.ndarray, profile: Profile) -> np.ndarray:

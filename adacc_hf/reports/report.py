@@ -1,4 +1,4 @@
-"""The report of a run: what the policy does, why, and what it does to memory, as Markdown and as one HTML page."""
+"""Report of a run as Markdown and as one HTML page: the policy, its reasons, and its effect on memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""One row by column name; a name that ends in `_bytes` or `_ms` says its unit."""
+"""Row by column name. Names that end in `_bytes` or `_ms` have that unit."""
 
 TITLE = "Adacc report"
 ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")
@@ -46,17 +46,17 @@ def write_report(
     comparison: Sequence[Record] | None = None,
     remarks: Sequence[str] = (),
 ) -> Path:
-    """Write report.md, report.html and their pictures into `folder`; returns the path of report.md.
+    """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
     Args:
-        history: `AdaccCallback.history`, records with `step` and `event`. The last one that has a `timeline`, a list of
-            (phase, live bytes) with the simulator's phases, is drawn as the measured memory. What was tracked is drawn
+        history: `AdaccCallback.history`, records with `step` and `event`. The last record with a `timeline`, a list of
+            (phase, live bytes) with the simulator's phases, is drawn as the measured memory. Tracked figures are drawn
             in timeline.png.
         comparison: one record per method, all with the same columns.
-        remarks: paragraphs to begin with: what was asked for, say.
+        remarks: paragraphs at the beginning, for example the settings of the run.
 
     Raises PolicyMismatchError if policy and profile do not belong together, NotADirectoryError if `folder` is a file,
-    ImportError without matplotlib. Nothing is written then.
+    and ImportError without matplotlib, before anything is written.
     """
     check_belongs(policy, profile)
     outcomes = _outcomes(profile, policy)
@@ -71,15 +71,17 @@ def write_report(
         *_summary(profile, policy, outcomes),
         *_comparison(comparison),
         Heading("Policy map"),
-        Paragraph("Colour is what happens to an activation between forward and backward; its bytes are on the right."),
+        Paragraph(
+            "The colour is the action on an activation between forward and backward. The bytes are on the right."
+        ),
         figures[0],
         Heading("Memory over a step"),
-        Paragraph("Every block takes the same width, so this is the order of events and not time."),
+        Paragraph("Every block has the same width, so the axis shows the order of events and not time."),
         figures[1],
         Heading("Overhead against peak"),
         Paragraph(
-            "The curve is what the solver's policies trade with every action and codec that was priced. Full "
-            "checkpointing runs the forward of all blocks again, as torch's does."
+            "The curve shows the solver's policies with every action and all codecs with known costs. Full "
+            "checkpointing reruns the forward of all blocks, as torch's checkpoint does."
         ),
         figures[2],
         *fallback_parts(history),
@@ -91,7 +93,7 @@ def write_report(
 
 
 def write_document(folder: str | Path, title: str, parts: Sequence[Part]) -> Path:
-    """Write report.md, report.html and the pictures among `parts` into `folder`; returns the path of report.md.
+    """Write report.md, report.html and the pictures among `parts` into `folder`. Return the path of report.md.
 
     Raises NotADirectoryError if `folder` is a file.
     """
@@ -108,14 +110,14 @@ def write_document(folder: str | Path, title: str, parts: Sequence[Part]) -> Pat
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
+    """Write a file atomically: a reader sees the old or the new content, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)
 
 
 def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
-    """What the simulator says of plain training, full recomputation and the policy."""
+    """Simulate plain training, full recomputation and the policy."""
     from adacc_hf.artifacts.memory_simulator import simulate, simulate_policy
 
     plain = {
@@ -139,7 +141,7 @@ def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], 
 
 
 def _peak_budget(policy: Policy) -> int | None:
-    """The budget on the peak that `policy` was solved for, if any."""
+    """Return the budget on the peak that `policy` was solved for, or None."""
     facts = dict(policy.facts)
     return facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
 
@@ -167,22 +169,22 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
         ),
         Table(headers, rows, numbers=frozenset(headers[1:])),
         Paragraph(
-            "Stored is what forward leaves behind for backward. Peak is of live tensor bytes: parameters, gradients "
-            "and optimizer state are in it. Overhead is replay, encoding and decoding."
+            "Stored is the size of the tensors that forward stores for backward. Peak is the most live tensor bytes, "
+            "with parameters, gradients and optimizer state. Overhead is the time for replay, encoding and decoding."
         ),
     ]
     if policy.facts:
         parts.append(Table(("solver", "value"), [(_header(name), _cell(name, value)) for name, value in policy.facts]))
     if "gap" in dict(policy.facts):
         parts.append(
-            Paragraph("The gap is the part of the overhead that another policy could still save; 0 is a proof of none.")
+            Paragraph("The gap is the part of the overhead that a better policy could still save; 0 proves optimality.")
         )
     return parts
 
 
-def percent(part: float, whole: float) -> str:
-    """`part` of `whole` as text; "-" of nothing."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def percent(part: float, total: float) -> str:
+    """Return `part` of `total` in percent, or "-" if the total is 0."""
+    return f"{100 * part / total:.1f} %" if total else "-"
 
 
 def _comparison(records: Sequence[Record] | None) -> list[Part]:
@@ -193,9 +195,9 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
     parts: list[Part] = [
         Heading("Actions"),
         Paragraph(
-            "Replay ms is the time to recompute an activation from what its plan stores; operators that two rows need "
-            "count in both, though they run once. Codec ms is encoding and decoding, error the relative L2 error of "
-            "the round trip."
+            "Replay ms is the time to recompute an activation from the plan's stored values. Operators that two rows "
+            "need count in both, though they run once. Codec ms is the time to encode and decode, and error is the "
+            "relative L2 error of the round trip."
         ),
     ]
     for blocks, kind, plan in plan_groups(policy, profile):
@@ -228,17 +230,17 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
 
 
 def fallback_parts(history: Sequence[Record]) -> list[Part]:
-    """The report's section on steps that ran otherwise than the policy says, empty without a history."""
+    """Return the report's section on steps that did not follow the policy, empty without a history."""
     if not history:
         return []
     first, *_ = describe_fallbacks(history)
-    rows = [(str(steps), why) for why, steps in fallback_reasons(history).items()]
-    table = [Table(("steps", "why"), rows, frozenset({"steps"}))] if rows else []
-    return [Heading("What steps ran under"), Paragraph(first), *table]
+    rows = [(str(steps), reason) for reason, steps in fallback_reasons(history).items()]
+    table = [Table(("steps", "reason"), rows, frozenset({"steps"}))] if rows else []
+    return [Heading("Execution of the steps"), Paragraph(first), *table]
 
 
 def event_parts(history: Sequence[Record]) -> list[Part]:
-    """The report's section on what happened, empty if nothing did."""
+    """Return the report's section on events, empty without a history."""
     if not history:
         return []
     rows = [
@@ -257,7 +259,7 @@ def event_parts(history: Sequence[Record]) -> list[Part]:
 
 
 def _record_table(records: Sequence[Record]) -> Table:
-    """A table of records; raises ValueError where one has other columns than the first."""
+    """Return a table of records. Raises ValueError if a record's columns differ from the first record's."""
     names = list(records[0])
     for record in records:
         if list(record) != names:

@@ -1,4 +1,4 @@
-"""Records of measurements: figures, the settings that they were measured with, and where and when."""
+"""Records of measurements: results, settings, and the machine, date and versions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import transformers
 from adacc_hf.artifacts.files import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The source checkout, where there is one."""
+"""Root of the source checkout, if the package runs from one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The 20th, 50th and 80th percentile of something measured several times."""
+    """20th, 50th and 80th percentile of repeated measurements."""
 
     low: float
     median: float
@@ -31,7 +31,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """The spread of at least one sample."""
+        """Return the spread of at least one sample."""
         if len(samples) == 1:
             return cls(low=samples[0], median=samples[0], high=samples[0])
         fifths = statistics.quantiles(samples, n=5, method="inclusive")
@@ -43,24 +43,24 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings that all runners share."""
+    """Settings that all runners have."""
 
     runner: str
-    """The name of what is run, by which its record says what it holds."""
+    """Name of the experiment, stored in its record."""
     seed: int = 0
     threads: int = 1
     device: str = "cpu"
     notes: str = ""
-    """Free text for the record, the state of the machine say."""
+    """Free text for the record, for example the state of the machine."""
     output: Path
     until: float = math.inf
-    """By `time.monotonic`, when the run has to be over."""
+    """Deadline of the run, on the clock of `time.monotonic`."""
 
 
 def make_record(
     settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any], status: str
 ) -> dict[str, Any]:
-    """The record as it is saved; `status` is "complete", or "running" while points are missing."""
+    """Return the record in its saved form. `status` is "complete", or "running" while points are missing."""
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes", "until")}
     return {
         "run_info": {**shared, **run_info},
@@ -70,7 +70,7 @@ def make_record(
 
 
 def to_json(figures: Any) -> Any:
-    """`figures` with records such as Spread as plain dicts, all the way down."""
+    """Convert dataclasses such as Spread in `figures` to plain dicts, recursively."""
     if is_dataclass(figures) and not isinstance(figures, type):
         return asdict(figures)
     if isinstance(figures, Mapping):
@@ -81,7 +81,7 @@ def to_json(figures: Any) -> Any:
 
 
 def meta_info(settings: Settings) -> dict[str, Any]:
-    """Where and when a record was made, and with which versions."""
+    """Return the machine, date and versions of a record."""
     return {
         "status": "complete",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -100,7 +100,7 @@ def meta_info(settings: Settings) -> dict[str, Any]:
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """The rows as Markdown with aligned columns: the first to the left, the others to the right."""
+    """Return the rows as a Markdown table: first column left-aligned, the others right-aligned."""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     first = next(iter(widths))
     lines = [{name: name for name in widths}]
@@ -113,7 +113,7 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """The output of git in the source checkout; None where the package is installed without one, or git is missing."""
+    """Return git's output in the source checkout, or None without a checkout or without git."""
     if not (ROOT / "setup.cfg").is_file():
         return None
     try:
@@ -125,7 +125,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _processor() -> str:
-    """The CPU's name and its number of cores."""
+    """Return the CPU's name and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

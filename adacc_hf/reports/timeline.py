@@ -1,4 +1,4 @@
-"""What happened over a run, as one picture: outliers over steps (the paper's Figure 4), errors, time and peak."""
+"""Picture of a run over its steps: outliers (the paper's Figure 4), errors, step time and peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Record = Mapping[str, Any]
 Curve = list[tuple[int, float]]
 
 MAX_CURVES = 8
-"""Activations in the picture of outliers, those whose number moves most: more lines cannot be told apart."""
+"""Most activations in the picture of outliers, because more lines are indistinguishable. Those with the largest change
+are drawn."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#56606b", "#000000")
 MARKS = {
     "policy": ("policy set", "#56606b", "-"),
@@ -26,22 +27,22 @@ TIMELINE_INCHES = 2.1
 
 
 def timeline_parts(history: Sequence[Record]) -> list[Part]:
-    """The report's section on the run, empty if nothing was tracked or measured."""
+    """Return the report's section on the run, empty if nothing was tracked or measured."""
     if not any(record["event"] in ("tracking", "memory") for record in history):
         return []
     return [
         Heading("The run"),
         Paragraph(
-            "Outliers are channels kept raw, the most over all blocks of a kind, at each tracking step. Vertical lines "
-            "are policies that were set or changed, and findings of the guard. Predicted time is that of the steps "
-            "before a change, and the change in overhead."
+            "Outliers are channels stored raw at each tracking step: the maximum over all blocks of a kind. Vertical "
+            "lines are policy changes and events of the guard. Predicted time is the time of the steps before a change "
+            "plus the change in overhead."
         ),
         Figure("timeline.png", "Outliers, errors, step time and peak over the run", draw_timeline(history)),
     ]
 
 
 def draw_timeline(history: Sequence[Record]) -> bytes:
-    """A panel for each figure that `history` has, over steps, as PNG."""
+    """Draw a panel over steps for each figure in `history`. Return PNG bytes."""
     panels = [panel for panel in _panels(history) if any(panel[1].values())]
     if not panels:
         raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
@@ -54,16 +55,16 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
         _legend_of_marks(figure, history)
         axes[-1].set_xlabel("optimizer step")
         if max(record["step"] for record in history) > 64:
-            axes[-1].set_xscale("symlog", base=2, linthresh=8)  # tracking steps double
+            axes[-1].set_xscale("symlog", base=2, linthresh=8)  # intervals between tracking steps double
             axes[-1].xaxis.set_major_formatter("{x:g}")
             axes[-1].set_xlim(
                 left=min(record["step"] for record in history) - 0.2
-            )  # else the scale shows steps below 0
+            )  # otherwise the axis extends below step 0
         return to_png(figure)
 
 
 def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
-    """(label of the axis, curves by name) for every panel."""
+    """Return the axis label and the curves by name for every panel."""
     peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
     scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
     tracking = [record for record in history if record["event"] == "tracking"]
@@ -95,7 +96,7 @@ def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
 
 
 def _outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
-    """The activations whose number of outliers moves most; names lose what they have in common."""
+    """Return the curves of the activations whose number of outliers changes most."""
     curves: dict[str, Curve] = {}
     for record in tracking:
         for name, count in record.get("num_outliers", {}).items():
@@ -134,10 +135,10 @@ def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
 def _legend_of_marks(figure: Any, history: Sequence[Record]) -> None:
     from matplotlib.lines import Line2D
 
-    seen = {record["event"] for record in history}
+    events = {record["event"] for record in history}
     handles = [
         Line2D([], [], color=color, ls=dashes, label=label)
         for event, (label, color, dashes) in MARKS.items()
-        if event in seen
+        if event in events
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)

@@ -1,1 +1,1 @@
-"""A block under its plan, call by call. The rules are in policy_handle.py's NOTE."""
+"""Execution of a block under its plan, call by call. The rules are in the NOTE of policy_handle.py."""

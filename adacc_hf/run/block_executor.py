@@ -1,4 +1,4 @@
-"""Strategy of one block under its plan: each call is recorded, validated or just run.
+"""Strategy of one block under its plan: each call is recorded, validated, or only executed.
 
 The rules are in the NOTE of policy_handle.py.
 """
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.errors import OTHER_CLASSES, PolicyMismatchError, TapeMismatchError
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError
 from adacc_hf.artifacts.policy import IDLE_KIND, Place, Plan
 from adacc_hf.kernels.codecs import Codec, Coder
-from adacc_hf.run.blocks import Checkpointed
+from adacc_hf.run.blocks import CheckpointStrategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
@@ -39,12 +39,13 @@ from adacc_hf.tape.tape_cache import TapeCache
 
 log = logging.getLogger(__name__)
 
-LEAVES_ALLOWED = 3
-"""Times that calls of one key may leave their tape, and be recorded anew, before torch's checkpoint takes over."""
+MAX_DIVERGENCES = 3
+"""Number of times that calls of one key may diverge from their tape and be recorded again, before torch's checkpoint is
+used."""
 
 
 class Observer(Protocol):
-    """An object that observes one call of a block."""
+    """Observer of one call of a block."""
 
     def run(
         self,
@@ -54,41 +55,41 @@ class Observer(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Remove itself from `plan`, let `plan` run the call, and return the result."""
+        """Remove the observer from `plan`, let `plan` run the call, and return the result."""
 
 
 class BlockExecutor:
-    """The strategy that runs one block under its plan."""
+    """Strategy that runs one block under its plan."""
 
     def __init__(
         self,
         name: str,
         plan: Plan,
-        library: TapeCache,
-        known: KnownShapes | None = None,
+        tape_cache: TapeCache,
+        known_shapes: KnownShapes | None = None,
         earlier: tuple[ExecutionPlan | None, ...] = (),
     ) -> None:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
-        """Of a checkpointed block, the codec of each input that it compresses, by its place."""
+        """For a checkpointed block, (value, codec) of each input that the block compresses, by the input's place."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
-            _is_checkpointed_on_all_ranks(shape.tape) for shape in (known or {}).values()
+            _is_checkpointed_on_all_ranks(shape.tape) for shape in (known_shapes or {}).values()
         )
-        self.library = library
-        self.known = KnownShapes(library.untraceable) if known is None else known
-        """The block's shapes, shared by all its plans."""
-        self.entries = PlanEntries(name, plan, library, self.known, earlier)
+        self.tape_cache = tape_cache
+        self.known_shapes = KnownShapes(tape_cache.untraceable) if known_shapes is None else known_shapes
+        """Known shapes of the block, shared by all its plans."""
+        self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """If set, the function that wraps each activation's codec."""
+        """Function that wraps each activation's codec, or None."""
         self.observer: Observer | None = None
-        """If set, the observer that gets the next call."""
+        """Observer of the next call, or None."""
 
     @property
     def tapes(self) -> dict[Any, Tape]:
         """The block's tapes by shape."""
-        return {key: known.tape for key, known in self.known.items()}
+        return {key: known_shape.tape for key, known_shape in self.known_shapes.items()}
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.observer is not None:
@@ -96,148 +97,148 @@ class BlockExecutor:
         if self.plan.is_checkpointed:
             return run_checkpointed(block, fn, args, kwargs, self._input_coders())
         if self._must_be_checkpointed:
-            self.library.fallbacks[UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS] += 1
-            return Checkpointed().run(block, fn, args, kwargs)
+            self.tape_cache.fallbacks[UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS] += 1
+            return CheckpointStrategy().run(block, fn, args, kwargs)
         if self._is_plain and not self.entries.are_empty:
             return fn(*args)
-        return self._run_as(self.known.key(block, fn, args, kwargs), block, fn, args, kwargs)
+        return self._run_as(self.known_shapes.key(block, fn, args, kwargs), block, fn, args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of `key`: under the plan, or recorded if there is no tape for it."""
+        """Run the call of `key` under the plan, or record the call if there is no tape for it."""
         entry = self.entries.find(key)
-        if entry is None and self.known.is_unseen(key):
-            self.library.fallbacks[NEW_DATA] += 1
+        if entry is None and self.known_shapes.has_new_data(key):
+            self.tape_cache.fallbacks[NEW_DATA] += 1
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
         self._count_fallback(entry)
-        if entry.compiled is None:
-            return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        if entry.execution_plan is None:
+            return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
         externals = fetch(entry.program.externals, block, args, kwargs)
         if not entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
-            return self._run_elsewhere(key, entry, block, fn, args, kwargs)
-        if entry.family is None:
-            self.known.move_to_end(key)
-        entry.known.num_calls += 1
+            return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
+        if entry.symbolic_tape is None:
+            self.known_shapes.move_to_end(key)
+        entry.known_shape.num_calls += 1
         self._learn_order(entry)
         if not self._is_due(entry):
             return self._call(entry, externals, block, fn, args)
-        call = self._validated(entry, externals)
+        call = self._validated_call(entry, externals)
         result = call.run(block, fn, args, kwargs)
-        self._refuse_replaced(entry.program, externals, block)
+        self._check_replaced(entry.program, externals, block)
         self._learn(key, entry, call)
         return result
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call once more, to observe it. It is not counted, since the count decides which calls are validated."""
+        """Run a call once more, to observe it. The call is not counted, because the count decides which calls are
+        validated."""
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
-        key = self.known.key(block, fn, args, kwargs)
+        key = self.known_shapes.key(block, fn, args, kwargs)
         entry = self.entries.latest(key)
-        if entry is None or entry.compiled is None or entry.compiled.is_plain:
+        if entry is None or entry.execution_plan is None or entry.execution_plan.is_plain:
             return self.run(block, fn, args, kwargs)
         externals = fetch(entry.program.externals, block, args, kwargs)
         if not entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
-        if entry.known.num_calls > 1 and self.known.untraced is None:
+        if entry.known_shape.num_calls > 1 and self.known_shapes.untraced is None:
             return self._call(entry, externals, block, fn, args)
-        return self._validated(entry, externals).run(block, fn, args, kwargs)
+        return self._validated_call(entry, externals).run(block, fn, args, kwargs)
 
     def _is_due(self, entry: Entry) -> bool:
-        """Return True if the call is due to be compared with its tape."""
+        """Return True if the call is due for validation."""
         if entry.program.is_plain:
             return False
-        is_known = entry.program.tape.due_check is None and self.known.untraced is None
-        if is_known and not is_checked_call(entry.known.num_calls):
+        is_trusted = entry.program.tape.due_check is None and self.known_shapes.untraced is None
+        if is_trusted and not is_checked_call(entry.known_shape.num_calls):
             return False
-        if is_being_captured() and self.known.untraced is not None:
+        if is_being_captured() and self.known_shapes.untraced is not None:
             raise PolicyMismatchError(
-                f"block {self.name} is compared with its tape at each call, for which a CUDA graph cannot wait, since "
-                f"Dynamo stops at: {self.known.untraced}; capture it under a policy that retains everything"
+                f"block {self.name} must be compared with its tape at each call, which a captured CUDA graph cannot "
+                f"do, because Dynamo stops at: {self.known_shapes.untraced}; capture it under a policy that retains "
+                f"everything"
             )
-        if is_being_captured():  # a CUDA graph cannot wait for a comparison: the next call is compared in its place
-            entry.known.num_calls -= 1
+        if is_being_captured():  # a captured CUDA graph cannot compare: validate the next call instead
+            entry.known_shape.num_calls -= 1
             return False
         return True
 
-    def _run_elsewhere(
+    def _run_with_other_tensors(
         self, key: CallKey, entry: Entry, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call in which the block's own tensors are not as on its tape.
+        """Run a call in which the block's own tensors differ from the tape.
 
-        If they have another layout, the call gets another key. If they are gone, as when an adapter was merged for this
-        call, it runs without a tape.
+        If their layout changed, the call gets another key. If they are gone, for example because an adapter was merged
+        for this call, the call runs without a tape.
         """
-        moved = self.known.moved(key, block)
-        if moved != key and not self.known.is_ever_moving:
-            return self._run_as(moved, block, fn, args, kwargs)
-        self.library.fallbacks[OUT_OF_PLACE] += 1
-        return self._run_untaped(entry.known.tape.has_collectives, block, fn, args, kwargs)
+        current_key = self.known_shapes.with_current_layout(key, block)
+        if current_key != key and not self.known_shapes.has_unstable_layout:
+            return self._run_as(current_key, block, fn, args, kwargs)
+        self.tape_cache.fallbacks[OUT_OF_PLACE] += 1
+        return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
 
     def _count_fallback(self, entry: Entry) -> None:
         if entry.fallback is not None:
-            self.library.fallbacks[entry.fallback] += 1
+            self.tape_cache.fallbacks[entry.fallback] += 1
 
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call that no tape fits. Other ranks may not know, so that no collective may run again (rule R13)."""
-        return fn(*args) if has_collectives else Checkpointed().run(block, fn, args, kwargs)
+        """Run a call that has no tape. Other ranks may have one, so no collective may run again (rule R13)."""
+        return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
     def _call(
         self, entry: Entry, externals: list[tuple[int, torch.Tensor]], block: nn.Module, fn: Any, args: tuple[Any, ...]
     ) -> Any:
         """Run one call under the plan."""
-        compiled = entry.program
-        if compiled.is_plain:  # nothing to compare: all that the call saves is kept
+        plan = entry.program
+        if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
-        if compiled.draws and is_being_captured():
+        if plan.draws and is_being_captured():
             raise PolicyMismatchError(
-                f"block {self.name} draws its dropout masks again in backward, which a CUDA graph cannot: capture it "
-                f"under a policy of AdaccConfig(actions=('retain', 'compress')), or without dropout"
+                f"block {self.name} draws its dropout masks again in backward, which is not possible in a CUDA graph: "
+                f"capture it under a policy of AdaccConfig(actions=('retain', 'compress')), or without dropout"
             )
-        call = Call(compiled, self.name, self._codecs(entry), externals)
-        if len(compiled.tape.order or ()) < compiled.num_slots:
-            entry.seen = call.seen = []
+        call = Call(plan, self.name, self._codecs(entry), externals)
+        if len(plan.tape.order or ()) < plan.num_slots:
+            entry.unpacked_slots = call.unpacked_slots = []
         result = call.run(fn, args)
-        self._refuse_replaced(compiled, externals, block)
+        self._check_replaced(plan, externals, block)
         return result
 
-    def _validated(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
-        compares = entry.program.tape.due_check == BITS
-        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, compares)
+    def _validated_call(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
+        checks_bits = entry.program.tape.due_check == BITS
+        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, checks_bits)
 
     def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
-        """Update an entry, its family and its key after a validated call."""
-        tape, family = entry.program.tape, entry.family
-        if call.why_left is None:
-            entry.seen = call.seen
+        """Update an entry, its symbolic tape and its key after a validated call."""
+        tape, symbolic_tape = entry.program.tape, entry.symbolic_tape
+        if call.divergence is None:
+            entry.unpacked_slots = call.unpacked_slots
             tape.due_check = None
-            if family is not None:
-                self.library.extend(family, key)
+            if symbolic_tape is not None:
+                self.tape_cache.extend(symbolic_tape, key)
             return
-        self.library.fallbacks[VARYING] += 1
-        if family is not None and call.unlike:
-            self.library.refuse(family, call.unlike, self.name)
-        elif family is not None:
-            self.library.distrust(family, self.name, call.why_left)
-        elif self.known.num_left(key) < LEAVES_ALLOWED:
-            self.known.outdate(key)
-            self.library.forget(self.plan.kind, key)
+        self.tape_cache.fallbacks[VARYING] += 1
+        if symbolic_tape is not None and call.mismatched_values:
+            self.tape_cache.refuse(symbolic_tape, call.mismatched_values, self.name)
+        elif symbolic_tape is not None:
+            self.tape_cache.distrust(symbolic_tape, self.name, call.divergence)
+        elif self.known_shapes.num_divergences(key) < MAX_DIVERGENCES:
+            self.known_shapes.outdate(key)
+            self.tape_cache.forget(self.plan.kind, key)
         else:
-            self.library.warn_varying(self.name, tape, self.known.untraced or call.why_left)
-            entry.compiled, entry.known.varies, entry.fallback = None, True, VARYING
+            self.tape_cache.warn_varying(self.name, tape, self.known_shapes.untraced or call.divergence)
+            entry.execution_plan, entry.known_shape.varies, entry.fallback = None, True, VARYING
         self.entries.sized.clear()
 
-    def _refuse_replaced(
-        self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module
-    ) -> None:
-        """Raise TapeMismatchError if the call has replaced a held tensor that replay looks up."""
-        replaced = plan.replaced(externals, block) if plan.held else None
-        if replaced is not None:
+    def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
+        """Raise TapeMismatchError if the call replaced an attached tensor that replay looks up."""
+        source = plan.replaced_source(externals, block) if plan.attached else None
+        if source is not None:
             raise TapeMismatchError(
-                f"block {self.name} put another tensor in the place of {replaced} within a call, so that replay would "
-                f"read an old one: make it a buffer; or, {OTHER_CLASSES}"
+                f"block {self.name} replaced the tensor at {source} within a call, so replay would read an old tensor: "
+                f"make it a buffer; or, {BLOCK_CLASSES_HINT}"
             )
 
     def _codecs(self, entry: Entry) -> Mapping[int, Coder]:
@@ -253,77 +254,81 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Have the library learn the order of unpacks from the last backward."""
-        if entry.seen:
-            self.library.learn_order(entry.program.tape, entry.seen)
-            entry.seen = None
+        """Record the order of unpacks of the last backward."""
+        if entry.unpacked_slots:
+            self.tape_cache.learn_order(entry.program.tape, entry.unpacked_slots)
+            entry.unpacked_slots = None
 
     def _first_call(
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        key = self.known.moved(key, block)
-        expected = self.entries.expected(key, args, kwargs)
-        if expected is None and self._is_too_large_to_record(key):
-            self.library.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
-            self.library.fallbacks[UNRECORDED] += 1
-            return Checkpointed().run(block, fn, args, kwargs)
-        self.known.was_compared = True
-        if expected is not None and expected.compiled is None:  # torch's checkpoint is right whatever the call runs
-            self._must_be_checkpointed = _is_checkpointed_on_all_ranks(expected.known.tape)
-            self.entries.keep(key, expected)
-            self._count_fallback(expected)
+        key = self.known_shapes.with_current_layout(key, block)
+        expected_entry = self.entries.expected_entry(key, args, kwargs)
+        if expected_entry is None and self._is_too_large_to_record(key):
+            self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
+            self.tape_cache.fallbacks[UNRECORDED] += 1
+            return CheckpointStrategy().run(block, fn, args, kwargs)
+        self.known_shapes.was_compared = True
+        if (
+            expected_entry is not None and expected_entry.execution_plan is None
+        ):  # torch's checkpoint is correct for any operators
+            self._must_be_checkpointed = _is_checkpointed_on_all_ranks(expected_entry.known_shape.tape)
+            self.entries.keep(key, expected_entry)
+            self._count_fallback(expected_entry)
             is_plain = self._is_plain and not self._must_be_checkpointed
-            return fn(*args) if is_plain else Checkpointed().run(block, fn, args, kwargs)
-        if expected is not None:
-            externals = fetch(expected.program.externals, block, args, kwargs)
-            if expected.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
-                self._count_fallback(expected)
-                call = self._validated(expected, externals)
+            return fn(*args) if is_plain else CheckpointStrategy().run(block, fn, args, kwargs)
+        if expected_entry is not None:
+            externals = fetch(expected_entry.program.externals, block, args, kwargs)
+            if expected_entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+                self._count_fallback(expected_entry)
+                call = self._validated_call(expected_entry, externals)
                 result = call.run(block, fn, args, kwargs)
-                self._refuse_replaced(expected.program, externals, block)
-                self._end_expected_call(key, expected, call)
+                self._check_replaced(expected_entry.program, externals, block)
+                self._end_expected_call(key, expected_entry, call)
                 return result
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
-        tape = self.library.verified(recording.recorder)
-        if tape.structure in self.library.preliminary:  # a table was made; the next call is recorded
-            self.library.fallbacks[OTHER_OPERATORS] += 1
+        tape = self.tape_cache.verified_tape(recording.recorder)
+        if tape.structure in self.tape_cache.preliminary:  # this call filled a table: record the next call
+            self.tape_cache.fallbacks[OTHER_OPERATORS] += 1
             recording.close()
             return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        self.library.compare_with_family(tape, key, self.name)
-        self.library.remember(tape, key, self.name)
+        self.tape_cache.compare_with_symbolic_tape(tape, key, self.name)
+        self.tape_cache.remember(tape, key, self.name)
         entry = self.entries.add(key, KnownShape(tape))
         self._count_fallback(entry)
-        if entry.compiled is not None and not entry.compiled.is_plain:
-            entry.seen = recording.hand_over(entry.compiled, self._codecs(entry))
+        if entry.execution_plan is not None and not entry.execution_plan.is_plain:
+            entry.unpacked_slots = recording.hand_over(entry.execution_plan, self._codecs(entry))
         recording.close()
         return result
 
     def _is_too_large_to_record(self, key: CallKey) -> bool:
         """Return True if the budget has no room to record a call, which keeps every intermediate of the block alive.
 
-        Some calls are recorded nevertheless: those of a block without any record, whose plan could never be followed,
-        those at a size at which a family is compared (rule R7), and those that other ranks take part in (rule R13).
+        Some calls are recorded in any case: calls of a block without any record, whose plan could never be followed
+        otherwise; calls at a size that a symbolic tape covers, whose record is compared (rule R7); and calls with
+        collectives (rule R13).
         """
         tapes = self.tapes.values()
-        if not tapes or any(tape.has_collectives for tape in tapes) or self.library.family_at(key, self.name):
+        if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
             return False
-        return not self.library.may_record()
+        return not self.tape_cache.may_record()
 
-    def _end_expected_call(self, key: CallKey, expected: Entry, call: ValidatedCall) -> None:
-        if call.why_left is None:
-            expected.seen = call.seen
-            self.library.remember(expected.known.tape, key, self.name)
-            self.entries.keep(key, expected)
-        else:  # the next call is recorded, and so are those of other blocks
-            self.entries.was_surprised = True
-            self.library.fallbacks[OTHER_OPERATORS] += 1
-            self.library.forget(self.plan.kind, key)
+    def _end_expected_call(self, key: CallKey, expected_entry: Entry, call: ValidatedCall) -> None:
+        if call.divergence is None:
+            expected_entry.unpacked_slots = call.unpacked_slots
+            self.tape_cache.remember(expected_entry.known_shape.tape, key, self.name)
+            self.entries.keep(key, expected_entry)
+        else:  # record the next call, and the next calls of other blocks
+            self.entries.differs_from_record = True
+            self.tape_cache.fallbacks[OTHER_OPERATORS] += 1
+            self.tape_cache.forget(self.plan.kind, key)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if torch's checkpoint runs the block under every plan, since ranks' plans may differ (rule R13)."""
+    """Return True if torch's checkpoint must run the block under every plan, because plans may differ between ranks
+    (rule R13)."""
     return tape.untrusted is not None and tape.has_collectives
 
 
@@ -333,10 +338,10 @@ def is_being_captured() -> bool:
 
 
 def is_checked_call(num_calls: int) -> bool:
-    """Return True if the n-th call of a key is validated again, to find operators that vary (rule R8).
+    """Return True if the n-th call of a key is validated again, to detect operators that vary (rule R8).
 
-    These are the second call, and then the 24th, 48th, 96th and so on. Powers of two are left out: outliers are tracked
-    in these steps, and validation takes time too.
+    These are the second call, and then the 24th, 48th, 96th and so on. Powers of two are left out, because outliers are
+    tracked in these steps, and validation takes additional time.
     """
     thirds, rest = divmod(num_calls, 3)
     return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

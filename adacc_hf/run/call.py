@@ -1,14 +1,13 @@
 """One call of a block: under a plan, or recorded (rule R8).
 
 NOTE [State of a call]
-1. Autograd's packed object is `(slot, held, version, spec)`. It owns what this slot needs: the tensor itself, or the
-   cells of the stored values that its replay reads. When autograd lets go of the slot, they go (rule R11): no table
-   outside. `spec` makes a DTensor of what was recomputed; all else here are plain tensors, the parts of this rank.
-2. The call owns what was recomputed in backward and a later unpack needs. The schedule says when each value was used
-last.
-3. Unpacks usually come in the order that the schedule was made for. If one does not (a second backward, gradients of a
-   part of the graph), it is served by a program made for it alone, and nothing recomputed is dropped before the call
-   ends.
+1. Autograd's packed object is `(slot, content, version, spec)`. It owns everything that its slot needs: the tensor
+   itself, or the cells of the stored values that its replay reads. When autograd frees the slot, these are freed too,
+   because no table outside references them (rule R11). `spec` converts the recomputed tensor to a DTensor. All other
+   tensors here are plain tensors, the local parts of this rank.
+2. The call owns the values that backward recomputed and a later unpack needs. The schedule has each value's last use.
+3. Unpacks usually come in the order of the schedule. If one does not (a second backward, gradients of a part of the
+   graph), a separate program serves it, and no recomputed value is freed before the call ends.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from adacc_hf.artifacts.errors import OTHER_CLASSES, SavedOtherwiseError
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, SavedTensorMismatchError
 from adacc_hf.kernels.codecs import Coder
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, runs_compiled_code
@@ -31,19 +30,19 @@ from adacc_hf.torch_glue.private import current_autograd_node, version_of
 from adacc_hf.torch_glue.rng_state import generator_state
 from adacc_hf.torch_glue.tensors import (
     PLAIN,
-    arrived,
-    copied,
+    clone_with_storage,
     copy_with_storage,
     current_node,
     local_of,
     spec_of,
-    whole,
+    to_dtensor,
+    wait_if_async,
 )
 
 PackedSlot = tuple[int, Any, "int | None", Any]
 
 _NOTHING = ReplayProgram((), (), (), ())
-"""What is run for a slot of which autograd gets back the very tensor."""
+"""The program of a slot for which autograd gets the saved tensor itself back."""
 
 
 class Cell:
@@ -55,7 +54,8 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """What autograd saved. Its version tells of changes in place, which leave no mark on the part of a DTensor."""
+        """The tensor that autograd saved. Its version counts changes in place, which do not affect the version of a
+        DTensor's local part."""
         self.version = 0
 
 
@@ -73,7 +73,7 @@ class Call:
         "_versions",
         "block",
         "plan",
-        "seen",
+        "unpacked_slots",
     )
 
     def __init__(
@@ -81,8 +81,8 @@ class Call:
     ) -> None:
         self.plan = plan
         self.block = block
-        self.seen: list[int] | None = None
-        """If a list, the order of unpacks is noted in it."""
+        self.unpacked_slots: list[int] | None = None
+        """If a list, each unpacked slot is appended to it."""
         self._codecs = codecs
         self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
         self._environment: list[torch.Tensor | None] = [None] * plan.num_values
@@ -95,30 +95,30 @@ class Call:
                 self._environment[value] = local
                 self._versions[value] = tensor, version_of(tensor)
         if plan.first_state is not None:
-            self._take_state(*plan.first_state)
+            self._store_state(*plan.first_state)
         self._slot = 0
         self._schedule = plan.schedule
         self._rank = 0
         self._in_order = True
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """`fn(*args)`, whose saved tensors this call takes."""
+        """Return `fn(*args)`, and take over the tensors that autograd saves in it."""
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = fn(*args)
         self.finish()
         return result
 
     def pack(self, tensor: torch.Tensor) -> PackedSlot:
-        """Take the next tensor that autograd saves."""
+        """Pack the next tensor that autograd saves."""
         slot = self._slot
         self._slot = slot + 1
         if slot >= self.plan.num_slots:
-            raise SavedOtherwiseError(self._describe(slot, tensor, "no such slot"))
+            raise SavedTensorMismatchError(self._describe(slot, tensor, "no slot of this number"))
         expected = self.plan.slots[slot]
-        if type(tensor) in PLAIN:  # as nearly all are: thirty saved tensors in each block pass through here
+        if type(tensor) in PLAIN:  # the fast path: about thirty saved tensors per block
             local = tensor
         else:
-            tensor = arrived(tensor)
+            tensor = wait_if_async(tensor)
             local = local_of(tensor)
         ref = self.plan.tape.slots[slot]
         size, stride, offset = ref.geometry
@@ -128,42 +128,44 @@ class Call:
             or local.stride() != stride
             or (expected.checks_offset and local.storage_offset() != offset)
         ):
-            raise SavedOtherwiseError(self._describe(slot, local, f"{size} stride {stride} {ref.dtype}"))
+            raise SavedTensorMismatchError(self._describe(slot, local, f"{size} stride {stride} {ref.dtype}"))
         if expected.in_cell and not self.has(expected.value):
             self._store(expected.value, tensor, local)
         if expected.state_after is not None:
-            self._take_state(*expected.state_after)
+            self._store_state(*expected.state_after)
         if expected.needs is None:
             return slot, tensor.detach(), version_of(tensor), None
         cells = self._cells
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
 
     def finish(self) -> None:
-        """End the forward: from now on only the packed objects own what is stored."""
+        """End the forward. Afterwards, only the packed objects own the stored values."""
         if self._slot != self.plan.num_slots:
-            raise SavedOtherwiseError(
-                f"block {self.block}: autograd saved {self._slot} tensors, its tape has {self.plan.num_slots}; its "
-                f"operators vary at one shape: {OTHER_CLASSES}"
+            raise SavedTensorMismatchError(
+                f"block {self.block}: autograd saved {self._slot} tensors, but the tape has {self.plan.num_slots}; the "
+                f"block's operators vary at one shape: {BLOCK_CLASSES_HINT}"
             )
         self._cells = {}
 
     def has(self, value: int) -> bool:
-        """Whether the cell of `value`, which has one, is filled."""
+        """Return True if the cell of `value` is filled."""
         cell = self._cells[value]
         return cell.tensor is not None or cell.payload is not None
 
-    def _take_state(self, value: int, device: torch.device) -> None:
-        """Take the state that the generator of `device` is in, for replay to draw from; not that of a call that is
-        over, whose record has it."""
+    def _store_state(self, value: int, device: torch.device) -> None:
+        """Store the current state of the generator of `device`, from which replay draws.
+
+        If the cell is filled already, the call is over and its recording has the state.
+        """
         if not self.has(value):
             cell = self._cells[value]
             cell.tensor = cell.saved = generator_state(device)
             cell.version = version_of(cell.saved)
 
-    def leave_tape(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """No more slots come that the tape has; replay of those that came may read all of `bases`, by value.
+    def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
+        """Store all of `bases`, by value, for replay of the slots packed so far. No more slots of the tape come.
 
-        They are copied: what changes them from now on is on no tape.
+        The tensors are copied, because later changes in place are not on a tape.
         """
         for value, base in bases.items():
             if not self.has(value):
@@ -172,21 +174,25 @@ class Call:
         self._cells = {}
 
     def unpack(self, packed: PackedSlot) -> torch.Tensor:
-        """Give autograd the tensor of a slot, recomputed if need be."""
-        slot, held, version, spec = packed
-        if self.seen is not None:
-            self.seen.append(slot)
+        """Return the tensor of a slot to autograd, recomputed if necessary."""
+        slot, content, version, spec = packed
+        if self.unpacked_slots is not None:
+            self.unpacked_slots.append(slot)
         program = self._next_program(slot)
         if version is not None:
-            if version_of(held) != version:
+            if version_of(content) != version:
                 raise self._modified(self.plan.slots[slot].value)
-            return copied(held) if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten() else held
+            return (
+                clone_with_storage(content)
+                if self.plan.slots[slot].is_read_by_replay and _may_be_overwritten()
+                else content
+            )
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.plan.device_type):
             with torch.no_grad(), torch.autocast(self.plan.device_type, enabled=False):
-                recomputed = self._run(program, slot, held)
+                recomputed = self._run(program, slot, content)
         else:
-            recomputed = self._run(program, slot, held)
-        return recomputed if spec is None else whole(recomputed, spec)
+            recomputed = self._run(program, slot, content)
+        return recomputed if spec is None else to_dtensor(recomputed, spec)
 
     def _next_program(self, slot: int) -> ReplayProgram:
         schedule = self._schedule
@@ -201,7 +207,7 @@ class Call:
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
         environment = self._environment
-        # No others: an optimizer may step inside backward, on weights that nothing needs any more.
+        # Check only these: an optimizer may step inside backward, on weights that are no longer needed.
         for value in program.reads:
             self._check_unchanged(value)
         for step in program.steps:
@@ -212,16 +218,17 @@ class Call:
             self._fetch(value, slot, cells)
         value, ref = self.plan.slots[slot].value, self.plan.tape.slots[slot]
         base = environment[value]
-        assert base is not None  # the program has put it there
+        assert base is not None  # the program computed it
         result = base.as_strided(*ref.geometry) if base.dtype is ref.dtype else view(base, ref)
-        for freed in program.frees:
-            environment[freed] = None
+        for freed_value in program.frees:
+            environment[freed_value] = None
         is_held = environment[value] is not None or value in self.plan.store.retained
         is_read_again = is_held and self.plan.slots[slot].is_read_by_replay
         return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
 
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
-        """Put a stored value into the environment, decoded unless it is still there."""
+        """Put a stored value into the environment. A compressed value is decoded unless its decoded tensor is still
+        there."""
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:
             if version_of(cell.saved) != cell.version:
@@ -233,8 +240,10 @@ class Call:
             self._environment[value] = decoded.as_strided(*ref.geometry) if is_same else view(decoded, ref)
 
     def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """Fill the cell of `value` from a tensor on its storage, of which this rank has the part `local`; encoded once
-        however many slots share it (rule R3)."""
+        """Fill the cell of `value` from `tensor`, which is on its storage. `local` is this rank's part of the tensor.
+
+        The value is encoded once, even if several slots share it (rule R3).
+        """
         cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
             if is_coded:
@@ -254,7 +263,7 @@ class Call:
         if version_of(tensor) != version:
             raise RuntimeError(
                 f"block {self.block}: {self.plan.tape.values[value].name}, which replay reads in backward, was changed "
-                f"in place after the forward: change it after backward, or on a copy, or train without replay "
+                f"in place after the forward: change it after backward, change a copy, or train without replay "
                 f"(AdaccConfig(actions=('retain', 'compress')))"
             )
 
@@ -264,33 +273,34 @@ class Call:
     def _describe(self, slot: int, tensor: torch.Tensor, expected: Any) -> str:
         return (
             f"block {self.block}: saved tensor {slot} is {tuple(tensor.shape)} stride {tensor.stride()} "
-            f"{tensor.dtype}, its tape says {expected}; its operators vary at one shape: {OTHER_CLASSES}"
+            f"{tensor.dtype}, but the tape has {expected}; the block's operators vary at one shape: "
+            f"{BLOCK_CLASSES_HINT}"
         )
 
 
 def _may_be_overwritten() -> bool:
-    """Whether what is being unpacked goes to an autograd function written in Python, or to nobody knows whom.
+    """Return True if an autograd function written in Python, or an unknown caller, gets the unpacked tensor.
 
-    Such a function's backward may write into what it saved (rule R6); torch's own never do.
+    A Python function's backward may write to its saved tensors (rule R6). torch's own backwards never do.
     """
-    node = current_autograd_node()  # torch's own, most often
+    node = current_autograd_node()  # usually a node of torch itself
     node = current_node() if node is None else node
     return node is None or isinstance(node, BackwardCFunction)
 
 
-def changed_in_place(block: str, what: str) -> RuntimeError:
-    """The error for a tensor that backward needs as it was."""
+def changed_in_place(block: str, tensor_name: str) -> RuntimeError:
+    """Return the error for a tensor that was changed in place before backward."""
     return RuntimeError(
-        f"block {block}: {what}, needed for backward, was changed in place after the forward; plain autograd refuses "
-        f"this too: change it after backward, or on a copy"
+        f"block {block}: {tensor_name}, needed for backward, was changed in place after the forward; plain autograd "
+        f"refuses this too: change it after backward, or change a copy"
     )
 
 
-# One recorded call of a block: its tape, and what it saved until a plan takes over.
+# One recorded call of a block: its tape, and its saved tensors until a plan takes over.
 
 
 class RecordedSlot:
-    """What autograd holds for one slot: the very tensor that it saved, and later what a plan stores for it."""
+    """Packed object of a recorded slot: the saved tensor itself, and later the content that a plan stores."""
 
     __slots__ = ("__weakref__", "content")
 
@@ -299,7 +309,7 @@ class RecordedSlot:
 
 
 class Recording:
-    """One recorded call of a block. Its saved tensors can be handed over to a compiled plan when it is over."""
+    """One recorded call of a block. Afterwards, its saved tensors can be handed over to an execution plan."""
 
     def __init__(
         self,
@@ -323,29 +333,30 @@ class Recording:
             result = fn(*self._arguments[0])
         if runs_compiled_code(result, self._arguments):
             self.recorder.untrusted = COMPILED
-        elif any(map(self._was_changed_unseen, self._packed)):
+        elif any(map(self._has_hidden_change, self._packed)):
             self.recorder.untrusted = self.recorder.untrusted or CHANGED_UNSEEN
         return result
 
-    def hand_over(self, compiled: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
-        """Store what the plan stores and let go of the rest; returns the list that the order of unpacks goes into."""
-        externals = [(value, self._external(value, source)) for value, source in compiled.externals]
-        externals += [(v, self.recorder.bases[v]) for v in compiled.roots if compiled.tape.is_generator_state(v)]
-        self._call = Call(compiled, self.name, codecs, externals)
-        self._call.seen = []
+    def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
+        """Store the values that the plan stores, and free the others. Return the list that collects the unpacked
+        slots."""
+        externals = [(value, self._external(value, source)) for value, source in plan.externals]
+        externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
+        self._call = Call(plan, self.name, codecs, externals)
+        self._call.unpacked_slots = []
         for packed in self._packed:
             _, tensor, version, _ = packed.content
             content = self._call.pack(tensor)
-            # A tensor that the block changed since stays: backward refuses it, as plain autograd does.
+            # Keep a tensor that the block has changed since: backward refuses it, as plain autograd does.
             if version_of(tensor) == version:
                 packed.content = content
         self._call.finish()
-        return self._call.seen
+        return self._call.unpacked_slots
 
     def discard(self) -> list[weakref.ref[RecordedSlot]]:
-        """Let go of everything, the saved tensors too: there will be no backward.
+        """Free everything including the saved tensors, because there will be no backward.
 
-        Returns for each slot a reference that is dead once autograd has let go of it.
+        Return one weak reference per slot, which is dead once autograd has freed the slot.
         """
         for packed in self._packed:
             packed.content = (packed.content[0], None, None, None)
@@ -354,20 +365,21 @@ class Recording:
         return references
 
     def close(self) -> None:
-        """Let go of everything but what the packed objects own."""
+        """Free everything except the content of the packed objects."""
         del self.recorder
         self._arguments = ((), {})
         self._parameters = {}
         self._packed = []
 
     def _external(self, value: int, source: Source) -> torch.Tensor:
-        """What was at `source` when the call began: the block may have put something else there since."""
+        """Return the tensor that was at `source` when the call began. The block may have replaced it since."""
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
-    def _was_changed_unseen(self, packed: RecordedSlot) -> bool:
-        """Whether the block changed a saved tensor of its own where autograd does not see it, as through `.data`.
+    def _has_hidden_change(self, packed: RecordedSlot) -> bool:
+        """Return True if the block changed its own saved tensor without autograd's knowledge, for example through
+        `.data`.
 
-        Backward reads it as it is then, which is neither what was saved nor what a replay would make.
+        Backward reads the changed tensor. This is neither the saved tensor nor the result of a replay.
         """
         slot, tensor, version, _ = packed.content
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])

@@ -1,4 +1,4 @@
-"""A call of a block that torch's checkpoint runs, with some of its inputs held as a codec's payload until backward."""
+"""A block's call under torch's checkpoint, with some of its inputs stored as compressed payloads until backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from adacc_hf.artifacts.policy import Place
 from adacc_hf.kernels.codecs import Codec, Coder
-from adacc_hf.torch_glue.compat import checkpointed
+from adacc_hf.torch_glue.compat import checkpoint_call
 from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.tensors import is_plain
 
@@ -25,30 +25,31 @@ def run_checkpointed(
     kwargs: dict[str, Any],
     codecs: Mapping[Place, tuple[Codec, Coder]],
 ) -> Any:
-    """Run `fn(*args)` under torch's checkpoint. The inputs at the places of `codecs` are held as payloads.
+    """Run `fn(*args)` under torch's checkpoint. The inputs at the places of `codecs` are stored as payloads.
 
-    Each place has a codec, and the coder to use, which is the codec itself or, in a tracking step, one that measures.
-    An input is held as it is if its codec does not support it or the call changed it. `kwargs` are those bound in `fn`.
+    Each place has a codec, and the coder to use: the codec itself, or in a tracking step a wrapper that measures. An
+    input is stored as it is if its codec does not support it or the call changed it. `kwargs` are the arguments bound
+    in `fn`.
     """
-    given = {place: tensor for place in codecs if (tensor := _at(place, args, kwargs)) is not None}
-    fitting = {place: tensor for place, tensor in given.items() if _can_encode(codecs[place][0], tensor)}
-    if not fitting:
-        return checkpointed(fn, *args, block=block)
-    versions = {place: version_of(tensor) for place, tensor in fitting.items()}
-    held = _Held(fn, args, kwargs)
-    del fn, args, kwargs, given
+    inputs = {place: tensor for place in codecs if (tensor := _at(place, args, kwargs)) is not None}
+    compressible = {place: tensor for place, tensor in inputs.items() if _can_encode(codecs[place][0], tensor)}
+    if not compressible:
+        return checkpoint_call(fn, *args, block=block)
+    versions = {place: version_of(tensor) for place, tensor in compressible.items()}
+    repeatable_call = _RepeatableCall(fn, args, kwargs)
+    del fn, args, kwargs, inputs
 
     def hold() -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
-        for place, tensor in fitting.items():
+        for place, tensor in compressible.items():
             if version_of(tensor) == versions[place]:
-                held.encode(place, tensor, codecs[place][1])
-        fitting.clear()
-        return held.call
+                repeatable_call.encode(place, tensor, codecs[place][1])
+        compressible.clear()
+        return repeatable_call.call
 
-    return checkpointed(held.fn, *held.args, block=block, hold=hold)
+    return checkpoint_call(repeatable_call.fn, *repeatable_call.args, block=block, hold=hold)
 
 
-class _Held:
+class _RepeatableCall:
     """A call to repeat in backward. Some of its arguments are encoded."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -58,7 +59,7 @@ class _Held:
         self._decoders: dict[Place, Decode] = {}
 
     def encode(self, place: Place, tensor: torch.Tensor, coder: Coder) -> None:
-        """Replace an argument by the payload that `coder` makes of it."""
+        """Replace an argument by its encoded payload."""
         payload, requires_grad, device_type = coder.encode(tensor.detach()), tensor.requires_grad, tensor.device.type
 
         def decode() -> torch.Tensor:
@@ -75,7 +76,7 @@ class _Held:
         return fn, args
 
     def _with(self, arguments: Mapping[Place, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The call with other arguments at some places."""
+        """Return the call with the arguments at some places replaced."""
         args, kwargs, fn = list(self.args), dict(self._kwargs), self.fn
         for (first,), argument in arguments.items():
             if isinstance(first, int):
@@ -88,16 +89,16 @@ class _Held:
 
 
 def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the plain tensor at `place`, a position or a name, among the arguments; None if there is none."""
+    """Return the plain tensor at `place`, a position or a name, among the arguments, or None."""
     if len(place) != 1:
         return None
-    given: dict[int | str, Any] = dict(enumerate(args))
-    given.update(kwargs)
-    found = given.get(place[0])
-    return found if isinstance(found, torch.Tensor) and is_plain(found) else None
+    arguments_by_place: dict[int | str, Any] = dict(enumerate(args))
+    arguments_by_place.update(kwargs)
+    argument = arguments_by_place.get(place[0])
+    return argument if isinstance(argument, torch.Tensor) and is_plain(argument) else None
 
 
 def _can_encode(codec: Codec, tensor: torch.Tensor) -> bool:
-    """Return True if a tensor fills its storage in order and `codec` supports it."""
+    """Return True if a tensor fills its storage contiguously and `codec` supports it."""
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return is_whole and codec.supports(tuple(tensor.shape), tensor.dtype)

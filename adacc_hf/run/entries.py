@@ -1,4 +1,4 @@
-"""Entries of one block under one plan: for each key of a call, the compiled plan that it runs under, and its state."""
+"""Cache of one block's entries under one plan: for each call key, the execution plan to run and its state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
 from adacc_hf.tape.data_reads import data_at
-from adacc_hf.tape.execution_plan import ExecutionPlan, choices_by_value, codec_of, unfit
+from adacc_hf.tape.execution_plan import ExecutionPlan, choices_by_value, codec_of, unfit_values
 from adacc_hf.tape.symbolic_tape import MOST_SIZES, SymbolicTape
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
@@ -22,71 +22,73 @@ from adacc_hf.tape.tape_cache import TapeCache
 log = logging.getLogger(__name__)
 
 OTHER_OPERATORS = "other operators than when profiled, with the least memory"
-VARYING = "operators, or numbers given to them, that vary from call to call"
-NEW_DATA = "other data in what a block reads into Python, under torch's checkpoint"
-UNRECORDED = "a path that no profile has recorded, under torch's checkpoint: to record it is above memory_budget"
-OUT_OF_PLACE = "what a plan reads was elsewhere, as with an adapter that was merged for a call"
-UNTRAINED = "blocks are trained that the profiled batch ran without gradients, under torch's checkpoint"
-OTHER_RANKS = "other ranks take part in operators of blocks that torch's checkpoint must run"
+VARYING = "operators, or their numbers, vary from call to call"
+NEW_DATA = "new data in a tensor that a block reads into Python, run under torch's checkpoint"
+UNRECORDED = (
+    "operators that no profile has recorded, run under torch's checkpoint: recording them would exceed memory_budget"
+)
+OUT_OF_PLACE = "a tensor that a plan reads was replaced or removed, for example an adapter merged for a call"
+UNTRAINED = "blocks train that the profiled batch ran without gradients, run under torch's checkpoint"
+OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
 """Reasons why a call did not run under its plan."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """Compiled plan of a block at one key, or torch's checkpoint in its place if the tape is not trusted."""
+    """Execution plan of a block for one key, or torch's checkpoint if the tape is not trusted."""
 
-    known: KnownShape
-    compiled: ExecutionPlan | None
-    """None: torch's checkpoint."""
+    known_shape: KnownShape
+    execution_plan: ExecutionPlan | None
+    """None for torch's checkpoint."""
     codecs: dict[int, Codec]
-    seen: list[int] | None = None
-    """Slots in the order in which a backward has asked for them, until the library learns it."""
-    family: SymbolicTape | None = None
-    """The family that the tape was evaluated from; None for a recorded tape."""
+    unpacked_slots: list[int] | None = None
+    """Slots in the order in which a backward unpacked them, until the tape cache records the order."""
+    symbolic_tape: SymbolicTape | None = None
+    """The symbolic tape that the tape was evaluated from. None for a recorded tape."""
     base: Tape | None = None
-    """`family.base` when the tape was evaluated. It changes if values are refused."""
+    """`symbolic_tape.base` when the tape was evaluated. It changes if values are excluded from replay."""
     fallback: str | None = None
-    """The reason why the block does not follow its plan; None if it does."""
+    """The reason why the block does not follow its plan, or None."""
 
     @property
     def program(self) -> ExecutionPlan:
-        """The compiled plan of an entry that has one."""
-        assert self.compiled is not None
-        return self.compiled
+        """The execution plan of an entry that has one."""
+        assert self.execution_plan is not None
+        return self.execution_plan
 
     @property
     def is_current(self) -> bool:
-        return self.family is None or (self.family.is_in_force and self.base is self.family.base)
+        return self.symbolic_tape is None or (self.symbolic_tape.is_active and self.base is self.symbolic_tape.base)
 
 
 class PlanEntries:
-    """All entries of a block under one plan. Each is made at the first call with its key."""
+    """All entries of a block under one plan. Each is created at the first call with its key."""
 
     def __init__(
         self,
         name: str,
         plan: Plan,
-        library: TapeCache,
-        known: KnownShapes,
+        tape_cache: TapeCache,
+        known_shapes: KnownShapes,
         earlier: tuple[ExecutionPlan | None, ...] = (),
     ) -> None:
         self.name = name
         self.plan = plan
-        self.library = library
-        self.known = known
-        """The block's shapes, shared by all its plans."""
+        self.tape_cache = tape_cache
+        self.known_shapes = known_shapes
+        """Known shapes of the block, shared by all its plans."""
         self._earlier = earlier
-        """Compiled plans of the previous plan, kept until the block's first call, so that a plan with the same actions
+        """Execution plans of the previous plan, kept until the block's first call, so that a plan with equal actions
         shares them."""
-        known.followers.add(self)
+        known_shapes.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
         """Entries of recorded calls."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries of calls at sizes that were not recorded, the latest last."""
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
-        """By family, the entry that the entries of all its sizes are made from."""
-        self.was_surprised = False
-        """Whether a first call ran other operators than the record of another block of the kind."""
+        """By symbolic tape, the entry from which the entries of all its sizes are derived."""
+        self.differs_from_record = False
+        """True if a first call ran other operators than the record of another block of the kind."""
 
     @property
     def are_empty(self) -> bool:
@@ -94,152 +96,169 @@ class PlanEntries:
 
     @property
     def tapes(self) -> list[Tape]:
-        """The block's tapes."""
-        return [known.tape for known in self.known.values()]
+        """The recorded tapes of the block."""
+        return [known_shape.tape for known_shape in self.known_shapes.values()]
 
     def programs(self) -> tuple[ExecutionPlan | None, ...]:
-        """Return the compiled plans of the block, or those of its previous plan if it was not called yet."""
+        """Return the execution plans of the block. If the block was not called yet, return the previous plan's."""
         entries = (*self.recorded.values(), *self.bases.values())
-        return tuple(entry.compiled for entry in entries) or self._earlier
+        return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry of a call; None if the call has to be recorded, or compared with an earlier record."""
+        """Return the entry of a call. Return None if the call must be recorded, or compared with an earlier record."""
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
     def latest(self, key: CallKey) -> Entry | None:
         """Return the entry of the last call with this key."""
         return self.recorded.get(key) or self.sized.get(key)
 
-    def add(self, key: CallKey, known: KnownShape) -> Entry:
-        """Make and keep the entry of a recorded call."""
-        return self.keep(key, self._entry(known))
+    def add(self, key: CallKey, known_shape: KnownShape) -> Entry:
+        """Create and cache the entry of a recorded call."""
+        return self.keep(key, self._entry(known_shape))
 
     def keep(self, key: CallKey, entry: Entry) -> Entry:
-        """Keep the entry of a call that ran as its tape says."""
-        self.recorded[self.known.add(key, entry.known)] = entry
+        """Cache the entry of a call that ran as its tape predicts."""
+        self.recorded[self.known_shapes.add(key, entry.known_shape)] = entry
         return entry
 
     def _known_entry(self, key: CallKey) -> Entry | None:
         """Return the entry for a key that was recorded under another plan of the block, or None."""
-        known = self.known.get(key)
-        if known is not None:
-            self.recorded[key] = self._entry(known)
+        known_shape = self.known_shapes.get(key)
+        if known_shape is not None:
+            self.recorded[key] = self._entry(known_shape)
             self._earlier = ()
         return self.recorded.get(key)
 
     def _sized_entry(self, key: CallKey) -> Entry | None:
-        """Return the entry for a size that was never recorded, or None if no family serves it."""
+        """Return the entry for a size that was not recorded, or None if no symbolic tape covers the size."""
         entry = self.sized.get(key)
         if entry is not None and entry.is_current:
             return entry
-        if not self.known.was_compared and self.library.expected(self.plan.kind, key, self.name) is not None:
-            return None  # a profile has recorded this very size: the first call is compared with that record
-        untrusted = self.library.untrusted_at(key, self.name)
-        if untrusted is not None:
-            return self._entry(KnownShape(untrusted))
-        found = self.library.family_at(key, self.name)
-        tape = None if found is None else self.library.tape_of(*found)
-        if found is None or tape is None:
+        if (
+            not self.known_shapes.was_compared
+            and self.tape_cache.expected_tape(self.plan.kind, key, self.name) is not None
+        ):
+            return None  # a profile has recorded this size: validate the first call against that record
+        untrusted_tape = self.tape_cache.untrusted_at(key, self.name)
+        if untrusted_tape is not None:
+            return self._entry(KnownShape(untrusted_tape))
+        match = self.tape_cache.symbolic_tape_at(key, self.name)
+        tape = None if match is None else self.tape_cache.tape_of(*match)
+        if match is None or tape is None:
             return None
-        entry = self._entry_at(found[0], tape)
-        note_latest(self.sized, key, entry, MOST_SIZES)
+        entry = self._entry_at(match[0], tape)
+        put_latest(self.sized, key, entry, MOST_SIZES)
         return entry
 
-    def _entry_at(self, family: SymbolicTape, tape: Tape) -> Entry:
+    def _entry_at(self, symbolic_tape: SymbolicTape, tape: Tape) -> Entry:
         """Return the entry for the size that `tape` was evaluated for."""
-        base = self.bases.get(family)
-        if base is None or base.base is not family.base:
-            base = self.bases[family] = self._entry(self.known.of_family(family), family.base)
-            base.base = family.base
-        compiled = self.library.resized(base.program, tape)
-        fitting = {v: _fitting(codec, v, base.program, compiled) for v, codec in base.codecs.items()}
-        codecs = {v: codec for v, codec in fitting.items() if codec is not None}
-        if len(codecs) < len(fitting):  # the size is too small for a codec
-            entry = self._entry(base.known, tape)
-            entry.family, entry.base = family, family.base
+        base = self.bases.get(symbolic_tape)
+        if base is None or base.base is not symbolic_tape.base:
+            base = self.bases[symbolic_tape] = self._entry(
+                self.known_shapes.known_shape_of(symbolic_tape), symbolic_tape.base
+            )
+            base.base = symbolic_tape.base
+        plan = self.tape_cache.resized(base.program, tape)
+        sized_codecs = {v: _codec_at_size(codec, v, base.program, plan) for v, codec in base.codecs.items()}
+        codecs = {v: codec for v, codec in sized_codecs.items() if codec is not None}
+        if len(codecs) < len(sized_codecs):  # the size is too small for a codec
+            entry = self._entry(base.known_shape, tape)
+            entry.symbolic_tape, entry.base = symbolic_tape, symbolic_tape.base
             return entry
-        return Entry(base.known, compiled, codecs, family=family, base=family.base, fallback=base.fallback)
+        return Entry(
+            base.known_shape, plan, codecs, symbolic_tape=symbolic_tape, base=symbolic_tape.base, fallback=base.fallback
+        )
 
-    def expected(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+    def expected_entry(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """Return an entry with the tape that a profile or another block has recorded for a key, or None."""
-        if self.was_surprised or any(known.shape == key.shape for known in self.known):
+        if self.differs_from_record or any(known_key.shape == key.shape for known_key in self.known_shapes):
             return None
-        tape = self.library.expected(self.plan.kind, key, self.name)
+        tape = self.tape_cache.expected_tape(self.plan.kind, key, self.name)
         if tape is None:
             return None
         reads = {path: data_at(path, args, kwargs) for path in tape.reads}
-        known = {path: data for path, data in reads.items() if data is not None}
-        return self._entry(KnownShape(tape.with_reads(known))) if len(known) == len(reads) else None
+        data_by_path = {path: data for path, data in reads.items() if data is not None}
+        return self._entry(KnownShape(tape.with_reads(data_by_path))) if len(data_by_path) == len(reads) else None
 
     def forget(self, key: CallKey) -> None:
         """Drop the entry of a key that the block has forgotten."""
         self.recorded.pop(key, None)
 
-    def _entry(self, known: KnownShape, tape: Tape | None = None) -> Entry:
-        """Return the entry for the tape of `known`, or for its tape at another size."""
-        tape = tape or known.tape
+    def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
+        """Return the entry for the tape of `known_shape`, or for its tape at another size."""
+        tape = tape or known_shape.tape
         if tape.untrusted is not None:
-            self.library.warn_untrusted(self.name, tape)
-        if tape.untrusted is not None or known.varies:
-            return Entry(known, None, {}, fallback=self._fallback_of(tape))
+            self.tape_cache.warn_untrusted(self.name, tape)
+        if tape.untrusted is not None or known_shape.varies:
+            return Entry(known_shape, None, {}, fallback=self._fallback_of(tape))
         choices, is_planned = self.choices(tape)
         shared = frozenset(
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
-        compiled = self.library.compiled(tape, choices, shared)
+        plan = self.tape_cache.execution_plan(tape, choices, shared)
         codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
-        return Entry(known, compiled, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
+        return Entry(known_shape, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
     def _fallback_of(self, tape: Tape) -> str | None:
-        """Return the reason why torch's checkpoint runs a call that no plan fits. None if the plan says so itself, or
-        runs the call plainly."""
+        """Return the reason why torch's checkpoint runs a call that has no usable tape.
+
+        Return None if the plan itself demands the checkpoint or a plain run.
+        """
         if tape.untrusted is None:
             return VARYING
         is_planned = self.plan.is_plain or self.plan.is_checkpointed
         return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
-        """Return the choices for this tape, and whether it has the planned operators.
+        """Return (choices for this tape, True if the tape has the planned operators).
 
-        Choices that cannot be followed, and values that the plan does not know, get the least memory. Raises
-        PolicyMismatchError if the tape has other operators than the same call had when it was profiled. Once the block
-        has fitted its plan, other operators come from a change in mid-training, as of weights that are frozen.
+        Values whose choice is impossible, and values that the plan does not contain, get the choice with the least
+        memory.
+
+        Raise PolicyMismatchError if the tape has other operators than the same call had in the profile. Once the block
+        has fitted its plan, other operators come from a change during training, such as frozen weights.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
-            fitted = (*self.tapes, *(known.tape for known in self.known.of_families.values()))
-            planned = next((known for known in fitted if known.structure.startswith(structure)), None)
-            recorded = self.library.tape_of_structure(structure)
-            # A profile in this process was of this very model, which may take another path by now.
-            if planned is None and (identity != own_identity or (call == own_call and recorded is None)):
+            fitted_tapes = (
+                *self.tapes,
+                *(known_shape.tape for known_shape in self.known_shapes.symbolic_shapes.values()),
+            )
+            planned_tape = next(
+                (earlier_tape for earlier_tape in fitted_tapes if earlier_tape.structure.startswith(structure)), None
+            )
+            recorded_tape = self.tape_cache.tape_of_structure(structure)
+            # A profile in this process was of this model, which may run other operators by now.
+            if planned_tape is None and (identity != own_identity or (call == own_call and recorded_tape is None)):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
-                    f"tensors) has tape {tape.kind}, the policy was made for tape {self.plan.kind}: the model, its "
+                    f"tensors) has tape {tape.kind}, but the policy was made for tape {self.plan.kind}: the model, its "
                     f"attention, dropout or precision differ; profile this model and solve a policy for it"
                 )
-            planned = planned or recorded
-            same, is_whole = ({}, False) if planned is None else planned.values_in(tape)
-            if self.plan.is_plain and not is_whole:
+            planned_tape = planned_tape or recorded_tape
+            matching, is_complete = ({}, False) if planned_tape is None else planned_tape.values_in(tape)
+            if self.plan.is_plain and not is_complete:
                 return {}, False
-            if not is_whole:
-                self.library.warn_unplanned(self.name, tape)
-            return choices_by_value(dict(self.plan.choices), tape, same, with_loss=is_whole), is_whole
+            if not is_complete:
+                self.tape_cache.warn_unplanned(self.name, tape)
+            return choices_by_value(dict(self.plan.choices), tape, matching, with_loss=is_complete), is_complete
         choices = dict(self.plan.choices)
-        retained = unfit(choices, tape)
+        retained = unfit_values(choices, tape)
         if retained:
             names = ", ".join(tape.values[value].name for value in retained)
             log.warning(
-                "Adacc: block %s retains %s: no replay or codec can do what was planned, "
-                "or a replay would read what is stored with loss",
+                "Adacc: block %s retains %s: the planned replay or codec is not possible here, or replay would read a "
+                "value stored with loss",
                 self.name,
                 names,
             )
         return choices | dict.fromkeys(retained, RETAIN), True
 
 
-def _fitting(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
-    """Return the codec of `value` at another size, or None. It keeps the same channels raw if there are as many."""
+def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
+    """Return the codec of `value` at another size, or None. It keeps the same channels raw if their number is the
+    same."""
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):
         return None

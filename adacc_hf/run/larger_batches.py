@@ -1,4 +1,4 @@
-"""A warning for loops that follow one fixed policy: a batch is larger than the one that the policy was made for."""
+"""Warning for loops with one fixed policy: a batch is larger than the batch that the policy was made for."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils.hooks import RemovableHandle
 
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_plain, num_elements
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes, num_elements
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 log = logging.getLogger(__name__)
 
 
 class LargerBatches:
-    """A hook on a model that warns once, at the first batch with more elements than the policy's predictions are for.
+    """Hook on a model that warns once, at the first batch with more elements than the policy's predictions assume.
 
-    A fixed policy is right at any size of batch, but its predicted peak, and so the budget, holds at one size.
+    A fixed policy is correct at any batch size, but its predicted peak, and so the budget, applies to one size.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
@@ -31,7 +31,7 @@ class LargerBatches:
             self._hook = model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)
 
     def remove(self) -> None:
-        """Remove the hook. Harmless when called again."""
+        """Remove the hook. Calling this again has no effect."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -39,27 +39,28 @@ class LargerBatches:
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        given = {
+        batch_shapes = {
             name: tuple(tensor.shape)
             for name, tensor in (by_name(module, args, kwargs) or {}).items()
             if name in self._profiled and isinstance(tensor, torch.Tensor)
         }
-        shapes = from_plain(tuple(given.items()))
-        profiled = from_plain(tuple((name, self._profiled[name]) for name in given))
+        shapes = from_profile_shapes(tuple(batch_shapes.items()))
+        profiled = from_profile_shapes(tuple((name, self._profiled[name]) for name in batch_shapes))
         ratio = num_elements(shapes) / num_elements(profiled) if profiled else 0.0
         if ratio > 1:
             self._warn(shapes, profiled, ratio)
             self.remove()
 
-    def _warn(self, given: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
-        """Say what a batch of `ratio` times as many elements takes: what a step stores grows with them at least."""
+    def _warn(self, shapes: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
+        """Log the predicted peak of a batch with `ratio` times as many elements. Stored bytes grow at least in
+        proportion."""
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
         log.warning(
-            "Adacc: a batch of %s is larger than the one of %s that the policy was made for: its step has a peak of "
-            "about %s (predicted), in place of %s. Profile the largest batch, or train within "
+            "Adacc: a batch of %s is larger than the one of %s that the policy was made for: the predicted peak of its "
+            "step is about %s, compared with %s. Profile the largest batch, or train with "
             "AdaccSession(model, optimizer, memory_budget=...).step(batch), which has a policy for each size",
-            describe(given),
+            describe(shapes),
             describe(profiled),
             format_bytes(round(peak)),
             format_bytes(policy.predicted_peak_bytes),

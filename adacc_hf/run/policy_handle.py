@@ -1,56 +1,58 @@
-"""Running a model's blocks under a policy.
+"""Execution of a model's blocks under a policy.
 
 A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
-which carries all actions. A block is recorded at a few sizes, most often by a profile. From then on calls of other
-sizes run on tapes whose numbers are evaluated from theirs (`tape/symbolic_tape.py`). A normal step has no dispatch
-mode.
+which carries out all actions. A block is recorded at a few sizes, usually by a profile. Calls at other sizes run on
+tapes whose numbers are evaluated from the recorded ones (`tape/symbolic_tape.py`). A normal step has no dispatch mode.
 
-NOTE [Rules of the executor]. Code and tests say "rule R3".
-R1  Exact: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
-R2  A restored tensor has the dtype, size, stride and storage offset of the saved one.
-R3  One storage, one payload, however many operators save it.
-R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. What backward divides by is never
+NOTE [Rules of the executor]. Code and tests refer to them as "rule R3".
+R1  Exactness: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
+R2  A restored tensor has the dtype, size, stride and storage offset of the saved tensor.
+R3  Each storage has one payload, however many operators save it.
+R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. Divisors of backward are never
     compressed with loss.
-R5  Random operators are replayed from the state that the default generator was in, and the generator is put back as it
-    was, so that training draws what plain training draws. A plan shows no operator to Python, so a call takes the state
-    where autograd saves the last tensor before the operator, or where the call begins; that nothing was drawn in
-    between is compared (rule R7). What an autograd Function draws may follow from its data: it is replayed from exact
-    data alone (rule R14). What else may follow from data (`bernoulli` of probabilities), what is drawn from
-    another generator, and what follows a draw with nothing saved between, is never replayed: its result is retained or
-    stored losslessly. Of dropout only the mask is random, and of its input the mask needs no element. Fused attention
-    drops by its sizes alone.
-R6  An in-place operator makes a new version of a storage; replay never changes a version that something else needs.
-    Nor does the backward of an autograd function written in Python: what replay reads again, it gets as a copy.
-R7  Nothing is replayed that was not compared with the original, bit for bit, at each of the sizes that a block was
-    recorded at: three or more, odd ones and multiples of 8 among them. A size that was not compared runs the same
-    operators, with inputs of the same layout, on the same device; what could differ is the kernel that a library picks
-    for the size. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs it,
-    each operator as soon as it has run, which takes the memory of one operator's results. What differs is logged, and
-    retained at all sizes. Convolutions whose kernel cuDNN chooses by time (`torch.backends.cudnn.benchmark`) are not
-    replayed: in backward's thread it may choose another. An autograd Function whose kernels write unseen is one
-    operator, and its forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again only if
-    all of it came out alike (`verification.runs_alike`), or if nothing of it can be replayed.
-R8  A call runs as a tape says only if something vouches for it. Dynamo's guards do (`tape/guards.py`): they hold if the
-    Python of the call takes the traced path, whatever that depends on. The call's key adds what guards leave out: the
-    numbers that are inputs of the traced graph, offsets and shared storages of the arguments. What hangs on the block
-    has to lie where the tape has it; otherwise the call is another shape, recorded by itself. A block that Dynamo
-    cannot trace whole is validated at each call: every operator is compared with the tape before it runs
-    (`run/validation.py`). So are the second call of each tape, few after it, and the first call at some new sizes. A
-    call that leaves its tape keeps everything from there on, and stays exact. Each call compares what autograd saves
-    with the tape. Few whole numbers in an argument that the block reads into Python are sizes, other data has tapes of
-    its own, and where operators depend on any other data torch's checkpoint takes over. So does it at a call unlike any
-    recorded one that the budget has no room to record.
-R9  Without gradients, in generate(), after an exception, with retain_graph or create_graph, and with several forwards
-    before one backward: right, or refused, and nothing is left behind. Each call of a block has a plan of its own, and
-    is right under that of any other call too.
+R5  Random operators are replayed from the recorded state of the default generator. Then the generator is restored, so
+    that training draws the same numbers as plain training. A plan sees no operators, so a call captures the state
+    when autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects
+    draws in between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from
+    exact data only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
+    probabilities), draw from another generator, or follow another draw with no saved tensor in between: their results
+    are retained or stored losslessly. In dropout only the mask is random, and the mask reads no element of the input.
+    Dropout in fused attention depends only on its sizes.
+R6  An in-place operator makes a new version of a storage. Replay never changes a version that another operator or slot
+    needs. Neither does the backward of an autograd function written in Python: it gets a copy of each tensor that
+    replay reads again.
+R7  Replay is verified: a value is replayed only if its replay had the original bits at each size at which the block was
+    recorded. These are three or more sizes, including odd ones and multiples of 8. At another size the block runs the
+    same operators, with inputs of the same layout, on the same device. Only the kernel that a library selects for the
+    size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs
+    it. Each operator is compared as soon as it has run, which takes the memory of one operator's results. Values with
+    different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects by a benchmark
+    (`torch.backends.cudnn.benchmark`) are not replayed, because it may select another kernel in backward's thread. An
+    autograd Function whose kernels write unseen is one operator, and its forward runs again
+    (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of all its operators gave the
+    original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
+R8  A call runs on a tape only if there is evidence that it runs the tape's operators. Usually Dynamo's guards provide
+    it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that depends on. The
+    call's key adds properties that guards leave out: the numbers that are inputs of the traced graph, offsets and
+    shared storages of the arguments. The block's own tensors must have the layout of the tape. Otherwise the call is
+    another shape, which is recorded separately. A block that Dynamo cannot trace completely is validated at each call:
+    every operator is compared with the tape before it runs (`run/validation.py`). The second call of each tape, a few
+    later calls, and the first call at some new sizes are validated too. After a call diverges from its tape, all
+    tensors that it saves are kept, so the call stays exact. Each call compares the tensors that autograd saves with the
+    tape. If the block reads an argument into Python, a few integers count as sizes, and other data has tapes of its
+    own. If operators depend on any other data, torch's checkpoint is used. It is also used for a call that differs from
+    all records and that the budget has no room to record.
+R9  A call without gradients, in generate(), after an exception, with retain_graph or create_graph, or one of several
+    forwards before one backward, is correct or refused, and leaves no state behind. Each of a block's calls in a step
+    has its own plan, and is also correct under the plan of any other call.
 R10 A normal step never waits for the device.
-R11 A packed object never holds the tensor object itself, and all state lives in packed objects and calls.
-R12 Inputs, parameters, buffers and what else hangs on the block are looked up anew at each call. What is reached in
-    any other way cannot be replayed from.
-R13 Operators that other ranks take part in are never replayed, so that no rank waits for one whose plan differs: their
-    result is retained or compressed. Where torch's checkpoint must run such a block, it does so under every plan.
-R14 Indices that follow from what is stored with loss (an expert's tokens, an order of rows) are never replayed. Nor are
-    statistics of its rows (a norm's): they are stored beside it.
+R11 A packed object never references the tensor object itself, and all state is in packed objects and calls.
+R12 Inputs, parameters, buffers and attached tensors are looked up again at each call. Replay from any other tensor is
+    not possible.
+R13 Collective operators are never replayed, so that no rank waits for a rank with another plan. Their results are
+    retained or compressed. A block with collectives that torch's checkpoint must run is checkpointed under every plan.
+R14 Indices that depend on data stored with loss (an expert's tokens, a row order) are never replayed. Neither are
+    statistics of such rows (a norm's): they are stored too.
 """
 
 from __future__ import annotations
@@ -62,15 +64,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from adacc_hf.artifacts.call_names import block_of_call, call_name, num_calls
+from adacc_hf.artifacts.call_names import block_of_call, call_name, calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.run.block_executor import BlockExecutor
-from adacc_hf.run.blocks import Checkpointed, Installation
+from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.larger_batches import LargerBatches
-from adacc_hf.tape.tape_cache import TapeCache, library_of_profiles
+from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -78,14 +80,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlans:
-    """A policy made ready to run: a strategy for every block, by name."""
+    """A policy prepared to run: a strategy for every block, by name."""
 
     policy: Policy
     strategies: dict[str, BlockExecutor]
 
 
 class PolicyHandle:
-    """A policy applied to a model. `remove()`, or leaving it as a context manager, takes it off without a trace."""
+    """A policy applied to a model. `remove()`, or leaving the context manager, restores the model completely."""
 
     def __init__(
         self,
@@ -96,16 +98,16 @@ class PolicyHandle:
     ) -> None:
         self.installation = Installation(model, block_classes)
         self._block_classes = block_classes
-        self.library = TapeCache()
-        self.library.take(library_of_profiles(model))
-        if profile is not None:  # of another process: this one has no tapes of it
-            self.library.expect_orders(profile.kinds)
+        self.tape_cache = TapeCache()
+        self.tape_cache.take(profiled_tapes(model))
+        if profile is not None:  # a profile of another process, whose tapes are not available
+            self.tape_cache.expect_orders(profile.kinds)
         self.policy = policy
         self.plans: BlockPlans
         """The strategies that were followed last."""
         self._head: ChunkedHead | None = None
         self.larger_batches: LargerBatches | None = None
-        """Warns of a batch larger than the policy was made for. None if each size has a policy of its own."""
+        """Warning about batches larger than the policy's. None if each size has its own policy."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -120,21 +122,25 @@ class PolicyHandle:
             self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
-        """The strategies of `policy`, to be followed at any time; they know the shapes that `earlier` has seen."""
+        """Return the strategies of `policy`, to be followed later. They share the known shapes of `earlier`."""
         _check_blocks(policy, list(self.installation.blocks), type(self.installation.model).__name__)
-        known = {} if earlier is None else earlier.strategies
+        earlier_strategies = {} if earlier is None else earlier.strategies
         strategies = {}
         for name, index in policy.blocks:
-            before = (known[name].known, known[name].entries.programs()) if name in known else ()
-            strategies[name] = BlockExecutor(name, policy.plans[index], self.library, *before)
+            shared_state = (
+                (earlier_strategies[name].known_shapes, earlier_strategies[name].entries.programs())
+                if name in earlier_strategies
+                else ()
+            )
+            strategies[name] = BlockExecutor(name, policy.plans[index], self.tape_cache, *shared_state)
         return BlockPlans(policy, strategies)
 
     def follow(self, plans: BlockPlans | None) -> None:
-        """Run the blocks under `plans` from the next forward on; under torch's own checkpoint if None."""
+        """Run the blocks under `plans` from the next forward on. If None, run them under torch's checkpoint."""
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
-            function.strategy = Checkpointed() if plans is None else plans.strategies[name]
-        if plans is not None:  # else the head stays: no size of batch is safer with a plain one
+            function.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
+        if plans is not None:  # else keep the head: a plain head is safer at no batch size
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy
 
@@ -148,37 +154,38 @@ class PolicyHandle:
             self._head.is_on = is_on
 
     @contextmanager
-    def taken_off(self) -> Iterator[None]:
-        """The model without this handle, for a profile in the middle of a run; afterwards all is as before."""
-        before, head = self.installation, self._head
-        self._take_off()
+    def suspend(self) -> Iterator[None]:
+        """Remove this handle from the model while open, for a profile during a run. Restore it afterwards."""
+        previous, head = self.installation, self._head
+        self._uninstall()
         self._head = None
         try:
             yield
         finally:
-            self.library.take(library_of_profiles(before.model))
-            self.installation = Installation(before.model, self._block_classes)
-            self.installation.expect(before.functions)
+            self.tape_cache.take(profiled_tapes(previous.model))
+            self.installation = Installation(previous.model, self._block_classes)
+            self.installation.expect(previous.functions)
             self._chunk_head(head is not None and head.is_on)
             for name, function in self.installation.functions.items():
-                function.strategy = before.functions[name].strategy
+                function.strategy = previous.functions[name].strategy
             for name, block in self.installation.blocks.items():
-                block.num_calls = before.blocks[name].num_calls
+                block.num_calls = previous.blocks[name].num_calls
 
     def remove(self) -> None:
-        """Take the policy off the model. Harmless when it is off already."""
+        """Remove the policy from the model. This has no effect if it is removed already."""
         Applied.forget(self.installation.model, self)
         if self.larger_batches is not None:
             self.larger_batches.remove()
-        self._take_off()
+        self._uninstall()
 
-    def _take_off(self) -> None:
+    def _uninstall(self) -> None:
         self.installation.remove()
         if self._head is not None:
             self._head.remove()
 
     def uncalled(self) -> list[str]:
-        """Blocks whose function was never called with gradients on: something replaced their forward."""
+        """Return the blocks whose function was never called with gradients enabled, because other code replaced their
+        forward."""
         return self.installation.uncalled()
 
     def __enter__(self) -> PolicyHandle:
@@ -189,18 +196,18 @@ class PolicyHandle:
 
 
 APPLIED = "_adacc_applied"
-"""The attribute of a model that leads to its policy's handle, or to its session."""
+"""Attribute of a model that refers to its policy handle or session."""
 
 
 class Applied:
-    """Leads from a model to what has put a policy on it. A copy leads nowhere: a copy of a model has no policy."""
+    """Reference from a model to the owner of its policy. A copy is empty, because a copy of a model has no policy."""
 
     def __init__(self, owner: Any = None, remove: Callable[[], object] | None = None) -> None:
         self.owner, self.remove = owner, remove
 
     @staticmethod
     def forget(model: nn.Module, owner: object) -> None:
-        """Have `model` lead to `owner` no more. Harmless if it leads elsewhere."""
+        """Remove the reference from `model` to `owner`, if there is one."""
         applied = model.__dict__.get(APPLIED)
         if applied is not None and applied.owner is owner:
             del model.__dict__[APPLIED]
@@ -210,15 +217,15 @@ class Applied:
 
 
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
-    """Run the blocks of `model` under `policy` from the next forward with gradients on.
+    """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
-    Removes the policy that an earlier `apply_policy` has applied to `model`. Only `config.block_classes` is read of the
-    config. A batch larger than the one that `policy` was made for is warned of once, with its predicted peak.
+    Remove the policy that an earlier `apply_policy` applied to `model`. Of `config`, only `block_classes` is used. A
+    batch larger than the policy's is reported once, with its predicted peak.
 
-    Raises PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model
-    does not allow; NoBlocksError if Adacc finds no blocks in the model; NestedHooksError if modules are wrapped for
-    activation checkpointing. Each block's first call is recorded: it raises PolicyMismatchError if its operators differ
-    from those in the profile, and NestedHooksError within other saved-tensor hooks.
+    Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
+    allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
+    checkpointing. Each block's first call is recorded. It raises PolicyMismatchError if its operators differ from the
+    profile's, and NestedHooksError inside other saved-tensor hooks.
     """
     remove_policy(model)
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
@@ -228,7 +235,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 
 
 def remove_policy(model: nn.Module) -> bool:
-    """Remove the policy that `apply_policy` has applied to `model`, or the AdaccSession that was begun on it.
+    """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on it.
 
     Return False if there was none.
     """
@@ -240,17 +247,20 @@ def remove_policy(model: nn.Module) -> bool:
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
-    """Compare names, not their order: blocks are called in forward order and installed in module order (CLIP)."""
-    named = [name for name, _ in policy.blocks]
-    calls = num_calls(named)
-    expected = sorted(call_name(block, i + 1) for block, number in calls.items() for i in range(number))
-    if expected == sorted(named) and calls.keys() == set(blocks):
+    """Compare the names of the policy's calls with the model's blocks, and raise PolicyMismatchError if they differ.
+
+    The order may differ: blocks are called in forward order and installed in module order (CLIP).
+    """
+    call_names = [name for name, _ in policy.blocks]
+    num_calls_by_block = calls_per_block(call_names)
+    expected = sorted(call_name(block, i + 1) for block, number in num_calls_by_block.items() for i in range(number))
+    if expected == sorted(call_names) and num_calls_by_block.keys() == set(blocks):
         return
-    missing = [name for name in (*blocks, *expected) if name not in named]
-    foreign = [name for name in named if block_of_call(name) not in blocks]
+    missing = [name for name in (*blocks, *expected) if name not in call_names]
+    extra = [name for name in call_names if block_of_call(name) not in blocks]
     raise PolicyMismatchError(
-        f"the policy is for {len(calls)} blocks, {model_class} has {len(blocks)}"
+        f"the policy is for {len(num_calls_by_block)} blocks, but {model_class} has {len(blocks)}"
         + (f"; it has no plan for {missing[0]}" if missing else "")
-        + (f"; the model has no {foreign[0]}" if foreign else "")
+        + (f"; the model has no {extra[0]}" if extra else "")
         + ": profile this model and solve a policy for it"
     )

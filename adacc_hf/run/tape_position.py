@@ -1,7 +1,7 @@
-"""Position of a running call in its tape: the next operator, and the value that each storage holds.
+"""Position of a running call in its tape: the next operator, and the value in each storage.
 
-Values are known by their storages, as in a recording. A tensor is the tape's if it has the tape's geometry, and its
-storage holds the tape's value.
+Values are identified by their storages, as in a recording. A tensor matches the tape's if it has the tape's geometry,
+and its storage contains the tape's value.
 """
 
 from __future__ import annotations
@@ -16,91 +16,93 @@ from torch.autograd.function import Function
 from adacc_hf.tape.function_operators import FunctionTarget
 from adacc_hf.tape.inputs import find_external
 from adacc_hf.tape.tape import COLLECTIVES, Blank, Tape, TapeOperator, TensorRef, has_storage, leaves
-from adacc_hf.torch_glue.compat import cast_from
+from adacc_hf.torch_glue.compat import cast_source
 from adacc_hf.torch_glue.private import TO_COPY, storage_key
 from adacc_hf.torch_glue.tensors import is_fake, local_of
 
 _DROPPED = torch.ops.aten.native_dropout_backward.default
 _FULL = torch.ops.aten.full.default
 _NOT_RUN = (_FULL, _DROPPED)
-"""Operators that a tape may have where a call runs none of that name: a number out of Python, dropout's result."""
+"""Operators that a tape may contain although a call does not run them by this name: constants from Python, dropout's
+result."""
 
 
 class TapePosition:
     """Comparison of a call with a tape: its arguments, operators and saved tensors, in the tape's order.
 
-    At the first difference `on_leaving` is called with those tensors of the values `stored` that autograd has not saved
-    yet, by value. Nothing is compared from then on.
+    At the first difference, `on_divergence` gets the tensors of the values `stored`, by value, that autograd has not
+    saved yet. Nothing is compared afterwards.
     """
 
     def __init__(
-        self, tape: Tape, stored: frozenset[int], on_leaving: Callable[[Mapping[int, torch.Tensor]], None]
+        self, tape: Tape, stored: frozenset[int], on_divergence: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
-        self.why_left: str | None = None
-        """The difference at which the call left the tape; None if it did not."""
+        self.divergence: str | None = None
+        """The difference at which the call diverged from the tape, or None."""
         self.num_saved = 0
         self.values = tape.values
         self._operators, self._slots = tape.operators, tape.slots
         self._stored = stored
-        self._on_leaving = on_leaving
+        self._on_leaving = on_divergence
         self._next = 0
         self._at_hand: dict[int, torch.Tensor] = {}
         self._owners: dict[int, int] = {}
-        """The value that each storage holds now, by storage."""
+        """The current value of each storage, by storage key."""
         self._casts: dict[tuple[int, torch.dtype], int] = {}
-        """Values of casts that autocast keeps, by the parameter's id and the type."""
+        """Values of the casts that autocast caches, by the parameter's id and the dtype."""
 
     @property
-    def has_left(self) -> bool:
-        return self.why_left is not None
+    def has_diverged(self) -> bool:
+        return self.divergence is not None
 
-    def leave(self, why: str) -> None:
-        """Compare nothing from now on. Later reasons are ignored."""
-        if not self.has_left:
-            self.why_left = why
+    def diverge(self, reason: str) -> None:
+        """Stop comparing, with a reason. Later reasons are ignored."""
+        if not self.has_diverged:
+            self.divergence = reason
             at_hand, self._at_hand = self._at_hand, {}
             self._on_leaving(at_hand)
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the arguments of a call, and the tensors that hang on its block, with the tape's externals."""
+        """Compare the arguments of a call, and the tensors attached to its block, with the tape's externals."""
         for value in self.values:
             if value.source is None or value.source.place in ("unknown", "generator"):
                 continue
-            given = find_external(value.source, block, args, kwargs)
-            local = None if given is None else local_of(given)
+            tensor = find_external(value.source, block, args, kwargs)
+            local = None if tensor is None else local_of(tensor)
             if local is None or not has_geometry(value.ref, local):
-                self.leave(f"{value.source} is not as {value.ref}")
+                self.diverge(f"{value.source} differs from {value.ref}")
                 return
             self.own(value.index, local)
-        for operator in filter(_is_kept_cast, self._operators):
+        for operator in filter(_is_cacheable_cast, self._operators):
             source = self.values[operator.args[0].value].source
             if source is not None and source.place == "parameter":
                 parameter = find_external(source, block, args, kwargs)
-                self._casts[id(parameter), self.values[operator.made()[0]].ref.dtype] = operator.made()[0]
+                self._casts[id(parameter), self.values[operator.results()[0]].ref.dtype] = operator.results()[0]
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape; return True if it is the tape's."""
+        """Compare the next tensor that autograd saves with the tape. Return True if the tape has it."""
         slot = self.num_saved
         self.num_saved += 1
         if slot >= len(self._slots) or not self.is_ref(self._slots[slot], local_of(tensor)):
-            self.leave(f"autograd saves another tensor {slot}")
+            self.diverge(f"autograd saves a different tensor {slot}")
             return False
         self._at_hand.pop(self._slots[slot].value, None)
         return True
 
     def finish(self) -> None:
-        """Compare how much ran. Call it after the block."""
+        """Check that all of the tape's operators ran. Call this after the block."""
         missing = next((op for op in self._operators[self._next :] if not self._may_be_missing(op)), None)
         if missing is not None:
-            self.leave(f"{missing.name} does not run")
+            self.diverge(f"{missing.name} does not run")
         elif self.num_saved != len(self._slots):
-            self.leave(f"autograd saves {self.num_saved} tensors for {len(self._slots)}")
+            self.diverge(f"autograd saves {self.num_saved} tensors, but the tape has {len(self._slots)}")
 
     # Operators.
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeOperator | None:
-        """Return the tape's next operator and move past it, if the call runs it with the same numbers and tensors."""
-        if func.namespace in COLLECTIVES:  # of which the tape has the tensors alone
+        """Return the tape's next operator and advance, if the call runs it with the same numbers and tensors. Else
+        return None."""
+        if func.namespace in COLLECTIVES:  # the tape has only their tensor arguments
             args, kwargs = tuple([leaf for leaf in leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]), {}
         for place, operator in self._candidates():
             if operator.target is func:
@@ -109,11 +111,11 @@ class TapePosition:
                     return operator
                 is_optional = self._may_be_missing(operator) or is_cast_of_parameter(func, args)
                 if not is_optional and have_memory(args, kwargs):
-                    self.leave(f"{func} is given others than {(operator.args, operator.kwargs)}")
+                    self.diverge(f"{func} has arguments that differ from {(operator.args, operator.kwargs)}")
         return None
 
     def take_function(self, function: type[Function]) -> TapeOperator | None:
-        """Return the tape's next operator and move past it, if it is this `autograd.Function`."""
+        """Return the tape's next operator and advance, if it is this `autograd.Function`. Else return None."""
         target = FunctionTarget(function)
         for place, operator in self._candidates():
             if operator.target == target:
@@ -122,33 +124,33 @@ class TapePosition:
         return None
 
     def take_number(self, tensor: torch.Tensor) -> None:
-        """Compare a number out of Python with the one that the tape makes next, if it makes any."""
+        """Compare a constant from Python with the tape's next constant, if there is one."""
         candidates = ((place, operator) for place, operator in self._candidates() if operator.target is _FULL)
         place, operator = next(candidates, (0, None))
         if operator is None or tensor.numel() != 1 or tensor.is_meta:
             return
-        is_at_hand = tensor.device.type == "cpu"  # a step waits for no device (rule R10)
-        if is_at_hand and not self.same(operator.args, (list(tensor.shape), tensor.item())):
-            self.leave(f"a number is not as in {operator.args}")
+        is_on_cpu = tensor.device.type == "cpu"  # a step must not wait for the device (rule R10)
+        if is_on_cpu and not self.same(operator.args, (list(tensor.shape), tensor.item())):
+            self.diverge(f"a constant differs from {operator.args}")
             return
         self._next = place + 1
-        self.own(operator.made()[0], tensor)
+        self.own(operator.results()[0], tensor)
 
-    def take_dropout(self, given: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
-        """Take dropout's result for the product that the tape has in its place, and return that operator (rule R5)."""
+    def take_dropout(self, input_tensor: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
+        """Match dropout's result with the product that the tape has instead, and return that operator (rule R5)."""
         product = self._operators[self._next] if self._next < len(self._operators) else None
         if product is None or product.target is not _DROPPED:
-            self.leave("dropout draws where it did not")
+            self.diverge("dropout runs, but is not next on the tape")
             return None
         self._next += 1
-        if not self.is_ref(product.args[0], local_of(given)):
-            self.leave("dropout is given another tensor")
+        if not self.is_ref(product.args[0], local_of(input_tensor)):
+            self.diverge("dropout has a different input")
             return None
-        self.own(product.made()[0], local_of(result))
+        self.own(product.results()[0], local_of(result))
         return product
 
     def _candidates(self) -> Iterator[tuple[int, TapeOperator]]:
-        """Yield (place, operator) of the operators that the call may run next."""
+        """Yield (place, operator) of each operator that the call may run next."""
         for place in range(self._next, len(self._operators)):
             operator = self._operators[place]
             yield place, operator
@@ -156,11 +158,11 @@ class TapePosition:
                 return
 
     def _may_be_missing(self, operator: TapeOperator) -> bool:
-        """Return True if a call need not run an operator of this name.
+        """Return True if the call need not run the operator.
 
-        Autocast keeps casts of parameters. They are noted where they are read.
+        Autocast caches casts of parameters; they are registered at their first read.
         """
-        if _is_kept_cast(operator):
+        if _is_cacheable_cast(operator):
             source = self.values[operator.args[0].value].source
             return source is not None and source.place == "parameter"
         return operator.target in _NOT_RUN
@@ -168,59 +170,61 @@ class TapePosition:
     # Tensors.
 
     def own(self, value: int, tensor: torch.Tensor) -> None:
-        """Note that the storage of `tensor` holds `value` now."""
+        """Register that the storage of `tensor` contains `value` now."""
         self._owners[storage_key(tensor.untyped_storage())] = value
         if value in self._stored:
             self._at_hand[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:
-        """Note that a storage is a new one. Another one may have died in its place."""
+        """Register that a storage is new. It may have the key of a freed storage."""
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
-        """Note the parameter of a cast that autocast may have kept from an earlier call: no operator shows it."""
+        """Register the value of a cast that autocast may have cached in an earlier call, which no operator shows."""
         if self._casts and has_storage(tensor) and storage_key(tensor.untyped_storage()) not in self._owners:
-            value = self._casts.get((id(cast_from(tensor)), tensor.dtype))
+            value = self._casts.get((id(cast_source(tensor)), tensor.dtype))
             if value is not None:
                 self.own(value, tensor)
 
     def is_ref(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` is the tape's `ref`: in geometry, and of that value."""
+        """Return True if `tensor` matches the tape's `ref`, in geometry and value."""
         if not has_geometry(ref, tensor):
             return False
         key = storage_key(tensor.untyped_storage())
         if key not in self._owners:
             self.note_cast(tensor)
         owner = self._owners.get(key)
-        if owner is None and self._comes_from_elsewhere(ref.value):
+        if owner is None and self._has_unknown_source(ref.value):
             self.own(ref.value, tensor)
             return True
         return owner == ref.value
 
-    def _comes_from_elsewhere(self, value: int) -> bool:
-        """Return True for a value of unknown origin, which no operator shows and nothing is replayed from."""
+    def _has_unknown_source(self, value: int) -> bool:
+        """Return True for a value of unknown source. Nothing is replayed from these values."""
         source = self.values[value].source
         return source is not None and source.place == "unknown"
 
-    def same(self, expected: Any, given: Any) -> bool:
-        """Return True if an operator is given what its tape has for it."""
-        if expected is given:
+    def same(self, expected: Any, argument: Any) -> bool:
+        """Return True if an operator's argument matches the tape's."""
+        if expected is argument:
             return True
         if isinstance(expected, TensorRef):
-            return isinstance(given, torch.Tensor) and self.is_ref(expected, given)
+            return isinstance(argument, torch.Tensor) and self.is_ref(expected, argument)
         if isinstance(expected, Blank):
-            return isinstance(given, torch.Tensor) and has_geometry(expected, given)
+            return isinstance(argument, torch.Tensor) and has_geometry(expected, argument)
         if isinstance(expected, (tuple, list)):
-            if not isinstance(given, (tuple, list)) or len(expected) != len(given):
+            if not isinstance(argument, (tuple, list)) or len(expected) != len(argument):
                 return False
-            return all(map(self.same, expected, given))
+            return all(map(self.same, expected, argument))
         if isinstance(expected, dict):
-            return expected.keys() == given.keys() and all(self.same(v, given[name]) for name, v in expected.items())
-        return type(expected) is type(given) and (expected == given or repr(expected) == repr(given))
+            return expected.keys() == argument.keys() and all(
+                self.same(v, argument[name]) for name, v in expected.items()
+            )
+        return type(expected) is type(argument) and (expected == argument or repr(expected) == repr(argument))
 
 
-def _is_kept_cast(operator: TapeOperator) -> bool:
-    """Return True for an operator that casts a whole tensor to another type, as autocast does."""
+def _is_cacheable_cast(operator: TapeOperator) -> bool:
+    """Return True for an operator that casts a whole tensor to another dtype, as autocast does."""
     return operator.target is TO_COPY and operator.kwargs.keys() == {"dtype"}
 
 
@@ -229,7 +233,7 @@ def is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def have_memory(*trees: Any) -> bool:
-    """Return False if a tensor has no memory: DTensors find out shapes on such tensors."""
+    """Return False if a tensor has no memory. DTensors infer shapes on such tensors."""
     return not any(isinstance(leaf, torch.Tensor) and (leaf.is_meta or is_fake(leaf)) for leaf in leaves(*trees))
 
 

@@ -1,7 +1,7 @@
 """A validated call of a block: it runs under its plan, and each of its operators is compared with the tape.
 
-If the call leaves its tape, every tensor that it saves from there on is kept. Tensors that it saved before follow the
-plan, since the operators that made them were the tape's: the call is exact all the same.
+If the call diverges from its tape, every tensor that it saves afterwards is kept. Earlier tensors follow the plan,
+because the operators that made them matched the tape. So the call is exact in any case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.torch_glue.private import version_of
 
 
-class Kept:
+class KeptTensor:
     """Packed object for a saved tensor that the tape does not have: the tensor itself, and its version."""
 
     __slots__ = ("tensor", "version")
@@ -30,8 +30,8 @@ class Kept:
         self.version = version_of(tensor)
 
 
-class Deferred:
-    """Packed object for a tensor that a Function saved. It is packed after the Function has been compared."""
+class DeferredPack:
+    """Packed object for a tensor that a Function saved. The tensor is packed after the Function was compared."""
 
     __slots__ = ("packed",)
 
@@ -40,7 +40,7 @@ class Deferred:
 
 
 class ValidatedCall:
-    """One call of a block under its plan, compared with the plan's tape on the way."""
+    """One call of a block under its plan, compared with the plan's tape while it runs."""
 
     def __init__(
         self,
@@ -48,68 +48,68 @@ class ValidatedCall:
         plan: ExecutionPlan,
         codecs: Mapping[int, Coder],
         externals: list[tuple[int, torch.Tensor]],
-        compares: bool = False,
+        checks_bits: bool = False,
     ) -> None:
-        """If `compares`, the bits of replay are compared too."""
+        """Initialize. If `checks_bits`, the bits of replay are compared too."""
         self.name = name
-        self.why_left: str | None = None
-        """The difference at which the call left the plan's tape; None if it did not."""
-        self.unlike: frozenset[int] = frozenset()
+        self.divergence: str | None = None
+        """The difference at which the call diverged from the plan's tape, or None."""
+        self.mismatched_values: frozenset[int] = frozenset()
         """Values that replay did not recompute bit for bit."""
         self._begin = partial(Call, plan, name, codecs, externals)
         self._call: Call | None = None
-        """None if the call differs from the tape by its arguments already."""
-        self._validator = Validator(plan, compares, self._leave_tape)
+        """None if the arguments of the call already differ from the tape."""
+        self._validator = Validator(plan, checks_bits, self._on_divergence)
 
     @property
-    def seen(self) -> list[int] | None:
-        """The list that the order of unpacks goes into; None if the call left the plan's tape."""
-        return None if self._call is None or self.why_left is not None else self._call.seen
+    def unpacked_slots(self) -> list[int] | None:
+        """The list that collects the unpacked slots. None if the call diverged from the plan's tape."""
+        return None if self._call is None or self.divergence is not None else self._call.unpacked_slots
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `fn(*args)`."""
         validator = self._validator
         validator.begin(block, args, kwargs)
-        if not validator.has_left:
+        if not validator.has_diverged:
             self._call = self._begin()
-            self._call.seen = []
+            self._call.unpacked_slots = []
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), validator:
             result = fn(*args)
         validator.finish()
-        if self._call is not None and not validator.has_left:
+        if self._call is not None and not validator.has_diverged:
             self._call.finish()
-        self.why_left, self.unlike = validator.why_left, frozenset(validator.unlike)
-        del self._validator, self._begin  # autograd holds this object, for the sake of `_unpack`
+        self.divergence, self.mismatched_values = validator.divergence, frozenset(validator.mismatched_values)
+        del self._validator, self._begin  # autograd keeps this object alive through `_unpack`
         return result
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self._validator.is_in_function:
-            return self._packed(tensor)
-        deferred = Deferred()
+            return self._pack_now(tensor)
+        deferred = DeferredPack()
         self._validator.saved_inside.append((tensor, partial(self._pack_deferred, deferred)))
         return deferred
 
-    def _pack_deferred(self, deferred: Deferred, tensor: torch.Tensor) -> None:
-        deferred.packed = self._packed(tensor)
+    def _pack_deferred(self, deferred: DeferredPack, tensor: torch.Tensor) -> None:
+        deferred.packed = self._pack_now(tensor)
 
-    def _packed(self, tensor: torch.Tensor) -> Any:
+    def _pack_now(self, tensor: torch.Tensor) -> Any:
         validator = self._validator
         if not validator.saves(tensor) or self._call is None:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         with validator.paused():
             return self._call.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Deferred):
+        if isinstance(packed, DeferredPack):
             packed = packed.packed
-        if not isinstance(packed, Kept):
-            assert self._call is not None  # which has packed it
+        if not isinstance(packed, KeptTensor):
+            assert self._call is not None  # it packed the tensor
             return self._call.unpack(packed)
         if version_of(packed.tensor) != packed.version:
             raise changed_in_place(self.name, "a saved tensor")
         return packed.tensor
 
-    def _leave_tape(self, values: Mapping[int, torch.Tensor]) -> None:
+    def _on_divergence(self, values: Mapping[int, torch.Tensor]) -> None:
         if self._call is not None:
             with self._validator.paused():
-                self._call.leave_tape(values)
+                self._call.note_divergence(values)

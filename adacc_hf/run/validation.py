@@ -1,13 +1,13 @@
-"""Validation of a call: does it run the operators that its tape has, with the same numbers and wiring? (rules R7, R8)
+"""Validation of a call: it must run the tape's operators, with the same numbers and wiring (rules R7, R8).
 
-What autograd saves shows few of a tape's numbers. An argument that only replay reads, a stride or the dimension of a
-sum, would change a gradient unseen. So calls that nothing vouches for yet run under a dispatch mode that compares each
-operator with the tape before it runs: the first call at a size, some later ones, and every call of a block whose Python
-cannot be traced (`tape/guards.py`). The mode keeps no tensor but those that the plan would store, and takes some ten
-microseconds an operator.
+The tensors that autograd saves depend on few of a tape's numbers. A difference in an argument that only replay reads, a
+stride, or the dimension of a sum would change a gradient unnoticed. So calls that no guard or earlier call confirms run
+under a dispatch mode that compares each operator with the tape before it runs: the first call at a size, some later
+calls, and every call of a block whose Python cannot be traced (`tape/guards.py`). The mode keeps only the tensors that
+the plan would store, and takes about ten microseconds per operator.
 
-At some new sizes each operator that a replay may run is run once more, as soon as it has run, and the bits are
-compared. That takes the memory of one operator's results, not of all that the block makes.
+At some new sizes, each operator that a replay may run is run once more immediately, and the bits are compared. This
+takes the memory of one operator's results, not of all intermediates of the block.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from adacc_hf.tape.function_operators import (
     NotReplayableError,
     begin_watching,
     call_of,
+    decompose_arguments,
     end_watching,
-    flattened,
+    flatten_results,
     on_copies,
     results_of,
-    taken_apart,
 )
 from adacc_hf.tape.recorder import written_tensors
 from adacc_hf.tape.replay import stand_in
 from adacc_hf.tape.replay_check import same_bits
 from adacc_hf.tape.tape import Blank, TapeOperator, TensorRef, has_storage, leaves, map_tensors
 from adacc_hf.torch_glue.private import TorchDispatchMode, schema_of, storage_key
-from adacc_hf.torch_glue.rng_state import drawing_from, generator_state
+from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state
 from adacc_hf.torch_glue.tensors import copy_with_storage, is_fake, local_of, runs_on_parts
 
 _CONSTANT = torch.ops.aten.lift_fresh.default
@@ -45,31 +45,33 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class Validator(TorchDispatchMode):
-    """Dispatch mode that compares each operator of a call with that of a tape before it runs.
+    """Dispatch mode that compares each operator of a call with the tape's next operator before it runs.
 
-    At the first difference `on_leaving` is called with the tensors, by value, that the plan would store and that were
-    not saved yet; nothing is compared from then on. Operators that it runs need a pause (`paused`).
+    At the first difference, `on_divergence` gets the tensors, by value, that the plan would store and autograd has not
+    saved yet. Nothing is compared afterwards. Operators that the validation itself runs need a pause (`paused`).
     """
 
     def __init__(
-        self, plan: ExecutionPlan, compares: bool, on_leaving: Callable[[Mapping[int, torch.Tensor]], None]
+        self, plan: ExecutionPlan, checks_bits: bool, on_divergence: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
-        """If `compares`, operators are run once more, to compare the bits of replay."""
+        """Initialize. If `checks_bits`, run operators once more, to compare the bits of replay."""
         super().__init__()
         tape = plan.tape
-        self.unlike: set[int] = set()
+        self.mismatched_values: set[int] = set()
         """Values that replay did not recompute bit for bit."""
-        self._compares = compares
+        self._checks_bits = checks_bits
         self._recomputable = tape.recomputable
-        self._position = TapePosition(tape, frozenset(plan.roots), on_leaving)
-        self._drawing = {num_saved: (value, device) for num_saved, value, device in tape.drawing() if compares}
+        self._position = TapePosition(tape, frozenset(plan.roots), on_divergence)
+        self._states_to_store = {
+            num_saved: (value, device) for num_saved, value, device in tape.generator_states() if checks_bits
+        }
         self._states: dict[int, torch.Tensor | None] = {}
-        """Generator states that replay of the random operators would draw from."""
+        """Generator states from which replay of the random operators would draw."""
         self._is_paused = False
         self.is_in_function = False
-        """Whether the call is within a Function that is one operator of the tape."""
+        """True while the call is inside a Function that is one operator of the tape."""
         self.saved_inside: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
-        """The tensors that this Function has saved, each with the function that packs it after the comparison."""
+        """Tensors that this Function has saved, each with the function that packs it after the comparison."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -81,34 +83,34 @@ class Validator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code inside a block compiled, as `Recorder` does."""
+        """Keep compiled code inside a block compiled, as `Recorder` does."""
         return True
 
     @property
-    def why_left(self) -> str | None:
-        """The difference at which the call left the tape; None if it did not."""
-        return self._position.why_left
+    def divergence(self) -> str | None:
+        """The difference at which the call diverged from the tape, or None."""
+        return self._position.divergence
 
     @property
-    def has_left(self) -> bool:
-        return self._position.has_left
+    def has_diverged(self) -> bool:
+        return self._position.has_diverged
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the arguments of a call, and the tensors that hang on its block, with those of the tape."""
-        self._take_state()
+        """Compare the arguments of a call, and the tensors attached to its block, with the tape."""
+        self._store_state()
         self._position.begin(block, args, kwargs)
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape; return True if it is the tape's."""
-        if self.has_left:
+        """Compare the next tensor that autograd saves with the tape. Return True if the tape has it."""
+        if self.has_diverged:
             return False
         is_expected = self._position.saves(tensor)
-        self._take_state()
+        self._store_state()
         return is_expected
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, operators run without being compared: they are not the block's."""
+        """While open, operators are not compared, because the block does not run them."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -116,13 +118,14 @@ class Validator(TorchDispatchMode):
             self._is_paused = before
 
     def finish(self) -> None:
-        """Compare how much ran. Call it after the block."""
+        """Check that all of the tape's operators ran. Call this after the block."""
         self._position.finish()
 
-    def _take_state(self) -> None:
-        """Take the generator's state where a plan does, so that the comparison draws from the same state."""
-        if self._position.num_saved in self._drawing:
-            value, device = self._drawing[self._position.num_saved]
+    def _store_state(self) -> None:
+        """Store the generator's state at the moments at which a plan does, so that the comparison draws from the same
+        state."""
+        if self._position.num_saved in self._states_to_store:
+            value, device = self._states_to_store[self._position.num_saved]
             self._states[value] = generator_state(device)
 
     # Operators.
@@ -131,116 +134,122 @@ class Validator(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, position = kwargs or {}, self._position
-        if self._is_paused or position.why_left is not None:
+        if self._is_paused or position.divergence is not None:
             return func(*args, **kwargs)
         if types and any(map(runs_on_parts, types)):
-            return NotImplemented  # what it runs on the parts comes here next
+            return NotImplemented  # the operators on the local tensors are dispatched here next
         if func is _CONSTANT:
             position.take_number(args[0])
-        if func.is_view:  # half of all
+        if func.is_view:  # half of all operators
             position.note_cast(args[0])
             return func(*args, **kwargs)
         expected = position.take(func, args, kwargs)
         if expected is None:
             return self._run_unexpected(func, args, kwargs)
-        again = None
+        repeat_arguments = None
         if self._is_compared(expected):
-            again = _copied(func, args, kwargs, expected)  # before what it writes to is written
+            repeat_arguments = _copied(func, args, kwargs, expected)  # before the operator writes to them
         result = func(*args, **kwargs)
-        made, written = _as_leaves(result), written_tensors(func, args, kwargs)
-        if not self._own_made(expected, made, written):
+        results, written = _as_leaves(result), written_tensors(func, args, kwargs)
+        if not self._register_results(expected, results, written):
             return result
         if func is _DROPOUT and 0 not in dict(expected.outputs):
-            self._derive_dropout(args[0], made)
-        if again is not None:
-            copied_args, copied_kwargs = again
+            self._derive_dropout(args[0], results)
+        if repeat_arguments is not None:
+            copied_args, copied_kwargs = repeat_arguments
             copies = written_tensors(func, copied_args, copied_kwargs)
-            self._compare(expected, made, written, lambda: _as_leaves(func(*copied_args, **copied_kwargs)), copies)
+            self._compare(expected, results, written, lambda: _as_leaves(func(*copied_args, **copied_kwargs)), copies)
         return result
 
     def _is_compared(self, operator: TapeOperator) -> bool:
-        """Return True if the operator is run once more, since replay may run it."""
-        return self._compares and operator.may_run_again and not self._recomputable.isdisjoint(operator.made())
+        """Return True if the operator is run once more, because replay may run it."""
+        return self._checks_bits and operator.may_run_again and not self._recomputable.isdisjoint(operator.results())
 
-    def _own_made(self, operator: TapeOperator, made: Sequence[Any], written: Sequence[torch.Tensor]) -> bool:
-        """Note the values that an operator has made. If the tape has others, leave it and return False."""
+    def _register_results(
+        self, operator: TapeOperator, results: Sequence[Any], written: Sequence[torch.Tensor]
+    ) -> bool:
+        """Register the values that an operator made. If the tape has different ones, diverge and return False."""
         position = self._position
         if len(written) != len(operator.mutations):
-            position.leave(f"{operator.name} writes to other tensors")
+            position.diverge(f"{operator.name} writes to different tensors")
             return False
         for place, value in operator.outputs:
             expected = position.values[value]
-            tensor = local_of(made[place]) if place < len(made) and isinstance(made[place], torch.Tensor) else None
-            is_as = tensor is not None and has_geometry(expected.ref, tensor)
-            if tensor is None or not is_as or tensor.untyped_storage().nbytes() != expected.nbytes:
-                position.leave(f"{operator.name} makes another tensor than {expected.ref}")
+            tensor = (
+                local_of(results[place]) if place < len(results) and isinstance(results[place], torch.Tensor) else None
+            )
+            has_expected_geometry = tensor is not None and has_geometry(expected.ref, tensor)
+            if tensor is None or not has_expected_geometry or tensor.untyped_storage().nbytes() != expected.nbytes:
+                position.diverge(f"{operator.name} makes a tensor that differs from {expected.ref}")
                 return False
             position.own(value, tensor)
         for (_, value), tensor in zip(operator.mutations, written, strict=True):
             position.own(value, tensor)
         return True
 
-    def _derive_dropout(self, given: torch.Tensor, made: Sequence[Any]) -> None:
-        """Compare dropout's result with the product that replay makes it by."""
-        product = self._position.take_dropout(given, made[0])
+    def _derive_dropout(self, input_tensor: torch.Tensor, results: Sequence[Any]) -> None:
+        """Compare dropout's result with the product by which replay computes it."""
+        product = self._position.take_dropout(input_tensor, results[0])
         if product is not None and self._is_compared(product):
-            self._compare(product, made[:1], (), lambda: (product.target(given, made[1], product.args[2]),), ())
+            self._compare(
+                product, results[:1], (), lambda: (product.target(input_tensor, results[1], product.args[2]),), ()
+            )
 
     def _compare(
         self,
         operator: TapeOperator,
-        made: Sequence[Any],
+        results: Sequence[Any],
         written: Sequence[torch.Tensor],
         run_again: Callable[[], Sequence[Any]],
         copies: Sequence[torch.Tensor],
     ) -> None:
-        """Run an operator once more, and leave the tape if a value that replay makes comes out with other bits.
+        """Run an operator once more, and diverge if a value that replay recomputes has different bits.
 
-        Only these values: the seed that cuDNN's attention leaves unwritten without dropout never has the same bits.
-        `copies` are the tensors that the second run writes into.
+        Only these values are compared: the seed of cuDNN's attention, for example, stays uninitialized without dropout.
+        `copies` are the tensors that the second run writes to.
         """
         state = None if operator.generator is None else self._states.pop(operator.generator)
-        device = self._position.values[operator.made()[0]].device
-        with self.paused(), torch.no_grad(), drawing_from(state, device):
-            others = run_again()
-            # Memory that was only allocated has no bits to compare until something is written to it.
+        device = self._position.values[operator.results()[0]].device
+        with self.paused(), torch.no_grad(), draw_from_state(state, device):
+            second_results = run_again()
+            # Uninitialized memory has no bits to compare.
             outputs = () if operator.allocates else operator.outputs
-            pairs = [(value, made[place], others[place]) for place, value in outputs]
+            pairs = [(value, results[place], second_results[place]) for place, value in outputs]
             mutations = zip(operator.mutations, written, copies, strict=True)
-            pairs += [(new, one, other) for (_, new), one, other in mutations]
-            self.unlike |= {
+            pairs += [(new, first, second) for (_, new), first, second in mutations]
+            self.mismatched_values |= {
                 value
-                for value, one, other in pairs
-                if value in self._recomputable and not same_bits(local_of(one.detach()), local_of(other))
+                for value, first, second in pairs
+                if value in self._recomputable and not same_bits(local_of(first.detach()), local_of(second))
             }
-        if self.unlike:
-            self._position.leave(f"replay of {operator.name} does not give the same bits")
+        if self.mismatched_values:
+            self._position.diverge(f"replay of {operator.name} gives different bits")
 
     def _run_unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that the tape does not have next. It may make or change no storage of the block's."""
+        """Run an operator that is not the tape's next one. It must not make or change a storage of the block."""
         position = self._position
         if schema_of(func).is_mutable and have_memory(args, kwargs):
-            position.leave(f"{func} runs, which it has not")
+            position.diverge(f"{func} runs, but is not next on the tape")
         result = func(*args, **kwargs)
-        if position.has_left:
+        if position.has_diverged:
             return result
-        known = {storage_key(tensor.untyped_storage()) for tensor in _stored(args, kwargs)}
-        new = {storage_key(tensor.untyped_storage()) for tensor in _stored(result)} - known
-        for storage in new:
+        known_storages = {storage_key(tensor.untyped_storage()) for tensor in _stored(args, kwargs)}
+        new_storages = {storage_key(tensor.untyped_storage()) for tensor in _stored(result)} - known_storages
+        for storage in new_storages:
             position.disown(storage)
-        if new and not is_cast_of_parameter(func, args):
-            position.leave(f"{func} runs, which it has not")
+        if new_storages and not is_cast_of_parameter(func, args):
+            position.diverge(f"{func} runs, but is not next on the tape")
         return result
 
-    # Functions that are one operator.
+    # Functions that are one operator of the tape.
 
     def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run an `autograd.Function`, compared with the tape's next operator if that is one."""
-        if self._is_paused or self.has_left or self.is_in_function:
+        """Run an `autograd.Function`, and compare it with the tape's next operator if that is the same Function."""
+        if self._is_paused or self.has_diverged or self.is_in_function:
             return run()
         expected = self._position.take_function(function)
         parts = None if expected is None else self._parts_of(expected, function, args)
-        if expected is None or parts is None:  # its operators are compared, or everything is kept
+        if expected is None or parts is None:  # compare its operators, or nothing
             return run()
         written = _written_by(expected, parts)
         is_compared = self._is_compared(expected)
@@ -251,36 +260,38 @@ class Validator(TorchDispatchMode):
                 result = run()
         finally:
             self.is_in_function = False
-            saved, self.saved_inside = self.saved_inside, []
-        made = flattened(result, [tensor for tensor, _ in saved])
+            saved_tensors, self.saved_inside = self.saved_inside, []
+        results = flatten_results(result, [tensor for tensor, _ in saved_tensors])
         call = expected.kwargs["call"]
-        if self._own_made(expected, made, list(written.values())) and not self._returns(call.results, result):
-            self._position.leave(f"{expected.name} returns others than {call.results}")
-        if is_compared and not self.has_left:
+        if self._register_results(expected, results, list(written.values())) and not self._returns(
+            call.results, result
+        ):
+            self._position.diverge(f"{expected.name} returns results that differ from {call.results}")
+        if is_compared and not self.has_diverged:
 
             def run_again() -> Sequence[Any]:
                 return expected.target(*on_copies(parts, copies), call=call)
 
-            self._compare(expected, made, list(written.values()), run_again, list(copies.values()))
-        for tensor, pack in saved:
+            self._compare(expected, results, list(written.values()), run_again, list(copies.values()))
+        for tensor, pack in saved_tensors:
             pack(tensor)
         return result
 
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
-        """Return a Function's arguments taken apart. If the tape has others, leave it and return None."""
+        """Return the decomposed arguments of a Function. If the tape has different ones, diverge and return None."""
         try:
-            parts = taken_apart(args)
+            parts = decompose_arguments(args)
         except NotReplayableError as reason:
-            self._position.leave(f"{operator.name} {reason}")
+            self._position.diverge(f"{operator.name} {reason}")
             return None
         is_same = self._position.same(operator.args, parts)
         if not is_same or not call_of(function, parts).is_like(operator.kwargs["call"]):
-            self._position.leave(f"{operator.name} is given others than {operator.args}")
+            self._position.diverge(f"{operator.name} has arguments that differ from {operator.args}")
             return None
         return parts
 
     def _returns(self, expected: Any, result: Any) -> bool:
-        """Return True if a Function returned, apart from its tensors, what its tape has."""
+        """Return True if the results of a Function, without tensors, equal the tape's."""
         try:
             return self._position.same(expected, results_of(result))
         except NotReplayableError:
@@ -288,10 +299,12 @@ class Validator(TorchDispatchMode):
 
 
 def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, torch.Tensor]:
-    """Return the arguments of a Function that it writes into, by storage, in the order of the operator's mutations."""
+    """Return the arguments that a Function writes to, by storage key, in the order of the operator's mutations."""
     pairs = zip(leaves(operator.args), leaves(parts), strict=True)
-    given = {ref.value: tensor for ref, tensor in pairs if isinstance(ref, TensorRef)}
-    return {storage_key(given[old].untyped_storage()): given[old] for old, _ in operator.mutations}
+    tensors_by_value = {ref.value: tensor for ref, tensor in pairs if isinstance(ref, TensorRef)}
+    return {
+        storage_key(tensors_by_value[old].untyped_storage()): tensors_by_value[old] for old, _ in operator.mutations
+    }
 
 
 def _as_leaves(result: Any) -> Any:
@@ -301,15 +314,17 @@ def _as_leaves(result: Any) -> Any:
 def _copied(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operator: TapeOperator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an operator as replay gives them: copies of the tensors that it writes to, stand-ins for
-    those of which it reads no element."""
-    given = zip(args, operator.args, strict=True)
-    args = tuple([stand_in(blank, blank.device) if isinstance(blank, Blank) else each for each, blank in given])
+    """Return the arguments that replay would pass to an operator.
+
+    Tensors that the operator writes to are copied. Tensors of which it reads no element are replaced by stand-ins.
+    """
+    pairs = zip(args, operator.args, strict=True)
+    args = tuple([stand_in(blank, blank.device) if isinstance(blank, Blank) else argument for argument, blank in pairs])
     copies = {id(tensor): copy_with_storage(tensor) for tensor in written_tensors(func, args, kwargs)}
     return map_tensors((args, kwargs), torch.Tensor, lambda tensor: copies.get(id(tensor), tensor))
 
 
 def _stored(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors that have memory. DTensors are represented by their local parts."""
+    """Return the tensors that have memory. DTensors are represented by their local tensors."""
     tensors = [local_of(leaf) for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if not tensor.is_meta and not is_fake(tensor) and has_storage(tensor)]

@@ -1,1 +1,1 @@
-"""The parts of the policy maker: programs, frontiers, mixtures, peaks, and the search over them."""
+"""Policy solver: integer programs, frontiers of plans, mixtures, least peaks, and the search for the best policy."""

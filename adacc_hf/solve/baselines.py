@@ -1,9 +1,9 @@
-"""What needs no solver: the rule behind the paper's Table 1, its "Quantization" baseline, and torch's checkpoint.
+"""Policies without a solver: the greedy rule of the paper's Table 1, its "Quantization" baseline, torch's checkpoint.
 
-The optimization bandwidth of an action is what it frees over the time it takes, recomputation counted from the nearest
-activations. Each activation gets the action of the higher bandwidth, the highest bandwidths first. What actions cost
-together is left out: a replay that two activations share counts for each. The solver starts from these policies, so
-that it is never slower; alone they are a baseline for it.
+The optimization bandwidth of an action is the bytes it frees per ms it takes, with recomputation from the nearest
+activations. The greedy rule gives each activation the action with the higher bandwidth, the highest bandwidths first.
+It neglects shared costs: a replay that serves two activations counts for each. The greedy policies are candidates of
+the solver's search, so the solver's policy is never slower. They also serve as a baseline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidths:
-    """What an activation's actions free per ms; None for one that it cannot take."""
+    """Bytes freed per ms by each action on one activation; None for an action that is not available."""
 
     value: int
     recompute_ms: float | None
@@ -35,19 +35,19 @@ class Bandwidths:
 
     @property
     def best(self) -> float | None:
-        """The higher one."""
+        """Higher of the two bandwidths, or None."""
         return max((band for band in (self.recompute, self.compress) if band is not None), default=None)
 
     @property
     def choice(self) -> Choice:
-        """The action with the higher bandwidth; RETAIN if there is no other."""
+        """Action with the higher bandwidth; RETAIN if no other is available."""
         if self.best is None:
             return RETAIN
         return RECOMPUTE if self.store is None or self.best == self.recompute else self.store.choice
 
 
 def bandwidths(model: KindModel) -> list[Bandwidths]:
-    """The bandwidths of every activation of a kind."""
+    """Return the bandwidths of every activation of a kind."""
     rows = []
     for value in model.kind.activations:
         ms = replay_ms(model, value.index) if value.saved else None
@@ -74,17 +74,17 @@ def _per_ms(nbytes: int, ms: float) -> float:
 
 
 def replay_ms(model: KindModel, value: int) -> float | None:
-    """Time to recompute an activation when all others are stored; None if it cannot be."""
+    """Return the time to recompute an activation when all others are stored; None if it cannot be recomputed."""
     if model.recompute(value) is None:
         return None
     return price(model, {**dict.fromkeys(model.menus, RETAIN), value: RECOMPUTE}).ms
 
 
 def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[list[PricedPlan]]:
-    """Policies from all RETAIN on, a column per block, each with one more activation of one block changed.
+    """Yield policies starting with all RETAIN, each with one more activation of one block changed.
 
-    The first blocks are changed first, as in `frontier.chain`. Every policy takes at least the time of those before it:
-    the more is changed, the more is replayed and coded.
+    The first blocks are changed first, as in `frontier.chain`. Every policy takes at least the time of the policies
+    before it, because each change adds replay or coding.
     """
     choices = [dict.fromkeys(model.menus, RETAIN) for model in models]
     policy = [price(models[block.kind], choices[block.kind]) for block in profile.blocks]
@@ -93,28 +93,28 @@ def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[l
     changes = [(row.best, kind, row) for kind, row in rows if row.best is not None and row.choice != RETAIN]
     for _, kind, row in sorted(changes, key=lambda change: -change[0]):
         choices[kind][row.value] = row.choice
-        column = price(models[kind], choices[kind])
+        plan = price(models[kind], choices[kind])
         for i, block in enumerate(profile.blocks):
             if block.kind == kind:
-                policy[i] = column
+                policy[i] = plan
                 yield list(policy)
 
 
-# The paper's "Quantization" baseline: one codec for everything, whatever it costs.
+# The paper's "Quantization" baseline: one codec for all activations, regardless of its cost.
 
 
 def quantize_everything(profile: Profile) -> Policy:
-    """The policy that keeps each activation that it takes by the baseline's codec, per-token INT4."""
+    """Return the policy that stores each supported activation with the baseline's codec, per-token INT4."""
     from adacc_hf.kernels.codecs import baseline_codec
 
     return uniform_policy(profile, Action.COMPRESS, codec=baseline_codec())
 
 
-# A step under torch's checkpoint around every block, from the same profile as a policy's.
-# `uniform_policy(profile, "recompute")` is not that: it recomputes each tensor when it is wanted, and lets it go after
-# its last use.
+# A step under torch's checkpoint around every block, from the same profile as a policy's step.
+# `uniform_policy(profile, "recompute")` differs from it: that policy recomputes each tensor when autograd unpacks it,
+# and frees it after its last use.
 
 
 def simulate_checkpointed(profile: Profile) -> Outcome:
-    """The outcome of a step of `profile` in which torch's checkpoint runs every block that it may run."""
+    """Return the simulated outcome of a step in which torch's checkpoint runs every block that allows it."""
     return simulate_policy(profile, checkpoint_policy(profile))

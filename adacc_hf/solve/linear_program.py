@@ -1,7 +1,7 @@
-"""A linear or integer program in PuLP, solved by HiGHS inside this process.
+"""Linear and integer programs, built with PuLP and solved by HiGHS inside this process.
 
-PuLP hands the program over once. A program that then differs in its costs or in one bound is solved from the last
-basis: a block's relaxation takes 0.1 ms, where building it takes 1.7 ms.
+PuLP builds the HiGHS model once. After a change of costs or of one bound, HiGHS starts from the last basis: the
+relaxation of a block takes 0.1 ms to solve, and 1.7 ms to build.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ if TYPE_CHECKING:
     import pulp
 
 MAX_NODES = 200
-"""Branches that one integer program may take. GPT-2's take below ten; a limit on time alone would make the policy
-depend on the machine's load."""
+"""Maximum number of branch-and-bound nodes of an integer program. GPT-2's programs take below ten. A time limit alone
+would make the policy depend on the machine's load."""
 TOLERANCE = 1e-9
-"""By how much a solution may miss a constraint. HiGHS's own 1e-6 would let stored bytes exceed the budget by
-kilobytes."""
+"""Feasibility tolerance. With HiGHS's default of 1e-6, stored bytes could exceed the budget by kilobytes."""
 
 Terms = Iterable[tuple[int, float]]
 """Pairs of a variable and its coefficient; a variable may occur more than once."""
 
 
 class LinearProgram:
-    """Variables from 0 to a bound of their own, and rows that bound sums of them; both are known by their number."""
+    """Program with bounded non-negative variables, and rows that bound sums of them. Both are referred to by number."""
 
     def __init__(self) -> None:
         _import_pulp()
@@ -41,7 +40,7 @@ class LinearProgram:
         self.rows: list[pulp.LpConstraint] = []
 
     def variable(self, upper: float = 1.0) -> int:
-        """A new variable, whole in an integer program, between 0 and `upper`."""
+        """Add a variable between 0 and `upper`, integer in an integer program, and return its number."""
         import pulp
 
         name = f"x{len(self.variables):06d}"
@@ -49,18 +48,18 @@ class LinearProgram:
         return len(self.variables) - 1
 
     def constrain(self, terms: Terms, low: float = -math.inf, high: float = math.inf) -> int:
-        """A new row: the sum of `terms` is at least `low`, or at most `high`, or both where these are equal."""
+        """Add a row, and return its number: the sum of `terms` is at least `low`, at most `high`, or equal to both."""
         import pulp
 
         total = combine(terms)
         if low == -math.inf:
-            # PuLP takes no infinite bound: without one, the most that the sum can be.
-            most = sum(max(0.0, coefficient) * self.variables[x].upBound for x, coefficient in total.items())
-            sense, bound = pulp.LpConstraintLE, min(high, most)
+            # PuLP accepts no infinite bound, so use the maximum of the sum instead.
+            maximum = sum(max(0.0, coefficient) * self.variables[x].upBound for x, coefficient in total.items())
+            sense, bound = pulp.LpConstraintLE, min(high, maximum)
         elif high == math.inf:
             sense, bound = pulp.LpConstraintGE, low
         else:
-            assert low == high, f"PuLP's rows have one bound, or two equal ones: not {low} and {high}"
+            assert low == high, f"a PuLP row has one bound or two equal bounds, not {low} and {high}"
             sense, bound = pulp.LpConstraintEQ, low
         expression = pulp.LpAffineExpression({self.variables[x]: coefficient for x, coefficient in total.items()})
         self.rows.append(pulp.LpConstraint(expression, sense, rhs=bound))
@@ -69,10 +68,10 @@ class LinearProgram:
 
 
 def _import_pulp() -> None:
-    """Import PuLP from a stack of its own.
+    """Import PuLP in a separate thread, because PuLP keeps the stack frames of its import alive.
 
-    It keeps the errors of solvers that it does not find, and these keep the frames that it was imported from: whoever
-    asks for a first policy would never see their model's memory again.
+    PuLP stores the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames.
+    Imported in the caller's thread, PuLP would keep the caller's local variables, such as the model, alive forever.
     """
     if "pulp" not in sys.modules:
         thread = Thread(target=import_module, args=("pulp",))
@@ -81,7 +80,7 @@ def _import_pulp() -> None:
 
 
 def combine(terms: Terms) -> dict[int, float]:
-    """The coefficient of each variable in the sum of `terms`."""
+    """Return the coefficient of each variable in the sum of `terms`."""
     total: dict[int, float] = defaultdict(float)
     for variable, coefficient in terms:
         total[variable] += coefficient
@@ -90,21 +89,21 @@ def combine(terms: Terms) -> dict[int, float]:
 
 @dataclass
 class SolverLog:
-    """The limits of a search, and what its runs of HiGHS came to."""
+    """Limits of a search, and statistics of its HiGHS runs."""
 
     gap: float = 0.0
-    """Part of the objective by which an integer solution may lie above the best bound; 0 asks for a proof."""
+    """Relative optimality gap at which an integer program stops; 0 requires a proof of optimality."""
     seconds: float = 60.0
-    """Limit of each run of an integer program; a relaxation takes no search."""
+    """Time limit of each run of an integer program. Relaxations have no limit."""
     num_solves: int = 0
     num_unproven: int = 0
-    """Runs that ended at a limit."""
+    """Number of runs that ended at a limit of time or nodes."""
     worst_gap: float = 0.0
-    """Largest gap that any integer program was left with."""
+    """Largest remaining gap of an integer program."""
 
 
 class Solver:
-    """One program inside HiGHS; `minimize` may be called again after a change of costs or bounds."""
+    """HiGHS model of one program. `minimize` can be called repeatedly, with other costs or bounds."""
 
     def __init__(self, program: LinearProgram, log: SolverLog, *, integer: bool) -> None:
         import numpy
@@ -113,7 +112,7 @@ class Solver:
         self._log = log
         self._integer = integer
         problem = program.problem
-        # Zeros, so that PuLP sees the variables that stand in no row.
+        # Costs of 0 make PuLP include the variables that are in no row.
         problem.setObjective(pulp.LpAffineExpression(dict.fromkeys(program.variables, 0.0)))
         highs = pulp.HiGHS(
             mip=integer,
@@ -125,10 +124,10 @@ class Solver:
             dual_feasibility_tolerance=TOLERANCE,
             mip_feasibility_tolerance=TOLERANCE,
             mip_max_nodes=MAX_NODES,
-            # A relaxation starts from the last basis, which presolve would throw away.
+            # A relaxation starts from the last basis, which presolve would discard.
             presolve="on" if integer else "off",
         )
-        # The parts of PuLP's solve(), which would build the program again for every run.
+        # The steps of PuLP's solve() one by one, because solve() would build the model again for every run.
         highs.createAndConfigureSolver(problem)
         highs.buildSolverModel(problem)
         self._highs = problem.solverModel
@@ -140,7 +139,7 @@ class Solver:
         self._highs.changeRowBounds(self._rows[row], low, high)
 
     def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:
-        """The value of each variable where the sum of `costs` is least; None if no solution below `limit` was found."""
+        """Return the variables' values that minimise the sum of `costs`; None if no solution below `limit` is found."""
         import highspy
         import numpy
 
@@ -149,22 +148,24 @@ class Solver:
             dense[variable] += cost
         self._highs.changeColsCost(len(self._columns), self._columns, dense)
         if self._integer:
-            # HiGHS counts the time of all its runs.
+            # HiGHS's run time accumulates over all its runs.
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._log.seconds)
-            # Branches that cannot come below the limit are cut off.
+            # Cut off branches that cannot get below the limit.
             self._highs.setOptionValue("objective_bound", limit)
         self._highs.run()
         self._log.num_solves += 1
-        # Not PuLP's status, which calls what a limit of time cut short optimal.
+        # PuLP's own status would say "optimal" for a run that ended at the time limit.
         status, information = self._highs.getModelStatus(), self._highs.getInfo()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return None
         is_proven = status == highspy.HighsModelStatus.kOptimal
         self._log.num_unproven += not is_proven
-        found = information.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        has_solution = information.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         if information.objective_function_value >= limit:
-            # What was found on the way to a proof that nothing is below.
+            # HiGHS returns this solution although the objective is not below the limit.
             return None
         if self._integer:
             self._log.worst_gap = max(self._log.worst_gap, information.mip_gap)
-        return numpy.array(self._highs.getSolution().col_value)[self._columns].tolist() if found else None
+        if not has_solution:
+            return None
+        return numpy.array(self._highs.getSolution().col_value)[self._columns].tolist()

@@ -1,9 +1,9 @@
-"""The choice of an action for every activation of one block, as a mixed-integer linear program (paper, section 3.3).
+"""Mixed-integer linear program that chooses an action for every activation of one block (paper, section 3.3).
 
-For a block of one kind, all variables binary:
-  store[v, o]  activation v is stored as option o of its menu: as it is, or as one codec's payload
-  run[j]       operator j is replayed in backward
-  again[c]     torch's checkpoint runs the whole block, its inputs stored in the c-th way
+Variables of a block of one kind, all binary:
+  store[v, o]    activation v is stored in option o of its menu: as it is, or as one codec's payload
+  run[j]         operator j is replayed in backward
+  checkpoint[c]  torch's checkpoint runs the whole block, with its inputs stored in the c-th way
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """One way to store an activation."""
+    """Form in which an activation can be stored: the tensor itself, or the payload of one codec."""
 
     choice: Choice
     nbytes: int
     ms: float
-    """Encode and decode time; 0 for the tensor itself."""
+    """Sum of encode and decode time; 0 for the tensor itself."""
     is_lossless: bool = True
 
 
 @dataclass(frozen=True)
 class KindModel:
-    """What the solver may do with one kind under a config."""
+    """Actions that a config allows on the activations of one kind of block, with their costs."""
 
-    whole: KindProfile
-    """The kind as it was profiled."""
+    profiled_kind: KindProfile
+    """The kind as profiled."""
     kind: KindProfile
-    """The kind in which no value repeats another, if replay is allowed: one that would is taken from the other."""
+    """The kind without values that equal another value, if recomputation is allowed. They are copied from the other."""
     menus: Mapping[int, tuple[StoredForm, ...]]
-    """The ways to store each activation, RETAIN first; none of a block that only torch's checkpoint may run."""
+    """Forms in which each activation can be stored, RETAIN first. Empty if torch's checkpoint must run the block."""
     runnable: frozenset[int]
-    """Operators that can be replayed: their inputs can all be stored or recomputed."""
+    """Operators that can be replayed, because all their inputs can be stored or recomputed."""
     index_values: frozenset[int] = frozenset()
-    """Indices that a codec's error could make others, which are stored if they are needed."""
+    """Index tensors that a codec's error could change. They are stored if they are needed, and never recomputed."""
     checkpoints: tuple[PricedPlan, ...] = ()
-    """What torch's checkpoint of the whole block costs, with its inputs stored in each way."""
+    """Plans in which torch's checkpoint runs the whole block, one for each way to store its inputs."""
 
     @cached_property
     def total_ms(self) -> float:
-        """Sum of all operators' and codecs' times: a scale for the objective."""
+        """Sum of the times of all operators, codecs and checkpoints, to scale the objective."""
         runs = sum(operator.ms for operator in self.kind.operators)
         codecs = sum(store.ms for menu in self.menus.values() for store in menu)
         return runs + codecs + sum(plan.ms for plan in self.checkpoints)
 
     def recompute(self, value: int) -> int | None:
-        """The operator whose replay makes `value`, or None if none may."""
+        """Return the operator whose replay computes `value`, or None if `value` must not be recomputed."""
         record = self.kind.values[value]
-        may_be = record.recomputable and value not in self.index_values
-        return record.producer if may_be and record.producer in self.runnable else None
+        is_recomputable = record.recomputable and value not in self.index_values
+        return record.producer if is_recomputable and record.producer in self.runnable else None
 
     def is_lossy(self, value: int, choice: Choice) -> bool:
-        """Whether `choice` stores the value with loss."""
+        """Return True if `choice` stores the value with a lossy codec."""
         if choice.action is not Action.COMPRESS:
             return False
         return any(store.choice == choice and not store.is_lossless for store in self.menus[value])
@@ -82,128 +82,133 @@ class KindModel:
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
-    """One plan for a block of a kind, with its price in whole bytes. Compared by identity, which is quick to hash."""
+    """Plan for a block of a kind, with its cost in bytes and ms. Hashed and compared by identity, for speed."""
 
     plan: Plan
     nbytes: int
-    """Bytes it stores, shared tensors left out."""
+    """Bytes that a block under the plan stores, shared tensors left out."""
     shared: frozenset[int]
-    """Shared tensors that its replay reads."""
+    """Shared tensors that the plan's replay reads."""
     ms: float
+    """Time of replay, encoding and decoding."""
 
 
 def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
-    """The actions that `config` allows on `kind`."""
-    whole = kind
+    """Return the actions that `config` allows on the activations of `kind`."""
+    profiled_kind = kind
     if Action.RECOMPUTE in config.parsed_actions:
-        kind = whole.merged(whole.equal)
+        kind = profiled_kind.with_merged_values(profiled_kind.equal)
     may_be_plain = BlockAction.PLAIN in kind.block_actions
     menus = {
-        value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_stores(value, config)) if may_be_plain else ()
+        value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_forms(value, config)) if may_be_plain else ()
         for value in kind.activations
     }
-    kept = kind.index_values(lossy_values(menus))
+    index_values = kind.index_values(lossy_values(menus))
     runnable: set[int] = set()
     if Action.RECOMPUTE in config.parsed_actions:
         for operator in kind.operators:
-            available = (_is_available(kind.values[value], menus, runnable, kept) for value in operator.inputs)
+            available = (_is_available(kind.values[value], menus, runnable, index_values) for value in operator.inputs)
             if operator.replayable and all(available):
                 runnable.add(operator.index)
-    return KindModel(whole, kind, menus, frozenset(runnable), kept, tuple(_checkpoints(whole, config)))
+    checkpoints = tuple(_checkpoint_plans(profiled_kind, config))
+    return KindModel(profiled_kind, kind, menus, frozenset(runnable), index_values, checkpoints)
 
 
-MOST_CODED_INPUTS = 3
-"""Inputs of a block whose codecs are all combined, where torch's checkpoint runs it; the smaller ones are retained."""
+MAX_CODED_INPUTS = 3
+"""Maximum number of inputs of a checkpointed block for which codecs are tried. Smaller inputs are retained."""
 
 
-def _checkpoints(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan]:
-    """The ways to have torch's checkpoint run a block of `kind`: none if nothing may be recomputed."""
+def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan]:
+    """Return the plans in which torch's checkpoint runs a block of `kind`; [] if recomputation is not allowed."""
     if checkpoint_plan(kind) is None or not kind.slots:
         return []
     if Action.RECOMPUTE not in config.parsed_actions and BlockAction.PLAIN in kind.block_actions:
         return []
-    coded = [value for value in sorted(kind.inputs, key=lambda v: -v.nbytes) if value.place][:MOST_CODED_INPUTS]
+    coded_inputs = [v for v in sorted(kind.inputs, key=lambda v: -v.nbytes) if v.place][:MAX_CODED_INPUTS]
     menus = [
-        [None, *(form for form in _codec_stores(value, config) if form.is_lossless or kind.bears_coded_inputs)]
-        for value in coded
+        [None, *(form for form in _codec_forms(value, config) if form.is_lossless or kind.allows_lossy_inputs)]
+        for value in coded_inputs
     ]
-    found = []
+    plans = []
     for forms in product(*menus):
-        chosen = zip(coded, forms, strict=True)
-        plan = checkpoint_plan(kind, {value.index: form.choice for value, form in chosen if form is not None})
-        assert plan is not None  # there was one without codecs
+        pairs = zip(coded_inputs, forms, strict=True)
+        plan = checkpoint_plan(kind, {value.index: form.choice for value, form in pairs if form is not None})
+        assert plan is not None  # because there is a plan without codecs
         outcome = run_block(kind, plan)
-        found.append(PricedPlan(plan, outcome.stored_bytes, outcome.shared, outcome.overhead_ms))
-    return found
+        plans.append(PricedPlan(plan, outcome.stored_bytes, outcome.shared, outcome.overhead_ms))
+    return plans
 
 
 def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
-    """The values that may be stored with loss."""
+    """Return the values that may be stored with a lossy codec."""
     return {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
 
 
-def _codec_stores(value: Value, config: AdaccConfig) -> list[StoredForm]:
-    """The codecs that `config` allows for `value`: lossless ones always, since they change nothing."""
-    lossy = Action.COMPRESS in config.parsed_actions
+def _codec_forms(value: Value, config: AdaccConfig) -> list[StoredForm]:
+    """Return the forms of `value` in codecs that `config` allows. Lossless codecs are always allowed."""
+    allows_lossy = Action.COMPRESS in config.parsed_actions
     return [
         StoredForm(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
         for option in value.codecs
-        if (option.lossless or (lossy and (config.codecs is None or option.codec in config.codecs)))
+        if (option.lossless or (allows_lossy and (config.codecs is None or option.codec in config.codecs)))
         and (config.max_error is None or option.error <= config.max_error)
         and option.nbytes < value.nbytes
     ]
 
 
-def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], kept: Collection[int]) -> bool:
-    """Whether a replayed operator can read `value`, given the operators before it that can be replayed."""
-    can_be_recomputed = value.recomputable and value.producer in runnable and value.index not in kept
-    return _is_at_hand(value) or value.index in menus or can_be_recomputed
+def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]) -> bool:
+    """Return True if a replayed operator can read `value`, when `runnable` are the earlier operators to replay."""
+    is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
+    return _is_always_readable(value) or value.index in menus or is_recomputable
 
 
-def _is_at_hand(value: Value) -> bool:
-    """Whether a replay can read `value` whatever is chosen for activations: others hold it, or it is stored for the
-    replay alone, as the state is of the generator that it draws from."""
+def _is_always_readable(value: Value) -> bool:
+    """Return True if a replay can read `value` under every choice for the activations.
+
+    The value is a shared tensor, or the state of a random generator, which is stored for the replay.
+    """
     return value.shared is not None or value.is_generator_state
 
 
 def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
-    """The plan with these choices; what nobody reads is neither replayed nor stored.
+    """Return the plan with these choices. Values that are not read are neither replayed nor stored.
 
     A block input that autograd does not save costs bytes only if a replay reads it, and so does a generator's state.
-    Activations that repeat another are recomputed. What no replay may make beside what is stored with loss is retained.
-    Of a block that must not run plainly there are no choices: torch's checkpoint runs it.
+    Activations that equal another one are recomputed. Activations that must not be recomputed next to a value stored
+    with loss are retained. If a block must not run plainly, `choices` are ignored, because torch's checkpoint runs it.
     """
-    if BlockAction.PLAIN not in model.whole.block_actions:
+    if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]
-    choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in model.whole.activations}
-    coded = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
-    choices |= {value: RETAIN for value in model.kind.exactness_dependents_of(coded) if choices[value] == RECOMPUTE}
+    activations = model.profiled_kind.activations
+    choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in activations}
+    lossy = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
+    choices |= {value: RETAIN for value in model.kind.exactness_dependents_of(lossy) if choices[value] == RECOMPUTE}
     values = model.kind.values
     runs: set[int] = set()
 
     def reads(value: int) -> tuple[int, ...] | None:
-        if _is_at_hand(values[value]) or choices.get(value, RECOMPUTE) != RECOMPUTE:
+        if _is_always_readable(values[value]) or choices.get(value, RECOMPUTE) != RECOMPUTE:
             return None
         operator = model.recompute(value)
-        assert operator is not None, f"the program lets value {value} be recomputed, which cannot be"
+        assert operator is not None, f"value {value} has the action RECOMPUTE, but cannot be recomputed"
         runs.add(operator)
         return model.kind.operators[operator].inputs
 
-    wanted = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
-    read, _ = walk_back(wanted, reads)
-    kept = [v.index for v in model.kind.activations if choices[v.index] != RECOMPUTE and (v.saved or v.index in read)]
-    drawn_from = [value for value in read if values[value].is_generator_state]
-    stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in kept]
+    targets = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
+    read, _ = walk_back(targets, reads)
+    stored = [v.index for v in model.kind.activations if choices[v.index] != RECOMPUTE and (v.saved or v.index in read)]
+    generator_states = [value for value in read if values[value].is_generator_state]
+    stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in stored]
     return PricedPlan(
         plan=Plan(kind=model.kind.digest, choices=tuple(choices.items())),
-        nbytes=sum(store.nbytes for store in stores) + sum(values[v].nbytes for v in drawn_from),
+        nbytes=sum(store.nbytes for store in stores) + sum(values[v].nbytes for v in generator_states),
         shared=frozenset(shared for v in read if (shared := values[v].shared) is not None),
         ms=sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
     )
 
 
 class BlockVariables:
-    """The variables and constraints of one block of `model` inside `program`."""
+    """Variables and constraints of one block of `model` in `program`."""
 
     def __init__(self, program: LinearProgram, model: KindModel) -> None:
         self.model = model
@@ -211,7 +216,7 @@ class BlockVariables:
             (value, option): program.variable() for value, menu in model.menus.items() for option in range(len(menu))
         }
         self.run = {j: program.variable() for j in sorted(model.runnable)}
-        self.again = [program.variable() for _ in model.checkpoints]
+        self.checkpoint = [program.variable() for _ in model.checkpoints]
         self._constrain(program)
 
     def _constrain(self, program: LinearProgram) -> None:
@@ -219,17 +224,18 @@ class BlockVariables:
         for value, menu in self.model.menus.items():
             if len(menu) > 1:
                 program.constrain(self._stored(value), high=1.0)
-        # [Available] what autograd saved is stored, or its producer runs again (equations 5 and 6), or the whole block.
-        again = [(variable, 1.0) for variable in self.again]
+        # [Available] an activation that autograd saved is stored, or its producer is replayed (equations 5 and 6), or
+        # the whole block is checkpointed.
+        checkpoint = [(variable, 1.0) for variable in self.checkpoint]
         for activation in self.model.kind.activations:
             if activation.saved:
-                made = [*self._stored(activation.index), *self._recomputed(activation.index)]
-                program.constrain([*made, *again], low=1.0)
-        # [Dependency] a replayed operator has its inputs; for what autograd saved, [Available] says so already.
+                sources = [*self._stored(activation.index), *self._recomputed(activation.index)]
+                program.constrain([*sources, *checkpoint], low=1.0)
+        # [Dependency] the inputs of a replayed operator are available. [Available] ensures this for the saved ones.
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
                 program.constrain([*self._stored(value), *self._recomputed(value), (run, -1.0)], low=0.0)
-        # [Fragile] what no replay may make where another one is stored with loss is stored then.
+        # [Exactness] a value that must not be recomputed from a lossy one is stored if the other is stored with loss.
         for value, others in self.model.kind.exactness_dependents.items():
             for other in others if self._recomputed(value) else ():
                 lossy = [
@@ -248,56 +254,57 @@ class BlockVariables:
     def _unsaved_inputs(self, operator: int) -> list[int]:
         values = self.model.kind.values
         inputs = dict.fromkeys(self.model.kind.operators[operator].inputs)
-        return [v for v in inputs if not _is_at_hand(values[v]) and not (values[v].activation and values[v].saved)]
+        saved = {v for v in inputs if values[v].activation and values[v].saved}
+        return [v for v in inputs if not _is_always_readable(values[v]) and v not in saved]
 
     def shared_readers(self) -> list[tuple[int, int]]:
-        """Pairs of a shared tensor and the variable of what reads it: an operator, or the whole block."""
+        """Return pairs of a shared tensor and the variable of a reader: a replayed operator, or a checkpoint."""
         values = self.model.kind.values
         inputs = [(v, run) for j, run in self.run.items() for v in dict.fromkeys(self.model.kind.operators[j].inputs)]
         read = [(shared, run) for v, run in inputs if (shared := values[v].shared) is not None]
-        plans = zip(self.model.checkpoints, self.again, strict=True)
+        plans = zip(self.model.checkpoints, self.checkpoint, strict=True)
         return read + [(shared, variable) for plan, variable in plans for shared in plan.shared]
 
     def terms_ms(self, weight: float = 1.0) -> list[tuple[int, float]]:
-        """Replay, encoding and decoding, in ms (equation 4), times `weight`."""
+        """Return the terms for the time of replay, encoding and decoding in ms (equation 4), times `weight`."""
         runs = [(run, weight * self.model.kind.operators[j].ms) for j, run in self.run.items()]
-        runs += [(x, weight * plan.ms) for plan, x in zip(self.model.checkpoints, self.again, strict=True)]
+        runs += [(x, weight * plan.ms) for plan, x in zip(self.model.checkpoints, self.checkpoint, strict=True)]
         return runs + [(x, weight * self.model.menus[v][o].ms) for (v, o), x in self.store.items()]
 
     def terms_bytes(self, weight: float = 1) -> list[tuple[int, float]]:
-        """What is stored, in bytes (equation 8), times `weight`: activations, and states that replay draws from."""
+        """Return the terms for the stored bytes (equation 8), times `weight`: activations and generator states."""
         values, operators = self.model.kind.values, self.model.kind.operators
-        states = [(values[v], run) for j, run in self.run.items() for v in operators[j].inputs]
-        drawn = [(run, weight * value.nbytes) for value, run in states if value.is_generator_state]
-        drawn += [(x, weight * plan.nbytes) for plan, x in zip(self.model.checkpoints, self.again, strict=True)]
-        return drawn + [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
+        inputs = [(values[v], run) for j, run in self.run.items() for v in operators[j].inputs]
+        terms = [(run, weight * value.nbytes) for value, run in inputs if value.is_generator_state]
+        terms += [(x, weight * plan.nbytes) for plan, x in zip(self.model.checkpoints, self.checkpoint, strict=True)]
+        return terms + [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
-    def column(self, solution: Sequence[float]) -> PricedPlan:
-        """The plan that the solved variables mean, rounded to integers and priced anew."""
-        for plan, variable in zip(self.model.checkpoints, self.again, strict=True):
+    def priced_plan(self, solution: Sequence[float]) -> PricedPlan:
+        """Return the plan of a solution, whose variables are rounded to integers, with a newly computed cost."""
+        for plan, variable in zip(self.model.checkpoints, self.checkpoint, strict=True):
             if solution[variable] > 0.5:
                 return plan
         choices = {}
         for value, menu in self.model.menus.items():
-            taken = [store.choice for o, store in enumerate(menu) if solution[self.store[value, o]] > 0.5]
-            choices[value] = taken[0] if taken else RECOMPUTE
+            chosen = [store.choice for o, store in enumerate(menu) if solution[self.store[value, o]] > 0.5]
+            choices[value] = chosen[0] if chosen else RECOMPUTE
         for activation in self.model.kind.activations:
-            # A block input that nothing needs is not stored under any action; it cannot be RECOMPUTE.
+            # An unread block input is not stored under any action, but its action cannot be RECOMPUTE.
             if not activation.saved and choices[activation.index] == RECOMPUTE:
                 choices[activation.index] = RETAIN
         return price(self.model, choices)
 
 
 def retain_all(model: KindModel) -> PricedPlan:
-    """The plan that leaves the block untouched, values that repeat others included.
+    """Return the plan that retains all activations, including values that equal others.
 
-    Where a block must not run plainly, it is torch's checkpoint.
+    If a block must not run plainly, return a plan of torch's checkpoint.
     """
-    if BlockAction.PLAIN not in model.whole.block_actions:
+    if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]
     return PricedPlan(
-        plan=plain_plan(model.whole),
-        nbytes=sum(value.nbytes for value in model.whole.activations if value.saved),
+        plan=plain_plan(model.profiled_kind),
+        nbytes=sum(value.nbytes for value in model.profiled_kind.activations if value.saved),
         shared=frozenset(),
         ms=0.0,
     )

@@ -1,4 +1,4 @@
-"""Policies by the peak of the whole step: their order over the blocks, the least peak, and a bound on any."""
+"""Peak of a step under a policy: order of plans over the blocks, policies with the least peak, and a lower bound."""
 
 from __future__ import annotations
 
@@ -23,178 +23,184 @@ if TYPE_CHECKING:
 
 
 class PeakOracle:
-    """Asks the simulator about plans, each once."""
+    """Simulated memory of plans and policies, with a cache of the outcome of each plan."""
 
     def __init__(self, profile: Profile, outcomes: Outcomes | None = None) -> None:
-        """`outcomes` are those of an oracle for another head, on which no block's own depend."""
+        """Use `outcomes` as the cache. Oracles for different heads can share one, because blocks do not depend on the
+        head."""
         self.profile = profile
         self._by_plan = {} if outcomes is None else outcomes
-        self._by_column: dict[PricedPlan, BlockOutcome] = {}
+        self._by_priced_plan: dict[PricedPlan, BlockOutcome] = {}
 
-    def outcome(self, kind: int, column: PricedPlan) -> BlockOutcome:
-        """What a block of `kind` keeps and needs under `column`."""
-        found = self._by_column.get(column)
-        if found is None:
-            key = (kind, column.plan)
+    def outcome(self, kind: int, priced_plan: PricedPlan) -> BlockOutcome:
+        """Return the stored bytes and working set of a block of `kind` under `priced_plan`."""
+        outcome = self._by_priced_plan.get(priced_plan)
+        if outcome is None:
+            key = (kind, priced_plan.plan)
             if key not in self._by_plan:
-                self._by_plan[key] = run_block(self.profile.kinds[kind], column.plan)
-            found = self._by_column[column] = self._by_plan[key]
-        return found
+                self._by_plan[key] = run_block(self.profile.kinds[kind], priced_plan.plan)
+            outcome = self._by_priced_plan[priced_plan] = self._by_plan[key]
+        return outcome
 
-    def peak_bytes(self, columns: Sequence[PricedPlan]) -> int:
-        """Peak of a step in which the i-th block runs under `columns[i]`."""
-        blocks = zip(self.profile.blocks, columns, strict=True)
-        return step_peak_bytes(self.profile, [self.outcome(block.kind, column) for block, column in blocks])
+    def peak_bytes(self, plans: Sequence[PricedPlan]) -> int:
+        """Return the peak of a step in which the i-th block runs under `plans[i]`."""
+        blocks = zip(self.profile.blocks, plans, strict=True)
+        return step_peak_bytes(self.profile, [self.outcome(block.kind, plan) for block, plan in blocks])
 
-    def peak_block(self, columns: Sequence[PricedPlan]) -> int | None:
-        """The block in whose forward or backward the peak is, the first of several; None if it is outside of them."""
-        peak = self.peak_bytes(columns)
+    def peak_block(self, plans: Sequence[PricedPlan]) -> int | None:
+        """Return the first block in whose forward or backward the peak occurs; None if it occurs outside of blocks."""
+        peak = self.peak_bytes(plans)
         earlier = EarlierBlocks()
-        for index, (block, column) in enumerate(zip(self.profile.blocks, columns, strict=True)):
-            outcome = self.outcome(block.kind, column)
+        for index, (block, plan) in enumerate(zip(self.profile.blocks, plans, strict=True)):
+            outcome = self.outcome(block.kind, plan)
             if earlier.block_peak(self.profile, index, outcome) == peak:
                 return index
-            earlier = earlier.then(outcome)
+            earlier = earlier.with_block(outcome)
         return None
 
-    def arranged(self, columns: Sequence[PricedPlan]) -> list[PricedPlan]:
-        """The same columns, for each kind in the order of the lowest peak.
+    def sort_for_peak(self, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
+        """Return the same plans, sorted within each kind for the lowest peak.
 
-        Of two neighbours the one with more working set over what it stores goes first: a block's backward stands on
-        what earlier blocks store. So blocks that recompute come first and blocks that retain last. What replays hold of
-        shared tensors is left out of account.
+        While a block's backward runs, the bytes stored by earlier blocks are live. So plans with a large working set
+        relative to their stored bytes come first: recomputing blocks first, retaining blocks last. Shared tensors that
+        replays read are neglected.
         """
         pools: dict[int, list[PricedPlan]] = {}
-        for block, column in zip(self.profile.blocks, columns, strict=True):
-            pools.setdefault(block.kind, []).append(column)
-        order = {kind: iter(sorted(pool, key=lambda c: self._excess(kind, c))) for kind, pool in pools.items()}
+        for block, plan in zip(self.profile.blocks, plans, strict=True):
+            pools.setdefault(block.kind, []).append(plan)
+        order = {kind: iter(sorted(pool, key=lambda plan: self._sort_key(kind, plan))) for kind, pool in pools.items()}
         return [next(order[block.kind]) for block in self.profile.blocks]
 
-    def _excess(self, kind: int, column: PricedPlan) -> tuple[int, int]:
-        outcome = self.outcome(kind, column)
+    def _sort_key(self, kind: int, plan: PricedPlan) -> tuple[int, int]:
+        outcome = self.outcome(kind, plan)
         return (outcome.stored_bytes - outcome.working_bytes, outcome.stored_bytes)
 
     def least_peak(self, frontiers: Sequence[Sequence[PricedPlan]]) -> list[PricedPlan]:
-        """The policy made of frontier plans with the least peak there is; exact, to the byte."""
+        """Return the policy of frontier plans with the least peak, exact to the byte, by bisection."""
         pools = [self._by_reads(kind, frontier) for kind, frontier in enumerate(frontiers)]
         policy = [frontiers[block.kind][0] for block in self.profile.blocks]
         low, high = 0, self.peak_bytes(policy)
         while low < high:
             middle = (low + high) // 2
-            found = self._within(pools, middle)
-            if found is None:
+            candidate = self._within(pools, middle)
+            if candidate is None:
                 low = middle + 1
             else:
-                policy, high = found, self.peak_bytes(found)
+                policy, high = candidate, self.peak_bytes(candidate)
         return policy
 
     def is_peak_below(self, frontiers: Sequence[Sequence[PricedPlan]], nbytes: int) -> bool:
-        """Whether any policy made of frontier plans has a lower peak than `nbytes`; quicker than `least_peak`."""
+        """Return True if a policy of frontier plans has a peak below `nbytes`. Faster than `least_peak`."""
         pools = [self._by_reads(kind, frontier) for kind, frontier in enumerate(frontiers)]
         return self._within(pools, nbytes - 1) is not None
 
     def _by_reads(self, kind: int, frontier: Sequence[PricedPlan]) -> Pools:
-        """The plans by the shared tensors that they hold, each pool with what stores least first."""
+        """Return the plans grouped by the shared tensors that they read, each group sorted by stored bytes."""
         unsaved = frozenset(index for index, shared in enumerate(self.profile.shared) if not shared.saved)
         pools: Pools = {}
-        for column in frontier:
-            outcome = self.outcome(kind, column)
-            pools.setdefault(outcome.shared & unsaved, []).append((column, outcome))
+        for plan in frontier:
+            outcome = self.outcome(kind, plan)
+            pools.setdefault(outcome.shared & unsaved, []).append((plan, outcome))
         return {reads: sorted(pool, key=lambda pair: pair[1].stored_bytes) for reads, pool in pools.items()}
 
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
-        """A policy whose peak keeps to `budget`; None if there is none.
+        """Return a policy whose peak is at most `budget`, or None if no policy from `pools` fits.
 
-        Block by block from the first, the plan that stores least of those whose own forward and backward fit: storing
-        less never hurts a later block. Reading another held tensor may, so each set of them is followed on its own.
+        Go through the blocks from the first, and choose the plan that stores least of the plans whose own forward and
+        backward fit. Storing less never hurts a later block. Reading another shared tensor may, so the best policy is
+        tracked for each set of shared tensors.
         """
-        reached: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {
+        prefixes: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {
             frozenset(): ((), EarlierBlocks())
         }
         for index, block in enumerate(self.profile.blocks):
-            following: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {}
-            for read, (columns, earlier) in reached.items():
+            next_prefixes: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {}
+            for read, (plans, earlier) in prefixes.items():
                 for reads, pool in pools[block.kind].items():
                     fitting = (pair for pair in pool if earlier.block_peak(self.profile, index, pair[1]) <= budget)
                     first = next(fitting, None)
                     if first is None:
                         continue
-                    column, outcome = first
-                    then, other = earlier.then(outcome), following.get(read | reads)
-                    if other is None or then.stored_bytes < other[1].stored_bytes:
-                        following[read | reads] = (*columns, column), then
-            reached = following
-        policies = (list(columns) for columns, _ in reached.values())
+                    plan, outcome = first
+                    extended, other = earlier.with_block(outcome), next_prefixes.get(read | reads)
+                    if other is None or extended.stored_bytes < other[1].stored_bytes:
+                        next_prefixes[read | reads] = (*plans, plan), extended
+            prefixes = next_prefixes
+        policies = (list(plans) for plans, _ in prefixes.values())
         return next((policy for policy in policies if self.peak_bytes(policy) <= budget), None)
 
 
-# How small the peak of a step can get: policies below what the frontiers reach, and a bound that no policy is below.
+# The least peak of a step: policies with a lower peak than frontier plans reach, and a lower bound for all policies.
 #
-# The plans of a frontier store little for their time, which is not all that a peak asks for: replaying more adds to the
-# working set of a block's backward. So from the policy of frontier plans with the least peak on, single activations get
-# another action, in all plans of the kind of block where the peak is that are the best for some need of memory, as long
-# as that lowers the peak. It is a local search: what it ends at is the best found, not proven to be the least.
+# Frontier plans store few bytes for their time, but a peak also contains the working set of a block's backward, which
+# grows with each replayed operator. So a local search starts at the policy of frontier plans with the least peak. It
+# changes the action of single activations, in the Pareto-optimal plans of the kind of block where the peak occurs, as
+# long as this lowers the peak. The result is the best policy found, and not proven to be the least.
 
-VARIED = 8
-"""Plans that are varied in a round: one leaves GPT-2's floor 4 % higher."""
-VARIATIONS = 1200
-"""Changes after which no round begins, each 0.3 to 1 ms: what GPT-2 takes. T5's would go on for a minute, for 2 %."""
+PLANS_PER_ROUND = 8
+"""Number of plans whose neighbours are computed in a round. With one plan, GPT-2's least peak is 4 % higher."""
+MAX_NEIGHBOR_PLANS = 1200
+"""Number of neighbour plans after which no further round begins, each of 0.3 to 1 ms. GPT-2 needs this many. T5 would
+go on for a minute, for a peak lower by 2 %."""
 
 
 def local_search(
     oracle: PeakOracle, models: Sequence[KindModel], frontiers: Sequence[Sequence[PricedPlan]], start: list[PricedPlan]
 ) -> list[list[PricedPlan]]:
-    """Policies of falling peak, from `start` on, which has the least that frontier plans reach; they depend on no
-    budget."""
-    pools = [_undominated(oracle, kind, frontier) for kind, frontier in enumerate(frontiers)]
-    trail, varied, num_left = [start], set[PricedPlan](), VARIATIONS
-    while num_left > 0:
+    """Return policies with falling peaks, starting with `start`, the policy of frontier plans with the least peak.
+
+    The policies do not depend on a budget.
+    """
+    pools = [_pareto_plans(oracle, kind, frontier) for kind, frontier in enumerate(frontiers)]
+    trail, expanded, remaining = [start], set[PricedPlan](), MAX_NEIGHBOR_PLANS
+    while remaining > 0:
         block = oracle.peak_block(trail[-1])
         if block is None:
             break
         kind = oracle.profile.blocks[block].kind
-        new = _to_vary(oracle, kind, trail[-1], pools[kind], varied)
-        varied.update(new)
-        changed = [change for column in new for change in _changed(models[kind], column)]
-        num_left -= len(changed)
-        pools[kind] = _undominated(oracle, kind, [*pools[kind], *changed])
+        chosen = _plans_to_expand(oracle, kind, trail[-1], pools[kind], expanded)
+        expanded.update(chosen)
+        neighbors = [neighbor for plan in chosen for neighbor in _neighbor_plans(models[kind], plan)]
+        remaining -= len(neighbors)
+        pools[kind] = _pareto_plans(oracle, kind, [*pools[kind], *neighbors])
         if not oracle.is_peak_below(pools, oracle.peak_bytes(trail[-1])):
             break
         trail.append(oracle.least_peak(pools))
     return trail
 
 
-def _to_vary(
-    oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], varied: set[PricedPlan]
+def _plans_to_expand(
+    oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Plans of a kind that were not varied yet: what the policy has, then those with the smallest working sets."""
+    """Return unexpanded plans of a kind: first the plans that the policy uses, then by the size of the working set."""
     used = set(policy)
-    order = sorted(pool, key=lambda column: (column not in used, oracle.outcome(kind, column).working_bytes))
-    return [column for column in order if column not in varied][:VARIED]
+    order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
+    return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
 
 
-def _changed(model: KindModel, column: PricedPlan) -> Iterator[PricedPlan]:
-    """The plans that differ from `column` in one activation; none if torch's checkpoint runs the whole block."""
-    if column.plan.is_checkpointed:
+def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[PricedPlan]:
+    """Yield the plans that differ from `priced_plan` in one activation; none if the whole block is checkpointed."""
+    if priced_plan.plan.is_checkpointed:
         return
-    choices = dict(column.plan.choices)
+    choices = dict(priced_plan.plan.choices)
     for value, menu in model.menus.items():
-        can_go = model.kind.values[value].saved and model.recompute(value) is not None
-        for choice in [*(store.choice for store in menu), *([RECOMPUTE] if can_go else [])]:
+        is_recomputable = model.kind.values[value].saved and model.recompute(value) is not None
+        for choice in [*(store.choice for store in menu), *([RECOMPUTE] if is_recomputable else [])]:
             if choice != choices[value]:
                 yield price(model, {**choices, value: choice})
 
 
-def _undominated(oracle: PeakOracle, kind: int, columns: Sequence[PricedPlan]) -> list[PricedPlan]:
-    """Those that no other needs less memory than at every moment that counts."""
-    kept: dict[_Needs, PricedPlan] = {}
-    for column in sorted(columns, key=lambda column: column.ms):
-        outcome = oracle.outcome(kind, column)
+def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
+    """Return the plans that are Pareto-optimal in stored bytes, live bytes, both working sets and shared tensors."""
+    optimal: dict[_Needs, PricedPlan] = {}
+    for plan in sorted(plans, key=lambda plan: plan.ms):
+        outcome = oracle.outcome(kind, plan)
         sizes = (outcome.stored_bytes, outcome.live_bytes, outcome.working_bytes, outcome.forward_working_bytes)
         needs = (sizes, outcome.shared)
-        if not any(_is_within(other, needs) for other in kept):
-            kept = {other: kept[other] for other in kept if not _is_within(needs, other)} | {needs: column}
-    return list(kept.values())
+        if not any(_is_within(other, needs) for other in optimal):
+            optimal = {other: plan for other, plan in optimal.items() if not _is_within(needs, other)}
+            optimal[needs] = plan
+    return list(optimal.values())
 
 
 def _is_within(needs: _Needs, others: _Needs) -> bool:
@@ -203,26 +209,28 @@ def _is_within(needs: _Needs, others: _Needs) -> bool:
 
 
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
-    """Bytes that no policy's peak is below: what is live in any case, with the least that blocks can store."""
+    """Return a lower bound on the peak of all policies: the bytes always live, and the least that blocks can store."""
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
     return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
 
 
 def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
-    """What no plan for a block of `kind` keeps and needs less than, if none stores less than `stored_bytes`."""
+    """Return a lower bound on the memory of a block of `kind` under any plan that stores at least `stored_bytes`."""
     return BlockOutcome(
         stored_bytes=stored_bytes,
         shared=frozenset(),
         overhead_ms=0.0,
         forward_moments=tuple(event.extra_bytes for event in kind.forward),
-        moments=tuple(_handed_bytes(kind)),
+        moments=tuple(_unpacked_bytes(kind)),
         live_bytes=max(0, stored_bytes - sum(value.nbytes for value in kind.activations if value.cached)),
     )
 
 
-def _handed_bytes(kind: KindProfile) -> Iterator[int]:
-    """What is live at each moment of a block's backward whatever its plan: what autograd holds at once, and the rest's
-    own."""
+def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
+    """Yield the bytes live at each event of a block's backward under every plan.
+
+    They are the saved tensors that autograd has unpacked, and the working memory of backward's own operators.
+    """
     slots: dict[int, int] = {}
     for event in kind.backward:
         value = kind.slots[event.slot]
@@ -230,7 +238,7 @@ def _handed_bytes(kind: KindProfile) -> Iterator[int]:
             slots.pop(event.slot, None)
         elif value >= 0 and kind.values[value].shared is None:
             slots[event.slot] = value
-        # A repeated value may be the other's own storage.
+        # Equal values may share one storage.
         distinct = {kind.equal.get(value, value) for value in slots.values()}
         live = sum(kind.values[value].nbytes for value in distinct)
         yield live + (event.extra_bytes if event.release else max(event.entry_bytes, event.extra_bytes))

@@ -1,7 +1,8 @@
-"""The search for the fastest policy within a budget, for one head: what is looked at in which order, and what is not.
+"""Search for the fastest policy within a memory budget, for one output head.
 
-No policy that is looked at depends on the budget, so that a larger one never costs time. What cannot be faster than
-what was found is not looked for: linear bounds (`frontier.least_ms`) say so before a program is run.
+The candidate policies do not depend on the budget, so a larger budget never gives a slower policy. A linear bound
+(`frontier.least_ms`) is computed before each integer program, and the program is skipped if its solution cannot be
+faster than the best policy so far.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from adacc_hf.artifacts.config import AdaccConfig, Budget, what_was_meant
+from adacc_hf.artifacts.config import AdaccConfig, Budget, budget_hint
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate
 from adacc_hf.artifacts.units import format_bytes
@@ -31,34 +32,39 @@ if TYPE_CHECKING:
 
     Fits = Callable[[list[PricedPlan]], bool]
 
-REFINEMENTS = 4
-"""Amounts of stored bytes tried between two policies of the chain, which differ in one block: the same for every budget
-between them, so that more memory never costs time. Each is a run of HiGHS (10 to 30 ms)."""
-MISSES = 4
-"""Different policies with one plan per kind that may be too large in a row before no larger one is tried. A larger
-budget never tries fewer: what fits the smaller one fits it too."""
-ENDS = 4
-"""Plans at a frontier's end that are tried for all blocks of a kind, for a peak that is low enough: the very last ones
-replay so much that their working set is larger again."""
+NUM_REFINEMENTS = 4
+"""Number of caps on the stored bytes tried between two neighbouring policies of the chain, which differ in one block.
+
+The caps are the same for every budget between the two policies, so more memory never costs time. Each cap is one run of
+HiGHS (10 to 30 ms)."""
+MAX_MISSES = 4
+"""Number of different policies with one plan per kind that may exceed the budget in a row before the search stops.
+
+A larger budget never tries fewer policies, because every policy that fits the smaller budget fits the larger one."""
+NUM_FRONTIER_ENDS = 4
+"""Number of plans at the end of a frontier that are tried for all blocks of a kind to find a low peak.
+
+The last plans of a frontier replay so much that their working set grows again."""
 
 
 class Kinds:
-    """The programs of a profile's kinds, and their frontiers, which depend on neither head nor budget."""
+    """Solver models and frontiers of a profile's kinds. They depend on neither the head nor the budget."""
 
     def __init__(self, profile: Profile, config: AdaccConfig) -> None:
         self.plain_stored_bytes = profile.plain_stored_bytes
-        """What fractions are fractions of, whatever the head."""
+        """Base of budgets given as a fraction, for every head."""
         self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
         self.models: list[KindModel] = [build_block_model(kind, config) for kind in profile.kinds]
         self.outcomes: Outcomes = {}
 
     @cached_property
     def frontiers(self) -> list[list[PricedPlan]]:
+        """Frontier of each kind."""
         return frontiers(self.log, self.models)
 
 
 class PolicySearch:
-    """The search for one profile and config."""
+    """Search for policies of one profile, with its head, under one config."""
 
     def __init__(self, profile: Profile, config: AdaccConfig, kinds: Kinds) -> None:
         self.profile = profile
@@ -67,283 +73,307 @@ class PolicySearch:
         self.log = kinds.log
         self.models = kinds.models
         self.oracle = PeakOracle(profile, kinds.outcomes)
-        retained = [retain_all(model) for model in self.models]
-        self.plain = [retained[block.kind] for block in profile.blocks]
+        retain_plans = [retain_all(model) for model in self.models]
+        self.plain = [retain_plans[block.kind] for block in profile.blocks]
         blocks = Counter(block.kind for block in profile.blocks)
         self.num_blocks = [blocks[kind] for kind in range(len(self.models))]
-        """Of each kind."""
+        """Number of blocks of each kind."""
         self.head_ms = profile.head_overhead_ms
-        """Time that the profile's head takes beyond the plain one."""
+        """Extra time of the profile's head compared to the plain head."""
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
-        """The plan of each block, in the fastest policy found.
+        """Return the plan of each block in the fastest policy within the budget.
 
-        If none is faster than `incumbent_ms`, any other, or None. Raises InfeasibleBudgetError if nothing fits, unless
-        the incumbent was enough to give up.
+        If no policy is faster than `incumbent_ms`, return None or any policy within the budget. Raises
+        InfeasibleBudgetError if no policy fits, unless the bounds rule out a policy faster than the incumbent first.
         """
-        find = self._within_peak if budget.of_peak else self._within_stored
-        found = find(budget, incumbent_ms)
-        return min(found, key=self.rank, default=None)
+        find = self._within_peak if budget.limits_peak else self._within_stored
+        policies = find(budget, incumbent_ms)
+        return min(policies, key=self.rank, default=None)
 
     def _within_stored(self, budget: Budget, incumbent_ms: float) -> list[list[PricedPlan]]:
-        if self._stored(self.plain) <= budget.nbytes:
+        """Return the candidate policies within a budget on stored bytes."""
+        if self._stored_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
-        least = self._uniform.least_bytes()
-        if self._stored(least) > budget.nbytes:
+        least = self._uniform_program.least_bytes()
+        if self._stored_bytes(least) > budget.nbytes:
             plain_bytes = self.kinds.plain_stored_bytes
-            raise _infeasible_stored(self.profile, self.config, budget, least, self._stored(least), plain_bytes)
-        columns = self.kinds.frontiers
+            raise _infeasible_stored(self.profile, self.config, budget, least, self._stored_bytes(least), plain_bytes)
+        frontiers = self.kinds.frontiers
 
         def fits(policy: list[PricedPlan]) -> bool:
-            return self._stored(policy) <= budget.nbytes
+            return self._stored_bytes(policy) <= budget.nbytes
 
-        found = [least]
+        policies = [least]
         if len(self.models) > 1:
-            found += self._chained(columns, budget, fits, incumbent_ms)
+            policies += self._chain_policies(frontiers, budget, fits, incumbent_ms)
         else:
-            found += itertools.islice(filter(fits, self._chain(columns)), 1)
-            found += self._fastest(self._mixture(columns, 0), budget.nbytes, self._least_rank(found, incumbent_ms))
-        # One plan per kind may be no mixture of the frontiers, and faster where kinds have few blocks.
-        found += self._fastest(self._uniform, budget.nbytes, self._least_rank(found, incumbent_ms))
+            policies += itertools.islice(filter(fits, self._chain(frontiers)), 1)
+            program = self._mixture_program(frontiers, 0)
+            policies += self._fastest(program, budget.nbytes, self._least_ms_of(policies, incumbent_ms))
+        # A policy with one plan per kind may be no mixture of frontier plans, and faster if kinds have few blocks.
+        policies += self._fastest(self._uniform_program, budget.nbytes, self._least_ms_of(policies, incumbent_ms))
         if len(self.plain) == 1 and not self.log.num_unproven:
-            # The program's gap is a part of what the blocks cost.
-            blocks_ms = self._least_rank(found, incumbent_ms) - self.head_ms
+            # The program's gap is relative to the time of the blocks.
+            blocks_ms = self._least_ms_of(policies, incumbent_ms) - self.head_ms
             self._proven_ms = (1 - self.log.worst_gap) * blocks_ms + self.head_ms
-        found += self._greedy(fits, self._least_rank(found, incumbent_ms))
-        return [self.oracle.arranged(policy) for policy in found]
+        policies += self._greedy(fits, self._least_ms_of(policies, incumbent_ms))
+        return [self.oracle.sort_for_peak(policy) for policy in policies]
 
     def _within_peak(self, budget: Budget, incumbent_ms: float) -> list[list[PricedPlan]]:
+        """Return the candidate policies within a budget on the peak of the step."""
         if self.oracle.peak_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
-        columns = self.kinds.frontiers
+        frontiers = self.kinds.frontiers
         fits = self._fits_peak(budget)
-        found = list(self._chained(columns, budget, fits, incumbent_ms, with_one_plans=True))
-        if found:
-            found += self._greedy(fits, self._least_rank(found, incumbent_ms))
-        if self._least_rank(found, incumbent_ms) <= self.bound_ms(self._reachable(columns)):
-            return found
-        # Checkpointed blocks store more than the least, and need less than all replays while backward runs, perhaps.
-        wider = [[*frontier, *model.checkpoints] for frontier, model in zip(columns, self.models, strict=True)]
-        start = self.oracle.least_peak(wider)
+        policies = list(self._chain_policies(frontiers, budget, fits, incumbent_ms, with_uniform=True))
+        if policies:
+            policies += self._greedy(fits, self._least_ms_of(policies, incumbent_ms))
+        if self._least_ms_of(policies, incumbent_ms) <= self.bound_ms(self._reachable_budget(frontiers)):
+            return policies
+        # A checkpointed block stores more than the last frontier plan, but its backward may need less memory than one
+        # that replays everything.
+        extended = [[*frontier, *model.checkpoints] for frontier, model in zip(frontiers, self.models, strict=True)]
+        start = self.oracle.least_peak(extended)
         start_bytes = self.oracle.peak_bytes(start)
         if start_bytes <= budget.nbytes:
-            found = [start, *(found or self._greedy(fits, incumbent_ms))]
-        # Policies below the frontiers' least peak are looked for where one could be the best: at larger budgets too,
-        # or more memory could cost time.
-        if self._least_rank(found, incumbent_ms) > self.bound_ms(Budget(start_bytes, start_bytes, of_peak=True)):
-            trail = local_search(self.oracle, self.models, wider, start)
-            found += filter(fits, trail)
-            if not found:
-                least = self._least_peak(columns, trail[-1])
+            policies = [start, *(policies or self._greedy(fits, incumbent_ms))]
+        # The local search below the frontiers' least peak runs for larger budgets too if one of its policies could be
+        # the fastest. Otherwise more memory could cost time.
+        start_budget = Budget(start_bytes, start_bytes, limits_peak=True)
+        if self._least_ms_of(policies, incumbent_ms) > self.bound_ms(start_budget):
+            trail = local_search(self.oracle, self.models, extended, start)
+            policies += filter(fits, trail)
+            if not policies:
+                least = self._least_peak(frontiers, trail[-1])
                 if not fits(least):
-                    bound = least_bound(self.profile, columns)
+                    bound = least_bound(self.profile, frontiers)
                     raise _infeasible_peak(self.profile, self.config, budget, least, bound)
-                found = [least]
-        return found
+                policies = [least]
+        return policies
 
-    def _least_peak(self, columns: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
-        """`policy`, or what is found for a budget of one byte less than its peak; and so on."""
+    def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
+        """Return the last policy of a descent from `policy`: each next one fits one byte less than the peak before."""
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
-            budget = Budget(nbytes, nbytes, of_peak=True)
+            budget = Budget(nbytes, nbytes, limits_peak=True)
             fits = self._fits_peak(budget)
-            others = self._chained(columns, budget, fits, math.inf, with_one_plans=True)
+            others = self._chain_policies(frontiers, budget, fits, math.inf, with_uniform=True)
             others += self._greedy(fits, math.inf)
             if not others:
                 return policy
             policy = min(others, key=self.oracle.peak_bytes)
 
     def _fits_peak(self, budget: Budget) -> Fits:
-        """Whether a policy's peak keeps to the budget."""
+        """Return a function that returns True if a policy's peak fits the budget."""
         limit = self._limit_bytes(budget)
 
         def fits(policy: list[PricedPlan]) -> bool:
-            # The sum first, which takes no simulation of plans that are far too large.
+            # The sum rules out policies that are far too large without a simulation.
             return sum(c.nbytes for c in policy) <= limit and self.oracle.peak_bytes(policy) <= budget.nbytes
 
         return fits
 
-    def _reachable(self, columns: Sequence[Sequence[PricedPlan]]) -> Budget:
-        """A budget that some policy made of frontier plans keeps to; quick to find, and not the least."""
-        ends = ([frontier[max(-back, -len(frontier))] for frontier in columns] for back in range(1, ENDS + 1))
+    def _reachable_budget(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Budget:
+        """Return a budget that some policy of frontier plans fits. It is quick to compute, but not the least one."""
+        backs = range(1, NUM_FRONTIER_ENDS + 1)
+        ends = ([frontier[max(-back, -len(frontier))] for frontier in frontiers] for back in backs)
         policies = ([end[block.kind] for block in self.profile.blocks] for end in ends)
         nbytes = min(self.oracle.peak_bytes(policy) for policy in policies)
-        return Budget(nbytes, nbytes, of_peak=True)
+        return Budget(nbytes, nbytes, limits_peak=True)
 
     def bound_ms(self, budget: Budget) -> float:
-        """What no policy within the budget can beat, to `frontier.SLOPE_TOLERANCE`; infinity if none can fit."""
+        """Return a lower bound on the time of any policy within the budget, up to `frontier.SLOPE_TOLERANCE`.
+
+        Infinity if no policy can fit.
+        """
         if self._proven_ms is not None:
             return self._proven_ms
-        in_head = self._least_ms(self._limit_bytes(budget))
-        return max(in_head, self._backward_ms(budget.nbytes)) if budget.of_peak else in_head
+        in_head_ms = self._least_ms(self._limit_bytes(budget))
+        return max(in_head_ms, self._backward_ms(budget.nbytes)) if budget.limits_peak else in_head_ms
 
     def _backward_ms(self, nbytes: int) -> float:
-        """What no policy can beat for what blocks may store before another whose backward runs; the most of all."""
-        before = [0] * len(self.models)
-        most_ms = 0.0
+        """Return a lower bound on the time of any policy whose peak in every block's backward is at most `nbytes`.
+
+        While the backward of a block runs, the remaining memory limits the bytes that the earlier blocks store. The
+        result is the maximum of the resulting bounds over all blocks.
+        """
+        num_earlier = [0] * len(self.models)
+        bound_ms = 0.0
         for index, block in enumerate(self.profile.blocks):
             least = self._least_outcomes[block.kind]
             if least.moments:
-                _, base = EarlierBlocks().bases(self.profile, index, least)
+                _, base = EarlierBlocks().base_bytes(self.profile, index, least)
                 limit = nbytes - base - least.working_bytes
-                most_ms = max(most_ms, least_ms(before, self.kinds.frontiers, limit))
-            before[block.kind] += 1
-        return most_ms + self.head_ms
+                bound_ms = max(bound_ms, least_ms(num_earlier, self.kinds.frontiers, limit))
+            num_earlier[block.kind] += 1
+        return bound_ms + self.head_ms
 
     @cached_property
     def _least_outcomes(self) -> list[BlockOutcome]:
         return [least_outcome(kind, stored_bytes=0) for kind in self.profile.kinds]
 
     def _least_ms(self, limit_bytes: int) -> float:
-        """What no policy can beat whose blocks store at most `limit_bytes`."""
+        """Return a lower bound on the time of any policy whose blocks store at most `limit_bytes`."""
         return least_ms(self.num_blocks, self.kinds.frontiers, limit_bytes) + self.head_ms
 
     def _limit_bytes(self, budget: Budget) -> int:
-        """The most that blocks may store within the budget; more may be too much already."""
-        if not budget.of_peak:
+        """Return an upper limit on the bytes that the blocks of a policy within the budget can store."""
+        if not budget.limits_peak:
             return budget.nbytes - fixed_bytes(self.profile)
-        # In the head what blocks store is live; in its forward also casts of parameters, stored or not.
+        # While the head runs, all bytes that blocks store are live. In its forward, autocast's cached casts of
+        # parameters are live too, whether or not they are stored.
         kinds = [self.profile.kind_of(block) for block in self.profile.blocks]
-        cached = sum(value.nbytes for kind in kinds for value in kind.activations if value.cached)
-        return budget.nbytes - max(EarlierBlocks(live_bytes=-cached).head_peaks(self.profile))
+        cast_bytes = sum(value.nbytes for kind in kinds for value in kind.activations if value.cached)
+        return budget.nbytes - max(EarlierBlocks(live_bytes=-cast_bytes).head_peaks(self.profile))
 
     def _greedy(self, fits: Fits, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """The first policy of the greedy rule that fits, if one does that is faster than `incumbent_ms`."""
+        """Return the first policy of the greedy rule that fits and is faster than `incumbent_ms`, or []."""
         policies = greedy_policies(self.profile, self.models)
         faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < incumbent_ms, policies)
         return list(itertools.islice(filter(fits, faster), 1))
 
-    def _chained(
+    def _chain_policies(
         self,
-        columns: Sequence[Sequence[PricedPlan]],
+        frontiers: Sequence[Sequence[PricedPlan]],
         budget: Budget,
         fits: Fits,
         incumbent_ms: float,
-        with_one_plans: bool = False,
+        with_uniform: bool = False,
     ) -> list[list[PricedPlan]]:
-        """The fastest policy of the chain that fits, and what fits of the policies between it and the one before; of
-        those with one plan per kind too, if asked for, and these alone if nothing of the chain fits."""
+        """Return the fastest policy of the chain that fits, and policies between it and the one before that fit.
+
+        If `with_uniform`, add policies with one plan per kind. If no policy of the chain fits, return these alone.
+        """
         before = self.plain
-        for policy in self._chain(columns):
+        for policy in self._chain(frontiers):
             if fits(policy):
-                found = [policy]
+                policies = [policy]
                 if policy != before:
-                    found += self._between(columns, policy, before, budget, fits, incumbent_ms)
-                    if with_one_plans:
-                        found += self._one_plans(policy, before, budget, fits, self._least_rank(found, incumbent_ms))
-                return found
+                    policies += self._refined_policies(frontiers, policy, before, budget, fits, incumbent_ms)
+                    if with_uniform:
+                        fastest_ms = self._least_ms_of(policies, incumbent_ms)
+                        policies += self._uniform_policies(policy, before, budget, fits, fastest_ms)
+                return policies
             before = policy
-        # The last of the chain stores least, and whatever its peak, one plan per kind may have a lower one.
-        return list(self._one_plans(before, before, budget, fits, incumbent_ms)) if with_one_plans else []
+        # The last policy of the chain stores least, but a policy with one plan per kind may have a lower peak.
+        return list(self._uniform_policies(before, before, budget, fits, incumbent_ms)) if with_uniform else []
 
-    def _chain(self, columns: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
-        return chain([block.kind for block in self.profile.blocks], columns)
+    def _chain(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
+        return chain([block.kind for block in self.profile.blocks], frontiers)
 
-    def _between(
+    def _refined_policies(
         self,
-        columns: Sequence[Sequence[PricedPlan]],
+        frontiers: Sequence[Sequence[PricedPlan]],
         low: list[PricedPlan],
         high: list[PricedPlan],
         budget: Budget,
         fits: Fits,
         incumbent_ms: float,
     ) -> list[list[PricedPlan]]:
-        """The fastest that fits of policies that store more than `low` and less than `high`, which differ in one block.
+        """Return the fastest policy that fits and stores between `low` and `high`, which differ in one block.
 
-        Only blocks of that block's kind change: more kinds to choose from take longer than they gain. The largest are
-        tried first; what would be larger than the budget's limit is the same as what just is not, or does not fit.
+        Only blocks of that block's kind change, because varying more kinds takes more time than it gains. The largest
+        caps are tried first. A cap above the budget's limit gives either a policy that does not fit or the same policy
+        as the limit itself.
         """
-        changed = next(i for i, (left, right) in enumerate(zip(low, high, strict=True)) if left is not right)
-        kind = self.profile.blocks[changed].kind
-        low_bytes, high_bytes = self._stored(low), self._stored(high)
-        steps = [low_bytes + (high_bytes - low_bytes) * step // (REFINEMENTS + 1) for step in range(1, REFINEMENTS + 1)]
+        index = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a is not b)
+        kind = self.profile.blocks[index].kind
+        low_bytes, high_bytes = self._stored_bytes(low), self._stored_bytes(high)
+        num_steps = NUM_REFINEMENTS + 1
+        steps = [low_bytes + (high_bytes - low_bytes) * step // num_steps for step in range(1, num_steps)]
         low_ms = self.rank(low)[0]
-        caps = self._worth_trying(steps, budget, min(incumbent_ms, low_ms))
+        caps = self._promising_caps(steps, budget, min(incumbent_ms, low_ms))
         if not caps:
             return []
-        program = self._mixture(self._near(columns, kind, high), kind)
+        program = self._mixture_program(self._neighboring_plans(frontiers, kind, high), kind)
         policies = (policy for cap in reversed(caps) for policy in self._fastest(program, cap, low_ms))
-        return list(itertools.islice(filter(fits, map(self.oracle.arranged, policies)), 1))
+        return list(itertools.islice(filter(fits, map(self.oracle.sort_for_peak, policies)), 1))
 
-    def _one_plans(
+    def _uniform_policies(
         self, low: list[PricedPlan], high: list[PricedPlan], budget: Budget, fits: Fits, incumbent_ms: float
     ) -> Iterator[list[PricedPlan]]:
-        """What fits of the fastest policies with one plan per kind, of any shape, for what they store: every percent of
-        plain training's bytes from `low` to `high`, and beyond until some in a row do not fit. Where none can be
-        faster than `incumbent_ms`, none is looked for.
+        """Yield the fastest policies with one plan per kind that fit, for growing caps on the stored bytes.
 
-        Where kinds have few blocks, they may be faster than mixtures, or need less while a block's backward runs.
+        The caps are every percent of plain training's stored bytes from `low` to `high`, and beyond until `MAX_MISSES`
+        policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are skipped. If kinds
+        have few blocks, these policies may be faster than mixtures, or need less while a block's backward runs.
         """
-        whole = self.kinds.plain_stored_bytes
-        first, last = -(-100 * self._stored(low) // whole), 100 * self._stored(high) // whole
-        percents = {whole * percent // 100: percent for percent in range(first, 101)}
-        missed: set[tuple[float, int]] = set()
-        for cap in self._worth_trying(list(percents), budget, incumbent_ms):
-            for policy in map(self.oracle.arranged, self._fastest(self._uniform, cap, incumbent_ms)):
+        plain_bytes = self.kinds.plain_stored_bytes
+        first, last = -(-100 * self._stored_bytes(low) // plain_bytes), 100 * self._stored_bytes(high) // plain_bytes
+        percents = {plain_bytes * percent // 100: percent for percent in range(first, 101)}
+        misses: set[tuple[float, int]] = set()
+        for cap in self._promising_caps(list(percents), budget, incumbent_ms):
+            for policy in map(self.oracle.sort_for_peak, self._fastest(self._uniform_program, cap, incumbent_ms)):
                 if fits(policy):
-                    missed.clear()
+                    misses.clear()
                     incumbent_ms = self.rank(policy)[0]
                     yield policy
                 elif percents[cap] > last:
-                    missed.add(self.rank(policy))  # the same policy may be the fastest of many amounts
-            if len(missed) == MISSES:
+                    misses.add(self.rank(policy))  # the same policy may be the fastest one for many caps
+            if len(misses) == MAX_MISSES:
                 return
 
-    def _worth_trying(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
-        """Of rising amounts of stored bytes those whose fastest policies could fit and be faster than `incumbent_ms`.
+    def _promising_caps(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
+        """Return the caps, of a rising sequence, whose fastest policy could fit and be faster than `incumbent_ms`.
 
-        The fastest of an amount above the budget's limit either does not fit or is that of the first one above it.
+        Of the caps above the budget's limit only the first is returned: a larger one gives the same policy, or one that
+        does not fit.
         """
         outside = fixed_bytes(self.profile)
-        read = sum(shared.nbytes for shared in self.profile.shared if not shared.saved)
+        unsaved_shared = sum(shared.nbytes for shared in self.profile.shared if not shared.saved)
         limit = self._limit_bytes(budget)
-        num_within = sum(cap - outside - read < limit for cap in caps)
+        num_within = sum(cap - outside - unsaved_shared < limit for cap in caps)
         return [cap for cap in caps[: num_within + 1] if self._least_ms(min(limit, cap - outside)) < incumbent_ms]
 
     def _fastest(self, program: MixtureProgram, cap_bytes: int, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """The fastest policy of `program` for what it stores, if it is no slower than `incumbent_ms` and one was
-        found."""
+        """Return the fastest policy of `program` that stores at most `cap_bytes`.
+
+        Return [] if no policy within `incumbent_ms` is found.
+        """
         policy = program.least_ms(cap_bytes, incumbent_ms - self.head_ms)
         return [] if policy is None else [policy]
 
-    def _near(
-        self, columns: Sequence[Sequence[PricedPlan]], kind: int, policy: Sequence[PricedPlan]
+    def _neighboring_plans(
+        self, frontiers: Sequence[Sequence[PricedPlan]], kind: int, policy: Sequence[PricedPlan]
     ) -> list[list[PricedPlan]]:
-        """Of the frontier of `kind` the columns of `policy` and their neighbours, the others being far from worth their
-        price; of the other frontiers the columns of `policy` alone."""
-        used: list[set[PricedPlan]] = [set() for _ in columns]
-        for block, column in zip(self.profile.blocks, policy, strict=True):
-            used[block.kind].add(column)
-        reach = [int(k == kind) for k in range(len(columns))]
+        """Return frontiers restricted to the plans that `policy` uses, and for `kind` also to their neighbours.
+
+        Plans farther along the frontier of `kind` are too expensive for the bytes they free.
+        """
+        used: list[set[PricedPlan]] = [set() for _ in frontiers]
+        for block, plan in zip(self.profile.blocks, policy, strict=True):
+            used[block.kind].add(plan)
+        reach = [int(k == kind) for k in range(len(frontiers))]
         return [
             [c for i, c in enumerate(frontier) if used[k] & set(frontier[max(0, i - reach[k]) : i + reach[k] + 1])]
-            for k, frontier in enumerate(columns)
+            for k, frontier in enumerate(frontiers)
         ]
 
-    def _mixture(self, columns: Sequence[Sequence[PricedPlan]], kind: int) -> MixtureProgram:
-        """Plans of the frontiers for all blocks but one of `kind`, which may have any."""
+    def _mixture_program(self, frontiers: Sequence[Sequence[PricedPlan]], kind: int) -> MixtureProgram:
+        """Return the program that gives one block of `kind` any plan, and all other blocks frontier plans."""
         num_free = [int(k == kind) for k in range(len(self.models))]
-        return MixtureProgram(self.profile, self.models, columns, num_free, self.log)
+        return MixtureProgram(self.profile, self.models, frontiers, num_free, self.log)
 
     @cached_property
-    def _uniform(self) -> MixtureProgram:
-        """One plan of any shape for all blocks of a kind."""
+    def _uniform_program(self) -> MixtureProgram:
+        """Program that gives all blocks of a kind the same plan, which may be any."""
         return MixtureProgram(self.profile, self.models, [[]] * len(self.models), self.num_blocks, self.log)
 
-    def _stored(self, policy: Sequence[PricedPlan]) -> int:
+    def _stored_bytes(self, policy: Sequence[PricedPlan]) -> int:
         return stored_bytes(self.profile, policy)
 
     def rank(self, policy: Sequence[PricedPlan]) -> tuple[float, int]:
-        """What decides between policies that fit: the time they cost, then what they store."""
-        return (overhead_ms(policy) + self.head_ms, self._stored(policy))
+        """Return the sort key of policies that fit: the extra time in ms, then the stored bytes."""
+        return (overhead_ms(policy) + self.head_ms, self._stored_bytes(policy))
 
-    def _least_rank(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
-        """The least time of any of `policies`, or `incumbent_ms`."""
+    def _least_ms_of(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
+        """Return the least time of `policies`, or `incumbent_ms` if that is less."""
         return min([incumbent_ms, *(self.rank(policy)[0] for policy in policies)])
 
 
-# What is said where nothing fits.
+# Errors for budgets that no policy fits.
 
 
 def _infeasible_stored(
@@ -352,30 +382,30 @@ def _infeasible_stored(
     fraction = math.ceil(floor / plain * 1e4) / 1e4
     outside = fixed_bytes(profile)
     return InfeasibleBudgetError(
-        f"memory_budget={budget.given!r} allows {format_bytes(budget.nbytes)} of the {format_bytes(plain)} that plain "
-        f"training stores for backward, and the least possible is {floor} bytes ({format_bytes(floor)}), a fraction of "
-        f"{fraction:.4f}: {format_bytes(outside)} are stored outside the blocks ({profile.head} head) and "
+        f"memory_budget={budget.setting!r} allows {format_bytes(budget.nbytes)} of the {format_bytes(plain)} that "
+        f"plain training stores for backward, but the least possible is {floor} bytes ({format_bytes(floor)}), a "
+        f"fraction of {fraction:.4f}: {format_bytes(outside)} are stored outside the blocks ({profile.head} head) and "
         f"{format_bytes(floor - outside)} by the blocks with actions={config.actions!r}. Raise memory_budget, allow "
         f"more actions or codecs, or use a smaller batch",
         floor,
-        least=policy_of_plans(profile, [column.plan for column in least], {}),
+        least=policy_of_plans(profile, [priced_plan.plan for priced_plan in least], {}),
     )
 
 
 def _infeasible_peak(
     profile: Profile, config: AdaccConfig, budget: Budget, floor: Sequence[PricedPlan], bound: int
 ) -> InfeasibleBudgetError:
-    outcome = simulate(profile, [column.plan for column in floor])
+    outcome = simulate(profile, [priced_plan.plan for priced_plan in floor])
     needed = outcome.peak_bytes
-    meant = f"{said}," if (said := what_was_meant(budget.nbytes)) else ""
-    origin = f" ({budget.nbytes} bytes)" if isinstance(budget.given, str) else ""
+    hint = f"{text}," if (text := budget_hint(budget.nbytes)) else ""
+    origin = f" ({budget.nbytes} bytes)" if isinstance(budget.setting, str) else ""
     return InfeasibleBudgetError(
-        f"memory_budget={budget.given!r}{origin}{meant} is below the least possible peak of {needed} bytes "
+        f"memory_budget={budget.setting!r}{origin}{hint} is below the least possible peak of {needed} bytes "
         f"({format_bytes(needed)}), reached in {outcome.peak_label!r} with actions={config.actions!r} and a "
         f"{profile.head} head: {format_bytes(profile.static_bytes)} are live before a forward (parameters, optimizer "
         f"state, batches), and at least {format_bytes(outcome.stored_bytes)} are stored for backward. Raise "
         f"memory_budget, allow more actions or codecs, or use a smaller batch or shorter sequences",
         needed,
         min(bound, needed),
-        policy_of_plans(profile, [column.plan for column in floor], {}),
+        policy_of_plans(profile, [priced_plan.plan for priced_plan in floor], {}),
     )

@@ -1,4 +1,4 @@
-"""Policies that need no solver: given plans, one action for all activations, torch's checkpoint, random actions."""
+"""Policies without a solver: from plans, one action for all activations, torch's checkpoint, random actions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 
 CHECKPOINTED_SHARE = 0.15
-"""Share of the replayable blocks that torch's checkpoint runs under a random policy with `whole_blocks`."""
+"""Probability that torch's checkpoint runs a replayable block under a random policy with `whole_blocks`."""
 
 
 def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:
-    """Return the policy that gives `plans[i]` to the i-th block of `profile`, with its head and its predicted cost.
+    """Return the policy with `plans[i]` for the i-th block of `profile`, and its predicted memory and time.
 
-    Raises ValueError for a plan that cannot be carried out.
+    The policy has the head of `profile`. Raises ValueError for a plan that cannot be executed.
     """
     distinct = list(dict.fromkeys(plans))
     outcome = simulate(profile, plans)
@@ -35,12 +35,12 @@ def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, An
 
 
 def uniform_policy(profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
-    """Return the policy that gives `action` to every activation that can take it, and RETAIN to the others.
+    """Return the policy with `action` for every activation that allows the action, and RETAIN for the others.
 
     With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed. A value that cannot be recomputed (a mask
-    drawn from a generator of the user's own) is stored by a lossless codec if one was priced.
-    With COMPRESS, `codec` is the codec. None takes the first priced codec of each activation. Raises ValueError for a
-    codec that was not priced for any activation.
+    drawn from a user's own generator) is stored with a lossless codec if the profile has one for the value.
+    With COMPRESS, `codec` is the codec. None selects the first codec that the profile has for each activation. Raises
+    ValueError if the profile has `codec` for no activation.
     """
     action = Action.parse(action)
     if action is Action.COMPRESS and codec is not None:
@@ -49,7 +49,7 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
 
 
 def checkpoint_policy(profile: Profile) -> Policy:
-    """Return the policy that runs every block under torch's checkpoint if it allows that, and plainly if not."""
+    """Return the policy that runs each block under torch's checkpoint, or unchanged if its kind does not allow that."""
     plans = [checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds]
     return policy_of_plans(profile, [plans[block.kind] for block in profile.blocks])
 
@@ -61,10 +61,10 @@ def random_policy(
     lossless: bool = False,
     whole_blocks: bool = False,
 ) -> Policy:
-    """Return a policy with a random action out of `actions` for every activation, each where it can take it.
+    """Return a policy with a random action for every activation, out of `actions` that the activation allows.
 
-    With `lossless`, COMPRESS takes lossless codecs only. With RECOMPUTE among the actions, torch's checkpoint runs half
-    of the blocks that cannot be replayed and, with `whole_blocks`, some of the others.
+    With `lossless`, only lossless codecs are used. If `actions` has RECOMPUTE, torch's checkpoint runs each block that
+    cannot be replayed with probability 0.5, and, with `whole_blocks`, each other block with CHECKPOINTED_SHARE.
     """
     generator = random.Random(seed)
     allowed = [Action.parse(action) for action in actions]
@@ -81,7 +81,7 @@ def _check_priced(profile: Profile, codec: str) -> None:
     names = ", ".join(priced) or "none"
     if any(codec in dict(value.too_coarse) for value in values):
         raise ValueError(
-            f"codec={codec!r} would degrade gradients wherever it was tried, so that this profile has {names}: choose "
+            f"codec={codec!r} degraded the gradient in every measurement of this profile, which has {names}: choose "
             f"one of these"
         )
     raise ValueError(

@@ -1,10 +1,11 @@
-"""The policy maker (paper, section 3.3): the fastest policy within a memory budget.
+"""Policy solver (paper, section 3.3): the fastest policy within a memory budget.
 
-How it goes: `frontiers` finds for each kind of block the plans worth mixing, once for all budgets. With one kind, a
-budget on stored bytes is then one integer program (`MixtureProgram`). A budget on the peak of the step, or for several
-kinds, is met by the first policy of the `chain` from all RETAIN to the least bytes that fits, refined with the same
-program. The frontiers also bound what any policy can do: how far the best one found may lie above that is its `gap`.
-Every policy is simulated at the end, in whole bytes, by code that shares nothing with the program.
+First, `frontiers` computes the frontier of plans of each kind of block, once for all budgets. For one kind and a budget
+on stored bytes, one integer program (`MixtureProgram`) gives the policy. For several kinds, or a budget on the peak of
+the step, the solver takes the first policy that fits in the `chain` from all RETAIN to the least bytes, and refines it
+with the same program. The frontiers also give a lower bound on the time of any policy; the relative distance of the
+solver's policy from this bound is its `gap`. At the end every policy is simulated, in whole bytes, by code that is
+independent of the program.
 """
 
 from __future__ import annotations
@@ -29,85 +30,88 @@ if TYPE_CHECKING:
 def solve_policy(
     profile: Profile, memory_budget: str | float | int | None = None, config: AdaccConfig | None = None
 ) -> Policy:
-    """The fastest policy whose memory keeps to `memory_budget` (default: the config's).
+    """Return the fastest policy within `memory_budget` (default: the config's).
 
-    All RETAIN with the fastest head if that fits. Raises InfeasibleBudgetError, with the smallest budget that would do,
-    if nothing fits, and ValueError for a budget in no known form, or if the profile has no head that the config allows.
+    If it fits, the policy is all RETAIN with the fastest head. Raises InfeasibleBudgetError, with the smallest feasible
+    budget, if no policy fits. Raises ValueError if the format of the budget is unknown, or if the profile has no head
+    that the config allows.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
     searches = _searches(profile, config)
-    search, columns = _fastest(searches, budget)
-    gap = _gap(searches, search.rank(columns)[0], budget)
+    search, plans = _fastest(searches, budget)
+    gap = _gap(searches, search.rank(plans)[0], budget)
     facts = {
-        "memory_budget": budget.given,
+        "memory_budget": budget.setting,
         "budget_bytes": budget.nbytes,
-        "budget_of": "peak" if budget.of_peak else "stored",
-        "status": "plain" if columns is searches[0].plain else "optimal" if gap <= config.solver_gap else "feasible",
+        "budget_of": "peak" if budget.limits_peak else "stored",
+        "status": "plain" if plans is searches[0].plain else "optimal" if gap <= config.solver_gap else "feasible",
         "gap": gap,
         "solves": search.log.num_solves,
-        "seconds": time.perf_counter() - started,
+        "seconds": time.perf_counter() - start,
     }
-    policy = policy_of_plans(search.profile, [column.plan for column in columns], facts)
-    needed = policy.predicted_peak_bytes if budget.of_peak else policy.predicted_stored_bytes
-    assert needed <= budget.nbytes, f"the solver's policy needs {needed} bytes of {budget.nbytes}"
+    policy = policy_of_plans(search.profile, [priced_plan.plan for priced_plan in plans], facts)
+    needed_bytes = policy.predicted_peak_bytes if budget.limits_peak else policy.predicted_stored_bytes
+    assert needed_bytes <= budget.nbytes, (
+        f"the solver's policy needs {needed_bytes} bytes, more than the budget of {budget.nbytes}"
+    )
     return policy
 
 
 def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """The policy with the least peak of all that are tried."""
+    """Return the policy with the least peak of all candidates. A faster one with the same peak is preferred."""
     return solve_policy(profile, quick_least_policy(profile, config).predicted_peak_bytes, config)
 
 
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """Return a policy with the peak of `least_policy`, found in half the time. The latter may be faster."""
+    """Return a policy with the same peak as `least_policy` in half the solver time. Its steps may be slower."""
     try:
         return solve_policy(profile, 1, config)
     except InfeasibleBudgetError as error:
         least = error.least
-    assert least is not None  # the solver's errors have it
+    assert least is not None  # errors that the solver raises have this policy
     return least
 
 
 def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
-    """A search for each head that may be chosen, the plain one first."""
+    """Return a search for each head that the config allows, the plain one first."""
     heads = [name for name in config.heads if name in profile.heads] or config.heads[:1]
     kinds = Kinds(profile, config)
     return [PolicySearch(profile.with_head(name), config, kinds) for name in heads]
 
 
 def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySearch, list[PricedPlan]]:
-    """The fastest policy within the budget, with the search that found it. Raises InfeasibleBudgetError."""
-    found: list[tuple[PolicySearch, list[PricedPlan]]] = []
+    """Return the fastest policy within the budget, and its search. Raises InfeasibleBudgetError if none fits."""
+    candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []
     for search in sorted(searches, key=lambda search: search.head_ms):
-        incumbent_ms = min((other.rank(columns)[0] for other, columns in found), default=math.inf)
-        # The head alone first: the bound takes the blocks' frontiers, which nothing else may need.
-        if found and (search.head_ms >= incumbent_ms or search.bound_ms(budget) >= incumbent_ms):
+        incumbent_ms = min((other.rank(plans)[0] for other, plans in candidates), default=math.inf)
+        # Compare the head's time first: the bound needs the blocks' frontiers, which may not be needed otherwise.
+        if candidates and (search.head_ms >= incumbent_ms or search.bound_ms(budget) >= incumbent_ms):
             continue
         try:
-            columns = search.within(budget, incumbent_ms)
+            plans = search.within(budget, incumbent_ms)
         except InfeasibleBudgetError as error:
-            # Without its frames: they hold this list, and through their callers a whole step's tensors.
+            # Without the traceback, whose frames would keep all tensors of a step alive.
             errors.append(error.with_traceback(None))
             continue
-        if columns is not None:
-            found.append((search, columns))
-    if not found:
+        if plans is not None:
+            candidates.append((search, plans))
+    if not candidates:
         raise _with_bound(errors)
-    return min(found, key=lambda pair: pair[0].rank(pair[1]))
+    return min(candidates, key=lambda pair: pair[0].rank(pair[1]))
 
 
 def _with_bound(errors: Sequence[InfeasibleBudgetError]) -> InfeasibleBudgetError:
-    """The error of the head with the lowest floor, and how far below it any policy with any head may come."""
+    """Return the error of the head with the lowest feasible budget, extended by a lower bound over all heads."""
     least = min(errors, key=lambda error: error.smallest_budget_bytes)
     floor, bound = least.smallest_budget_bytes, min(error.bound_bytes for error in errors)
     if bound >= floor:
         return InfeasibleBudgetError(str(least), floor, least=least.least)
     percent = 100 * (1 - bound / floor)
     return InfeasibleBudgetError(
-        f"{least}. It is the least of all policies that were tried; no policy needs less than {bound} bytes "
+        f"{least}. This is the least of all policies that were tried; no policy needs less than {bound} bytes "
         f"({format_bytes(bound)}, {percent:.2g} % below)",
         floor,
         bound,
@@ -116,9 +120,10 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError]) -> InfeasibleBudgetErro
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
-    """Part of a policy's overhead by which the best policy within the budget, with any head, may be faster.
+    """Return the part of a policy's overhead by which the best policy within the budget may be faster.
 
-    Overhead counts from the fastest head, which may be faster than the plain one.
+    The overhead is relative to the fastest head, which may be faster than the plain one. The best policy may have any
+    head.
     """
     fastest_ms = min(0.0, *(search.head_ms for search in searches))
     if ms <= fastest_ms:

@@ -1,1 +1,1 @@
-"""The record of a block's operators: made once, known again by what a call is given, replayed exactly."""
+"""Record of a block's operators: recorded once, looked up by the key of a call, replayed exactly."""

@@ -1,4 +1,4 @@
-"""Keys of a block's calls, and the shapes that they have shown: the tape of each key and its counts (rule R8)."""
+"""Keys of a block's calls, and the block's known shapes: the tape of each key and its counts (rule R8)."""
 
 from __future__ import annotations
 
@@ -10,90 +10,90 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.files import put_latest
 from adacc_hf.tape.data_reads import Data, data_at
 from adacc_hf.tape.guards import BlockPrograms, Untraceable, settings_of_torch
-from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, held_layout
+from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
 from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
-"""Layouts of a block's own tensors that are remembered. The least recent one is dropped."""
+"""Most layouts of a block's own tensors remembered. The least recent layout is dropped."""
 MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
-"""A block with this many layouts or more, and fewer calls for each, has a new layout at nearly every call."""
+"""A block with this many layouts or more, and fewer calls per layout, has a new layout at nearly every call."""
 MAX_SHAPES = 512
-"""Shapes that a block remembers. The least recently used one is dropped. Texts have hundreds of lengths, a tape and a
-plan on it are some 130 KiB of Python objects, and recording a shape anew takes as long as some ten steps."""
+"""Most shapes that a block remembers. The least recently used shape is dropped. Texts have hundreds of lengths. A tape
+and a plan on it take about 130 KiB of Python objects, and recording a shape again takes as long as about ten steps."""
 
 
 class CallKey(NamedTuple):
     """Key of a call: two calls of one kind of block with equal keys run the same operators.
 
-    For a block that cannot be traced this is a guess, which is compared (run/validation.py).
+    For a block that cannot be traced this is a guess, which each call validates (run/validation.py).
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, numbers that are inputs of the program, its number, settings of torch)."""
+    """(layout of the tensor arguments, numbers that are inputs of the program, program number, settings of torch)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
     layout: int
-    """Hash of the layout of the block's own tensors (`held_layout`). A plan compares the tensors that it reads one by
-    one (`ExecutionPlan.has_all`)."""
+    """Hash of the layout of the block's own tensors (`block_layout`). A plan also compares each tensor that it reads
+    (`ExecutionPlan.has_all`)."""
 
 
 @dataclass(slots=True)
 class KnownShape:
-    """Tape and counts of a block's calls of one key, whatever plan they ran under."""
+    """Tape and counts of a block's calls with one key, under any plan."""
 
     tape: Tape
     num_calls: int = 1
     varies: bool = False
-    """Whether calls ran other operators than the tape's, again and again."""
+    """True if calls ran other operators than the tape's, repeatedly."""
 
 
 class Follower(Protocol):
-    """An object that keeps an entry of its own for each key, such as a plan."""
+    """An object that caches an entry for each key, such as a plan."""
 
     def forget(self, key: CallKey) -> None:
-        """Drop the entry of `key`, if there is one."""
+        """Drop the entry of `key`, if any."""
 
 
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """The shapes of a block by the keys of its calls, the latest last.
+    """Known shapes of a block by call key, the latest last.
 
-    All plans of a block share one object, and forget the keys that it forgets.
+    All plans of a block share one object, and drop the keys that it drops.
     """
 
     def __init__(self, untraceable: Untraceable | None = None) -> None:
         super().__init__()
         self._untraceable = untraceable
-        """Paths of the model's blocks that cannot be traced. None if the block is alone."""
+        """Untraceable paths of the model's blocks. None if the block is not part of a model."""
         self._programs: BlockPrograms | None = None
-        """Those of the block. None before its first call."""
+        """Programs of the block. None before its first call."""
         self._layouts: OrderedDict[int, None] = OrderedDict()
         """Hashes of the layouts of the block's own tensors, the latest last."""
         self._layout = 0
-        """The latest one."""
+        """The latest hash."""
         self._num_layouts = self._num_calls = 0
-        self._left: OrderedDict[CallKey, int] = OrderedDict()
-        """Times that calls have left the tape of their key."""
+        self._num_divergences: OrderedDict[CallKey, int] = OrderedDict()
+        """Number of calls that diverged from the tape of their key."""
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths of the arguments that the block reads into Python."""
-        self._unseen: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls with a known shape and new data that came once."""
+        self._new_data: OrderedDict[CallKey, None] = OrderedDict()
+        """Keys of calls with a known shape and new data that have come once."""
         self.followers: WeakSet[Follower] = WeakSet()
         self.was_compared = False
-        """Whether a call of the block was compared with a record, or recorded, in the run that it is in now."""
-        self.of_families: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
-        """Counts of calls at all sizes of a family."""
+        """True if a call of the block was validated or recorded in the current run."""
+        self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
+        """Counts of calls at all sizes of a symbolic tape."""
 
     @property
     def untraced(self) -> str | None:
-        """The reason why the latest call has to be compared with its tape. None if guards vouch for the call."""
+        """The reason why the latest call must be validated. None if guards prove that it runs the tape's operators."""
         return None if self._programs is None else self._programs.untraced
 
     def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
-        """Return the key of a call that is about to run. Ask once per call, before it runs."""
+        """Return the key of a call that is about to run. Call this once per call, before the call runs."""
         if self._programs is None:
             self._programs = BlockPrograms(block, self._untraceable)
             self._note_layout(block)
@@ -102,61 +102,63 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
         return CallKey((argument_layout(args, kwargs), numbers, program, settings_of_torch()), data, self._layout)
 
-    def moved(self, key: CallKey, block: nn.Module) -> CallKey:
-        """Return `key` with the present layout of the block's own tensors.
+    def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
+        """Return `key` with the current layout of the block's own tensors.
 
-        It differs if weights were put into one storage, say, or if a table has grown.
+        The layout changes if weights are moved into one storage, for example, or if a table grows.
         """
         self._note_layout(block)
         return key._replace(layout=self._layout)
 
     def _note_layout(self, block: nn.Module) -> None:
-        self._layout = hash(held_layout(block))
+        self._layout = hash(block_layout(block))
         self._num_layouts += self._layout not in self._layouts
-        note_latest(self._layouts, self._layout, None, MAX_LAYOUTS)
+        put_latest(self._layouts, self._layout, None, MAX_LAYOUTS)
 
     @property
-    def is_ever_moving(self) -> bool:
+    def has_unstable_layout(self) -> bool:
         """Return True if the block's own tensors have a new layout at nearly every call."""
         return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
 
     def outdate(self, key: CallKey) -> None:
-        """Forget the tape of `key`, which a call has left. The next call is recorded anew."""
-        note_latest(self._left, key, self.num_left(key) + 1, MAX_SHAPES)
+        """Forget the tape of `key`, because a call diverged from it. The next call is recorded again."""
+        put_latest(self._num_divergences, key, self.num_divergences(key) + 1, MAX_SHAPES)
         self._forget([key])
 
-    def num_left(self, key: CallKey) -> int:
-        """Return how often calls of `key` have left their tapes."""
-        return self._left.get(key, 0)
+    def num_divergences(self, key: CallKey) -> int:
+        """Return how often calls of `key` diverged from their tapes."""
+        return self._num_divergences.get(key, 0)
 
-    def is_unseen(self, key: CallKey) -> bool:
+    def has_new_data(self, key: CallKey) -> bool:
         """Return True if a call has a known shape and data that comes for the first time.
 
-        Recording takes memory, which no budget expects at a known shape, and time, which pays if the data comes again.
+        Recording takes memory, which no budget reserves at a known shape. It also takes time, which is only worthwhile
+        if the data comes again.
         """
-        known_data = {known.data for known in self if known.shape == key.shape}
-        if not known_data or key.data in known_data or key in self._unseen:
+        known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
+        if not known_data or key.data in known_data or key in self._new_data:
             return False
-        note_latest(self._unseen, key, None, MAX_SHAPES)
+        put_latest(self._new_data, key, None, MAX_SHAPES)
         return True
 
-    def add(self, key: CallKey, known: KnownShape) -> CallKey:
-        """Add a recorded call. Return its key, with the data that its tape is the first to read."""
-        reads = known.tape.reads
-        new = [path for path in reads if path not in self._reads]
-        if new:
-            self._reads = (*self._reads, *new)
+    def add(self, key: CallKey, known_shape: KnownShape) -> CallKey:
+        """Add a recorded call. Return its key, extended by the data that its tape is the first to read."""
+        reads = known_shape.tape.reads
+        new_paths = [path for path in reads if path not in self._reads]
+        if new_paths:
+            self._reads = (*self._reads, *new_paths)
             # The keys of earlier records lack this data, on which their operators may depend too.
             self._forget(list(self))
-            key = key._replace(data=(*key.data, *(reads[path] for path in new)))
-        self[key] = known
+            key = key._replace(data=(*key.data, *(reads[path] for path in new_paths)))
+        self[key] = known_shape
         self.move_to_end(key)
         self._forget(list(self)[:-MAX_SHAPES])
         return key
 
-    def of_family(self, family: SymbolicTape) -> KnownShape:
-        """Return the counts of calls at all sizes of `family`. Records were made of some before there was a family."""
-        return self.of_families.setdefault(family, KnownShape(family.base, num_calls=2))
+    def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
+        """Return the counts of calls at all sizes of `symbolic_tape`. They start at 2, because some sizes were recorded
+        before."""
+        return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
 
     def _forget(self, keys: list[CallKey]) -> None:
         for key in keys:

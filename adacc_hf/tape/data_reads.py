@@ -1,8 +1,8 @@
-"""Data that a block reads into Python: the tensors whose elements decide which operators run (rule R8).
+"""Data that a block reads into Python: tensors whose elements decide which operators run (rule R8).
 
-Attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls with the same
-lengths run the same operators, so that such data can be a part of a call's key, as shapes are. A tape is not trusted if
-the data follows from anything else: hidden states, parameters, random numbers.
+For example, attention over images of several sizes splits its tokens at lengths that it reads from an argument. Calls
+with equal lengths run the same operators, so this data can be part of a call's key, like shapes. A tape is not trusted
+if the data comes from another source: hidden states, parameters, random numbers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from adacc_hf.torch_glue.tensors import runs_on_parts
 from adacc_hf.torch_glue.watchers import Watchers
 
 MOST_NUMBERS = 64
-"""Most elements of a tensor of whole numbers that count as sizes, such as where each image of a batch ends."""
+"""Most elements of an integer tensor that count as sizes, such as the end of each image in a batch."""
 MAX_READ_BYTES = 1 << 16
-"""Largest argument that is compared at each call. Reading 64 KiB takes some 10 us, a hundredth of a small block."""
+"""Largest argument that is compared at each call. Reading 64 KiB takes about 10 us, a hundredth of a small block."""
 _METHODS = ("tolist", "numpy")
-"""Methods that bring data into Python without an operator, so that no dispatch mode sees them."""
+"""Methods that read data into Python without an operator, so that no dispatch mode sees them."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 NoteRead = Callable[[torch.Tensor, str], None]
 Path = tuple[Any, ...]
 Data = bytes | tuple[int, ...]
-"""The elements of a tensor: a tuple if they are few whole numbers, else bytes."""
+"""The elements of a tensor: a tuple for a few integers, else bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value of the tape that was read into Python, or decided a size, and the name of what read it."""
+    """A value of the tape that was read into Python or decided a size, and the name of the operator or method."""
 
     value: int
     by: str
@@ -47,7 +47,7 @@ class Read:
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors whose data decides what an operator returns into Python, or the size of its result."""
+    """Return the tensors whose data decides an operator's Python result, or the size of its result."""
     if not _TAGS.intersection(func.tags):
         return []
     if schema_of(func).name == "aten::index":  # only masks decide the size
@@ -58,9 +58,9 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _patch_methods() -> Callable[[], None]:
-    """Have `_METHODS` of tensors call the watcher of their thread. Return the function that undoes it.
+    """Make `_METHODS` of tensors call the current thread's watcher. Return the function that removes the patch.
 
-    A torch function mode would see the calls too, but would make torch.compile recompile compiled parts of a block.
+    A torch function mode would see the calls too, but torch.compile would then recompile compiled parts of a block.
     """
     before = {method: torch.Tensor.__dict__.get(method) for method in _METHODS}
 
@@ -87,33 +87,34 @@ def _patch_methods() -> Callable[[], None]:
 
 _READS = Watchers[NoteRead](_patch_methods)
 watched_reads = _READS.watching
-"""While open, a function is called with (tensor, method) where this thread turns a tensor into lists or arrays."""
+"""While open, call a function with (tensor, method name) if this thread converts a tensor to lists or arrays."""
 
 
-def judge(
+def data_behind_reads(
     tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
 ) -> tuple[dict[Path, Data], Read | None]:
-    """Return the data that `reads` follow from, by the paths of arguments, and None.
+    """Return the data that `reads` depend on, by argument path, and None.
 
-    If a read follows from anything but arguments, return ({}, the first such read). `arguments(value)` returns (path,
+    If a read depends on anything but arguments, return ({}, the first such read). `arguments(value)` returns (path,
     tensor) of the arguments on the storage of a value, any of which may have been read.
     """
-    found: dict[Path, Data] = {}
+    data_by_path: dict[Path, Data] = {}
     for read in reads:
         operators, leaves = closure(tape, read.value, lambda _: False)
         if not all(tape.operators[index].may_run_again for index in operators):
             return {}, read
         for leaf in leaves:
-            is_given = tape.is_block_input(leaf) and not tape.values[leaf].overwritten
-            data = {path: data_of(tensor) for path, tensor in arguments(leaf)} if is_given else {}
+            is_unchanged_argument = tape.is_block_input(leaf) and not tape.values[leaf].overwritten
+            data = {path: data_of(tensor) for path, tensor in arguments(leaf)} if is_unchanged_argument else {}
             if not data or None in data.values():
                 return {}, read
-            found |= data
-    return found, None
+            data_by_path |= data
+    return data_by_path, None
 
 
 def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
-    """Return the data of the argument at `path`; None if this call has no tensor there, or `data_of` returns None."""
+    """Return the data of the argument at `path`. Return None if this call has no tensor there, or if `data_of` returns
+    None."""
     try:
         return data_of(argument_at(path, args, kwargs))
     except (LookupError, TypeError):
@@ -121,10 +122,9 @@ def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
 
 
 def data_of(tensor: Any) -> Data | None:
-    """Return the tensor's elements in their order; None for floats, large tensors and tensors divided among ranks.
+    """Return the tensor's elements in order. Return None for floats, large tensors and tensors sharded among ranks.
 
-    The rest of the storage is left out, since its end may never have been written: `unique` allocates for the worst
-    case.
+    The rest of the storage is left out, because its end may be uninitialized: `unique` allocates for the worst case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None
@@ -132,7 +132,7 @@ def data_of(tensor: Any) -> Data | None:
         return None
     if tensor.device.type == "cpu" or tensor.is_inference():
         return _elements_of(tensor)
-    # Every block of a model is given the same tensor, and the host should wait for the device once, not in each block.
+    # Every block of a model gets the same tensor. The host should wait for the device once, not in each block.
     version = version_of(tensor)
     cached = _data_by_tensor.get(tensor)
     if cached is None or cached[0] != version:
@@ -141,7 +141,7 @@ def data_of(tensor: Any) -> Data | None:
 
 
 _data_by_tensor = WeakTensorKeyDictionary()
-"""(version, data) of tensors on other devices than the CPU."""
+"""(version, data) of tensors that are not on the CPU."""
 
 
 def _elements_of(tensor: torch.Tensor) -> Data:

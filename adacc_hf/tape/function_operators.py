@@ -1,8 +1,8 @@
-"""An `autograd.Function` as one operator of a tape: its call, its arguments taken apart, and its forward run again.
+"""An `autograd.Function` as one operator of a tape: its call, its decomposed arguments, and a rerun of its forward.
 
-No dispatcher sees a kernel that a Function launches by address (Triton, ctypes), and the memory that the kernel fills
-looks unwritten. But the Function itself is Python. Its `forward` fills the same memory again if it is given the same
-arguments, and a context that only notes what is saved.
+The dispatcher does not see a kernel that a Function launches by address (Triton, ctypes), so the memory that the kernel
+fills looks unwritten. But the Function itself is Python. Its `forward` fills the same memory again if it gets the same
+arguments and a context that only collects the saved tensors.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.gene
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CODE = (types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 4
-"""Containers and objects that may lie within each other among a Function's arguments."""
+"""Greatest nesting depth of containers and objects among a Function's arguments."""
 
 
 class NotReplayableError(Exception):
-    """A Function cannot be an operator of a tape. The message is the end of a sentence: "the Function ..."."""
+    """A Function cannot become an operator of a tape. The message completes a sentence that begins with "the
+    Function"."""
 
 
 class Parts(NamedTuple):
-    """An object among a Function's arguments, taken apart so that replay can make it of a later call's tensors."""
+    """A decomposed object among a Function's arguments. Replay composes the object again from tensors of a later
+    call."""
 
     kind: type
     attributes: Any
@@ -47,28 +49,28 @@ class Parts(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """The state around a Function's call that its forward may depend on, and its results apart from tensors."""
+    """State around a Function's call that its forward may depend on, and its results without tensors."""
 
     identity: str
-    """The name of the class, and a number that tells it from others of the name in this process."""
+    """The class name, and a number that distinguishes classes of the same name in this process."""
     requires_grad: tuple[bool, ...]
-    """For each tensor among the arguments, in order."""
+    """`requires_grad` of each tensor among the arguments, in order."""
     autocast: tuple[tuple[str, torch.dtype], ...]
     """(device type, dtype) of each device type under autocast."""
     data: tuple[int, ...]
-    """Indices, among the tensors of its arguments, of the tensors that the forward reads into Python (rule R8)."""
+    """Indices, among the tensor arguments, of the tensors that the forward reads into Python (rule R8)."""
     results: Any
-    """The forward's result, with None in the place of each tensor."""
+    """The forward's result, with None in place of each tensor."""
 
     def is_like(self, other: FunctionCall) -> bool:
-        """Return True if two calls are of the same class, with the same gradients required, under the same autocast."""
+        """Return True if both calls have the same class, required gradients and autocast state."""
         return self[:3] == other[:3]
 
 
 class FunctionTarget:
     """A subclass of `autograd.Function` as the target of a tape's operator.
 
-    A call returns the forward's results, flattened, followed by the tensors that it saved for backward.
+    A call returns the flattened results of the forward, followed by the tensors that the forward saved for backward.
     """
 
     namespace = FUNCTIONS
@@ -87,23 +89,23 @@ class FunctionTarget:
         return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
-        """Run the Function's forward on `args`, in which objects are taken apart (`Parts`).
+        """Run the Function's forward on `args`, which are decomposed (`decompose_arguments`).
 
-        With gradients on, run the Function itself, so that its results have its backward.
+        If gradients are enabled, run the Function itself, so that its results have its backward.
         """
-        given = put_together(args, call.requires_grad)
+        arguments = compose_arguments(args, call.requires_grad)
         with autocast_as(call.autocast):
             if torch.is_grad_enabled():
-                return self._apply(given)
-            context = _Context(self.function, given)
+                return self._apply(arguments)
+            context = _Context(self.function, arguments)
             if _has_setup(self.function):
-                result = self.function.forward(*given)
-                self.function.setup_context(context, given, result)
+                result = self.function.forward(*arguments)
+                self.function.setup_context(context, arguments, result)
             else:
-                result = self.function.forward(context, *given)
+                result = self.function.forward(context, *arguments)
         if context.is_dirty:
             raise NotReplayableError("marks arguments as dirty")
-        return flattened(result, context.saved)
+        return flatten_results(result, context.saved)
 
     def _apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         saved: list[torch.Tensor] = []
@@ -115,13 +117,13 @@ class FunctionTarget:
 
         with torch.autograd.graph.saved_tensors_hooks(note, unpack):
             result = self.function.apply(*args)
-        returned = flattened(result, saved)
-        saved.clear()  # the graph holds `note`, and must not hold by it what holds the graph
+        returned = flatten_results(result, saved)
+        saved.clear()  # the graph references `note`; avoid a reference cycle through it
         return returned
 
 
 class _Context(FunctionCtx):
-    """The context that is passed to a replayed forward. It notes what the forward saves."""
+    """Context for a replayed forward. It collects the tensors that the forward saves."""
 
     def __init__(self, function: type[Function], args: tuple[Any, ...]) -> None:
         self._forward_cls = function
@@ -136,17 +138,17 @@ class _Context(FunctionCtx):
         return bool(getattr(self, "dirty_tensors", ()))
 
 
-def flattened(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Return a Function's results, flattened, followed by the tensors that it saved."""
+def flatten_results(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Return the flattened results of a Function, followed by the tensors that it saved."""
     return (*leaves((result,)), *saved)
 
 
 def results_of(result: Any) -> Any:
-    """Return a Function's result with None in the place of each tensor.
+    """Return a Function's result with None in place of each tensor.
 
-    Raises NotReplayableError if it holds an object that cannot be taken apart.
+    Raise NotReplayableError if the result contains an object that cannot be decomposed.
     """
-    return map_tensors(_taken_apart(result, _DEPTH), torch.Tensor, lambda _: None)
+    return map_tensors(_decompose(result, _DEPTH), torch.Tensor, lambda _: None)
 
 
 def _has_setup(function: type[Function]) -> bool:
@@ -156,58 +158,58 @@ def _has_setup(function: type[Function]) -> bool:
 # Arguments.
 
 
-def taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a Function's arguments, with objects replaced by their `Parts`.
 
-    Raises NotReplayableError for an object that cannot be made again from numbers, strings and tensors.
+    Raise NotReplayableError for an object that cannot be created again from numbers, strings and tensors.
     """
-    return tuple([_taken_apart(argument, _DEPTH) for argument in args])
+    return tuple([_decompose(argument, _DEPTH) for argument in args])
 
 
-def _taken_apart(value: Any, depth: int) -> Any:
+def _decompose(value: Any, depth: int) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if not is_plain(value) or value.layout is not torch.strided:
-            raise NotReplayableError(f"is given a {kind.__name__}, which is no plain tensor")
+            raise NotReplayableError(f"has an argument of type {kind.__name__}, which is not a plain tensor")
         return value
     if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
         return value
     if isinstance(value, _CODE) and not getattr(value, "__closure__", None):
         return value
     if depth == 0:
-        raise NotReplayableError("is given objects in too many containers")
+        raise NotReplayableError(f"has arguments nested deeper than {_DEPTH} containers")
     if kind in (tuple, list) or hasattr(value, "_fields"):
-        items = [_taken_apart(item, depth - 1) for item in value]
+        items = [_decompose(item, depth - 1) for item in value]
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     if kind is dict and all(isinstance(key, (str, int)) for key in value):
-        return {key: _taken_apart(item, depth - 1) for key, item in value.items()}
+        return {key: _decompose(item, depth - 1) for key, item in value.items()}
     if kind is torch.Size:
         return Parts(kind, tuple(value))
     if _is_made_of_attributes(value):
-        return Parts(kind, {name: _taken_apart(item, depth - 1) for name, item in vars(value).items()})
-    raise NotReplayableError(f"is given a {kind.__module__}.{kind.__qualname__}")
+        return Parts(kind, {name: _decompose(item, depth - 1) for name, item in vars(value).items()})
+    raise NotReplayableError(f"has an argument of type {kind.__module__}.{kind.__qualname__}")
 
 
 def _is_made_of_attributes(value: Any) -> bool:
-    """Return True if an object consists of its `__dict__`: no module, no container, nothing made in C++."""
+    """Return True if an object consists of its `__dict__`: not a module, a container or a C++ object."""
     kind = type(value)
     is_simple = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
     return is_simple and not any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
-def put_together(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Return the arguments that `taken_apart` took apart. Their tensors require gradients as recorded."""
+def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Return the arguments that `decompose_arguments` decomposed. Their tensors require gradients as recorded."""
     flags = iter(requires_grad)
 
     def tensor_of(tensor: torch.Tensor) -> torch.Tensor:
         flag = next(flags)
         return tensor if torch.is_grad_enabled() else tensor.detach().requires_grad_(flag)
 
-    return tuple([_put_together(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
+    return tuple([_compose(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
 
 
 def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return a Function's arguments with `copies`, by storage, in the place of the storages that it writes into."""
+    """Return a Function's arguments with the storages that it writes to replaced by `copies`, a dict by storage key."""
 
     def on_copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = copies.get(storage_key(tensor.untyped_storage()))
@@ -216,20 +218,20 @@ def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     return map_tensors(args, torch.Tensor, on_copy)
 
 
-def _put_together(value: Any) -> Any:
+def _compose(value: Any) -> Any:
     if isinstance(value, Parts):
         if value.kind is torch.Size:
             return torch.Size(value.attributes)
-        made: Any = object.__new__(value.kind)
-        vars(made).update({name: _put_together(item) for name, item in value.attributes.items()})
-        return made
+        composed: Any = object.__new__(value.kind)
+        vars(composed).update({name: _compose(item) for name, item in value.attributes.items()})
+        return composed
     if isinstance(value, tuple):
-        items = [_put_together(item) for item in value]
+        items = [_compose(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
-        return [_put_together(item) for item in value]
+        return [_compose(item) for item in value]
     if isinstance(value, dict):
-        return {name: _put_together(item) for name, item in value.items()}
+        return {name: _compose(item) for name, item in value.items()}
     return value
 
 
@@ -238,13 +240,13 @@ def _put_together(value: Any) -> Any:
 _DEVICE_TYPES = ("cpu", "cuda")
 
 _numbers: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
-"""The number of each class among the classes of its name."""
-_num_alike: Counter[str] = Counter()
-"""The number of classes of each name."""
+"""Number of each class among the classes of the same name."""
+_num_classes: Counter[str] = Counter()
+"""Number of classes by name."""
 
 
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
-    """Return the `FunctionCall` of a call that is about to run. Its data and results are not known yet."""
+    """Return the `FunctionCall` of a call that is about to run, without its data and results."""
     autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)]
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
     return FunctionCall(_identity(function), tuple(flags), tuple(autocast), (), None)
@@ -253,14 +255,14 @@ def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
 def _identity(function: type[Function]) -> str:
     name = str(FunctionTarget(function))
     if function not in _numbers:
-        _numbers[function] = _num_alike[name]
-        _num_alike[name] += 1
+        _numbers[function] = _num_classes[name]
+        _num_classes[name] += 1
     return f"{name}#{_numbers[function]}"
 
 
 @contextmanager
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
-    """While open, autocast is as recorded. Its cache is off, so that no replay leaves casts in it."""
+    """While open, set autocast as recorded. The cast cache is off, so that a replay leaves no casts in it."""
     dtypes = dict(recorded)
     with ExitStack() as stack:
         for device_type in _DEVICE_TYPES:
@@ -275,43 +277,47 @@ def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]
 # Globals, closures and class attributes that a forward reads.
 
 _MOST_CODE = 64
-"""Most Python functions that are searched for names which a forward reads."""
+"""Greatest number of Python functions that are searched for the names that a forward reads."""
 
 
 class Surroundings:
     """Snapshot of the Python values that a Function's forward can reach by name.
 
-    A forward that changes one of them would not run alike when it is replayed.
+    A forward that changes one of these values could give a different result in replay.
     """
 
     def __init__(self, function: type[Function]) -> None:
         self.has_tensors = False
-        """Whether the forward can reach a tensor."""
+        """True if the forward can reach a tensor."""
         self._values: list[tuple[str, Any]] = []
-        self._seen: set[int] = set()
+        self._searched_code: set[int] = set()
         for base in function.__mro__:
             if base.__module__.partition(".")[0] != "torch":
                 for name, value in vars(base).items():
                     self._note(name, value)
         for code in (function.forward, function.setup_context):
-            self._look_through(code)
+            self._search_code(code)
 
     def changed(self, later: Surroundings) -> str | None:
         """Return the name of a value that differs in `later`, or None."""
         pairs = zip(self._values, later._values, strict=False)
-        return next((one[0] for one, other in pairs if one != other), None)
+        return next((value[0] for value, later_value in pairs if value != later_value), None)
 
-    def _look_through(self, code: Any) -> None:
+    def _search_code(self, code: Any) -> None:
         code = unwrap(code) if callable(code) else code
-        if not isinstance(code, types.FunctionType) or id(code) in self._seen or len(self._seen) >= _MOST_CODE:
+        if (
+            not isinstance(code, types.FunctionType)
+            or id(code) in self._searched_code
+            or len(self._searched_code) >= _MOST_CODE
+        ):
             return
         if code.__module__ and code.__module__.partition(".")[0] in ("torch", "triton", "numpy"):
             return
-        self._seen.add(id(code))
+        self._searched_code.add(id(code))
         for cell, name in zip(code.__closure__ or (), code.__code__.co_freevars, strict=True):
             try:
                 value = cell.cell_contents
-            except ValueError:  # not filled yet
+            except ValueError:  # an empty cell
                 continue
             self._note(name, value)
         for name in code.__code__.co_names:
@@ -323,31 +329,33 @@ class Surroundings:
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):
             self._values.append((name, value))
-        elif isinstance(value, (list, dict, set)):  # a cache or a log, whose items are not compared
+        elif isinstance(
+            value, (list, dict, set)
+        ):  # only the length of a container, such as a cache or a log, is compared
             self._values.append((name, len(value)))
         elif isinstance(value, types.FunctionType):
-            self._look_through(value)
+            self._search_code(value)
 
 
-# Watching the calls of Functions.
+# Interception of the calls of Functions.
 
 RunFunction = Callable[[], Any]
 Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
-"""Function of the class, the arguments, and a function that runs the Function. It returns the Function's result."""
+"""Callback with the class, the arguments, and a function that runs the Function. It returns the Function's result."""
 
 
 _PATCHED: Any = SingleLevelFunction
-"""The class whose `apply` is patched. `Function` derives from it, so that an `apply` which code took from a Function
-earlier is watched too."""
+"""Class whose `apply` is patched, a base of `Function`. Code that took `apply` from a Function earlier is intercepted
+too."""
 
 
 def _patch_apply() -> Callable[[], None]:
-    """Have `apply` of all Functions call the watcher of its thread. Return the function that undoes it."""
+    """Make `apply` of all Functions call the current thread's watcher. Return the function that removes the patch."""
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         run = super(_PATCHED, function).apply
         watcher = _WATCHERS.current()
-        # torch's own Functions run operators that the dispatcher sees, or code that torch.compile made.
+        # torch's own Functions run operators that the dispatcher sees, or compiled code.
         is_own = function.__module__.partition(".")[0] == "torch"
         if watcher is None or kwargs or is_own:
             return run(*args, **kwargs)

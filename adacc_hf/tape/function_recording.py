@@ -1,15 +1,15 @@
-"""Recording an `autograd.Function` as one operator, where the operators inside it do not tell what it makes.
+"""Recording of an `autograd.Function` as one operator, if the operators inside it do not determine its results.
 
 NOTE [When a Function is one operator]
-A Function is first recorded by the operators that its forward runs. If these recompute all that it returns and saves,
-they stay on the tape: replay runs only the operators that a saved tensor needs. If they do not (a kernel fills memory
-unseen, or data is read into Python), the Function becomes one operator, whose target is the class, and replay runs its
-whole forward again. Both are compared with the original bit for bit (rule R7).
+A Function is first recorded by the operators that its forward runs. If replaying these operators recomputes all that
+the Function returns and saves, they stay on the tape: replay runs only the operators that a saved tensor needs.
+Otherwise (a kernel fills memory unseen, or Python reads data) the Function becomes one operator, whose target is the
+class, and replay runs its whole forward again. Both are compared with the original bit for bit (rule R7).
 
-A Function whose forward cannot be run again for the same result keeps its operators, and what these do not recompute is
-stored. `refused` has the reason: the Function writes into an input of the block or a parameter, marks arguments as
-dirty, reads tensors that are not among its arguments, changes Python values, or is given objects that cannot be made
-again.
+If the forward cannot be run again for the same result, the Function keeps its operators, and the results that these do
+not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the block or a
+parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python values, or has
+arguments that cannot be created again.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from adacc_hf.tape.function_operators import (
     autocast_as,
     begin_watching,
     call_of,
+    decompose_arguments,
     end_watching,
-    flattened,
+    flatten_results,
     on_copies,
     results_of,
-    taken_apart,
 )
 from adacc_hf.tape.replay import closure
-from adacc_hf.tape.replay_check import replayed_alike, same_bits
+from adacc_hf.tape.replay_check import exactly_replayed_values, same_bits
 from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, geometry_of, has_storage, leaves, map_tensors
 from adacc_hf.torch_glue.private import storage_key
-from adacc_hf.torch_glue.rng_state import drawing_from, generator_state, random_states_kept
+from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state, preserve_random_states
 from adacc_hf.torch_glue.tensors import copy_with_storage, fingerprint, is_plain, local_of, wraps_others
 
 WRITES = "writes into its arguments"
@@ -63,29 +63,29 @@ class _Mark:
 
 
 @dataclass
-class _Ran:
-    """A Function that has run while its operators were recorded."""
+class _FunctionRun:
+    """A run of a Function whose operators were recorded."""
 
     function: type[Function]
     args: tuple[Any, ...]
-    """Its arguments, taken apart."""
+    """The decomposed arguments (`decompose_arguments`)."""
     call: FunctionCall
     result: Any
     saved: list[torch.Tensor]
     before: _Mark
     state: torch.Tensor | None
-    """The state of the default generator of the block's device when the Function began."""
+    """State of the default generator of the block's device when the Function began."""
     written: list[torch.Tensor]
-    """Arguments whose bits have changed, one per storage."""
-    drew: bool
+    """Arguments whose bits changed, one per storage."""
+    is_random: bool
 
     @property
     def returned(self) -> tuple[Any, ...]:
-        return flattened(self.result, self.saved)
+        return flatten_results(self.result, self.saved)
 
 
 class FunctionRecorder:
-    """The part of a recorder that records the Functions of a block. The attributes below are the recorder's."""
+    """The part of `Recorder` that records the Functions of a block. The attributes below are defined in `Recorder`."""
 
     values: list[TapeValue]
     bases: list[torch.Tensor]
@@ -112,20 +112,20 @@ class FunctionRecorder:
 
     def __init__(self) -> None:
         super().__init__()
-        self.refused: dict[str, str] = {}
-        """The reason why a Function could not become one operator, by the Function's name."""
+        self.refusal_reasons: dict[str, str] = {}
+        """By a Function's name, the reason why the Function could not become one operator."""
         self.function_slots: set[int] = set()
-        """Slots that Functions have saved."""
+        """Slots that Functions saved."""
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
-        """The tensors that the Function which runs now has saved."""
+        """Tensors that the running Function has saved."""
         self._read_inside: set[int] | None = None
-        """Storages that operators read while the recorder is paused; None if they are not noted."""
+        """Storage keys that operators read while the recorder is paused. None if they are not collected."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
-        return super().__enter__()  # type: ignore[misc]  # a dispatch mode comes next in line
+        return super().__enter__()  # type: ignore[misc]  # the next base is a dispatch mode
 
     def __exit__(self, *exception: Any) -> None:
         end_watching()
@@ -133,7 +133,7 @@ class FunctionRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, operators run without being recorded, and reads are not noted: they are not the block's."""
+        """While open, operators and reads are not recorded, because the block does not run them."""
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
         try:
@@ -143,7 +143,7 @@ class FunctionRecorder:
 
     @contextmanager
     def _inside_function(self) -> Iterator[None]:
-        """While open, inner Functions are a part of the one that runs, and saved tensors are that one's."""
+        """While open, inner Functions and saved tensors belong to the running Function."""
         self._is_in_function, self._saved_inside = True, []
         try:
             yield
@@ -151,85 +151,99 @@ class FunctionRecorder:
             self._is_in_function = False
 
     def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a Function and note which slots it saves."""
+        """Run a Function and record which slots it saves."""
         num_slots = len(self.slots)
         result = self._record_function(function, args, run)
         self.function_slots.update(range(num_slots, len(self.slots)))
         return result
 
     def _record_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a Function and record its operators. If they do not recompute what it made, put one in their place."""
+        """Run a Function and record its operators. If they do not recompute its results, replace them by one
+        operator."""
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
             return run()
-        if not all(map(is_plain, _tensors(args))):  # parts of DTensors, on which other operators run
+        if not all(map(is_plain, _tensors(args))):  # DTensors, whose operators run on local tensors
             with self._inside_function():
                 return run()
         parts, reason = _parts_of(args)
-        before, states = self._mark(), self._generator_states()
-        given = {storage_key(t.untyped_storage()): t for t in _tensors(args if parts is None else parts)}
-        call = None if parts is None else call_of(function, parts)
+        mark, generator_states = self._mark(), self._generator_states()
+        arguments = {storage_key(t.untyped_storage()): t for t in _tensors(args if parts is None else parts)}
+        function_call = None if parts is None else call_of(function, parts)
         with self.paused():
-            prints = {key: fingerprint(tensor) for key, tensor in given.items()}
+            fingerprints = {key: fingerprint(tensor) for key, tensor in arguments.items()}
         with self._inside_function():
             result = run()
         with self.paused(), torch.no_grad(), autocast_as(()):
-            written = [tensor for key, tensor in given.items() if fingerprint(tensor) != prints[key]]
-            drew = self._have_moved(states)
-            returned = flattened(result, self._saved_inside)
-            # Tensors that consist of others have no bits of their own to compare (float8 training).
-            is_wrapped = any(map(wraps_others, self.bases[before.num_values :]))
-            alike = None if is_wrapped else self._recomputed_inside(before, returned, written)
-        if alike is not None:
+            written = [tensor for key, tensor in arguments.items() if fingerprint(tensor) != fingerprints[key]]
+            is_random = self._have_moved(generator_states)
+            returned = flatten_results(result, self._saved_inside)
+            # Tensors that wrap others have no bits of their own to compare (float8 training).
+            is_wrapped = any(map(wraps_others, self.bases[mark.num_values :]))
+            recomputed_values = None if is_wrapped else self._recomputed_inside(mark, returned, written)
+        if recomputed_values is not None:
             try:
-                if parts is None or call is None:
+                if parts is None or function_call is None:
                     raise NotReplayableError(reason)
-                ran = _Ran(function, parts, call, result, self._saved_inside, before, states[0], written, drew)
-                self._replace(ran, alike)
+                run_record = _FunctionRun(
+                    function,
+                    parts,
+                    function_call,
+                    result,
+                    self._saved_inside,
+                    mark,
+                    generator_states[0],
+                    written,
+                    is_random,
+                )
+                self._replace(run_record, recomputed_values)
             except NotReplayableError as why:
-                self.refused[f"{function.__module__}.{function.__qualname__}"] = str(why)
+                self.refusal_reasons[f"{function.__module__}.{function.__qualname__}"] = str(why)
         self._saved_inside = []
         return result
 
     def _recomputed_inside(
         self, before: _Mark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
-        """Return the values that the recorded operators of a Function recompute; None if these are all that it made."""
-        made = [tensor for tensor in _tensors(returned) if self._is_made_after(before, tensor)]
-        values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in made]
-        inside = self.operators[before.num_operators :]
-        changed = {old for operator in inside for old, _ in operator.mutations if self._is_outer(before, old)}
-        needed = {value for value in values if value is not None}
-        if changed:  # operators cannot run again on what they have overwritten
-            alike = frozenset(needed - self._left_unwritten(inside))
+        """Return the values that the recorded operators of a Function recompute. Return None if these include all its
+        results."""
+        new_tensors = [tensor for tensor in _tensors(returned) if self._is_made_after(before, tensor)]
+        values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
+        inner_operators = self.operators[before.num_operators :]
+        changed = {old for operator in inner_operators for old, _ in operator.mutations if self._is_outer(before, old)}
+        required = {value for value in values if value is not None}
+        if changed:  # operators cannot run again on overwritten inputs
+            recomputed_values = frozenset(required - self._unwritten_values(inner_operators))
         else:
-            alike = replayed_alike(self._unsealed(), inside, before.num_values, self.bases)
+            recomputed_values = exactly_replayed_values(
+                self._unsealed(), inner_operators, before.num_values, self.bases
+            )
         storages = {self._storages[value] for value in changed}
         has_hidden_write = any(storage_key(t.untyped_storage()) not in storages for t in written)
         has_view = any(map(_is_view, self.reads[before.num_reads :])) or self.untrusted != before.untrusted
-        is_told = None not in values and needed <= alike and not has_hidden_write and not has_view
-        return None if is_told else alike
+        is_complete = None not in values and required <= recomputed_values and not has_hidden_write and not has_view
+        return None if is_complete else recomputed_values
 
-    def _left_unwritten(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values of allocated memory that no operator has written."""
-        made = {value for operator in operators if operator.allocates for _, value in operator.outputs}
-        return {value for value in made if not self.values[value].overwritten and self.values[value].nbytes}
+    def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
+        """Return the values of allocated memory that no operator wrote to."""
+        allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
+        return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 
-    def _replace(self, ran: _Ran, alike: frozenset[int]) -> None:
-        """Put one operator in the place of those that a Function ran.
+    def _replace(self, run_record: _FunctionRun, recomputed_values: frozenset[int]) -> None:
+        """Replace the operators that a Function ran by one operator.
 
-        Raises NotReplayableError, before anything is changed, if it would not recompute what the Function made.
+        Raise NotReplayableError, before any change, if the operator would not recompute the Function's results.
         """
-        results = results_of(ran.result)
-        target = FunctionTarget(ran.function)
-        data = self._data_read(ran, results)
-        self._check_writes(ran)
-        foreign = self._foreign_reads(ran)
-        self._check_run_again(target, ran, alike, foreign)
-        self._roll_back(ran.before)
-        recorded = map_tensors(ran.args, torch.Tensor, self.refer)
-        call = ran.call._replace(data=tuple(data), results=results)
-        self._note_function(target, recorded, call, ran.returned, ran.written, ran.drew)
-        for tensor in ran.saved:
+        results = results_of(run_record.result)
+        target = FunctionTarget(run_record.function)
+        data_places = self._data_read(run_record, results)
+        self._check_writes(run_record)
+        foreign = self._foreign_reads(run_record)
+        self._check_run_again(target, run_record, recomputed_values, foreign)
+        self._roll_back(run_record.before)
+        recorded = map_tensors(run_record.args, torch.Tensor, self.refer)
+        call = run_record.call._replace(data=tuple(data_places), results=results)
+        self._note_function(target, recorded, call, run_record.returned, run_record.written, run_record.is_random)
+        for tensor in run_record.saved:
             self._save(tensor)
 
     def _note_function(
@@ -239,9 +253,9 @@ class FunctionRecorder:
         call: FunctionCall,
         returned: tuple[Any, ...],
         written: list[torch.Tensor],
-        drew: bool,
+        is_random: bool,
     ) -> None:
-        """Note a Function that has run as one operator."""
+        """Record one operator for a Function that has run."""
         index = len(self.operators)
         module = self._modules[-1] if self._modules else ""
         name = f"{module or 'block'}:{target.__name__}"
@@ -253,68 +267,70 @@ class FunctionRecorder:
         ]
         if not fresh and not mutations:
             return
-        operator = TapeOperator(index, target, args, {"call": call}, tuple(fresh), mutations, drew, module)
-        operator.generator = self._state_before(operator, name) if drew else None
+        operator = TapeOperator(index, target, args, {"call": call}, tuple(fresh), mutations, is_random, module)
+        operator.generator = self._state_before(operator, name) if is_random else None
         self.operators.append(operator)
-        self._generator_state = None if drew else self._generator_state
-        given = [leaf.value for leaf in leaves(args) if isinstance(leaf, TensorRef)]
-        self.reads += [Read(given[place], f"autograd.Function {target.__name__}") for place in call.data]
+        self._generator_state = None if is_random else self._generator_state
+        input_values = [leaf.value for leaf in leaves(args) if isinstance(leaf, TensorRef)]
+        self.reads += [Read(input_values[place], f"autograd.Function {target.__name__}") for place in call.data]
 
-    # Checks. Each raises NotReplayableError with the reason.
+    # Checks. Each raises NotReplayableError with a reason.
 
-    def _data_read(self, ran: _Ran, results: Any) -> list[int]:
-        """Return the indices of the tensors among the arguments that the Function reads into Python.
+    def _data_read(self, run_record: _FunctionRun, results: Any) -> list[int]:
+        """Return the indices, among the tensor arguments, of the tensors whose data the Function reads into Python.
 
-        A numpy array does not count: like a kernel's pointer, it is a way to the memory, which replay takes again.
-        Raises NotReplayableError if a Function that makes such an array also returns numbers, or if data is read that
-        does not follow from the arguments.
+        Conversions to numpy arrays do not count. Like a kernel's pointer, an array gives access to the memory, which
+        replay obtains again. Raise NotReplayableError if a Function that makes such an array also returns numbers, or
+        if it reads data that does not follow from the arguments.
         """
-        reads = self.reads[ran.before.num_reads :]
+        reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
         if has_numbers and any(map(_is_view, reads)):
-            raise NotReplayableError("returns what it may read from arrays of numpy")
-        places = {storage_key(t.untyped_storage()): place for place, t in enumerate(_tensors(ran.args))}
-        found: dict[int, None] = {}
+            raise NotReplayableError("returns numbers that it may have read from numpy arrays")
+        places = {storage_key(t.untyped_storage()): place for place, t in enumerate(_tensors(run_record.args))}
+        argument_places: dict[int, None] = {}
         for read in reads:
             if _is_view(read):
                 continue
-            operators, ends = closure(self._unsealed(), read.value, lambda value: self._is_outer(ran.before, value))
+            operators, ends = closure(
+                self._unsealed(), read.value, lambda value: self._is_outer(run_record.before, value)
+            )
             is_determined = all(self.operators[index].may_run_again for index in operators)
             if not is_determined or not all(self._storages[value] in places for value in ends):
-                raise NotReplayableError("reads data into Python that is not that of its arguments")
-            found |= dict.fromkeys(places[self._storages[value]] for value in ends)
-        return list(found)
+                raise NotReplayableError("reads data into Python that does not come from its arguments")
+            argument_places |= dict.fromkeys(places[self._storages[value]] for value in ends)
+        return list(argument_places)
 
-    def _check_writes(self, ran: _Ran) -> None:
-        """Raise unless each tensor that the Function wrote into was made by the block, written unseen, and not saved.
+    def _check_writes(self, run_record: _FunctionRun) -> None:
+        """Raise unless each tensor that the Function wrote to was made by the block, written unseen, and not saved.
 
-        Its storage then gets a new version, as if an operator had written in place (rule R6).
+        The written storage then gets a new version, as after an in-place operator (rule R6).
         """
-        before = ran.before
+        before = run_record.before
         inside = self.operators[before.num_operators :]
         if any(self._is_outer(before, old) for operator in inside for old, _ in operator.mutations):
             raise NotReplayableError(WRITES)
         saved = {self._storages[slot.value] for slot in self.slots[: before.num_slots]}
-        for tensor in ran.written:
+        for tensor in run_record.written:
             key = storage_key(tensor.untyped_storage())
             value = before.current.get(key)
             if value is None or self.values[value].source is not None or key in saved:
                 raise NotReplayableError(WRITES)
 
-    def _foreign_reads(self, ran: _Ran) -> set[int]:
-        """Return the storages of unknown origin that operators inside the Function read.
+    def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
+        """Return the keys of the storages of unknown origin that operators inside the Function read.
 
-        Raises NotReplayableError if they read a tensor that is known to be no argument, or if an operator is a
-        collective.
+        Raise NotReplayableError if the operators read a tensor of known origin that is not an argument, or if one of
+        them is a collective.
         """
-        before, given = ran.before, {storage_key(t.untyped_storage()) for t in _tensors(ran.args)}
+        mark, argument_keys = run_record.before, {storage_key(t.untyped_storage()) for t in _tensors(run_record.args)}
         foreign: set[int] = set()
-        for operator in self.operators[before.num_operators :]:
+        for operator in self.operators[mark.num_operators :]:
             if operator.is_collective:
-                raise NotReplayableError("runs operators that other ranks take part in")
+                raise NotReplayableError("runs collective operators")
             for value in operator.inputs():
                 source = self.values[value].source
-                is_inside = not self._is_outer(before, value) or self._storages[value] in given
+                is_inside = not self._is_outer(mark, value) or self._storages[value] in argument_keys
                 if is_inside or (source is not None and source.place == "generator"):
                     continue
                 if source is None or source.place != "unknown":
@@ -322,67 +338,71 @@ class FunctionRecorder:
                 foreign.add(self._storages[value])
         return foreign
 
-    def _check_run_again(self, target: FunctionTarget, ran: _Ran, alike: frozenset[int], foreign: set[int]) -> None:
-        """Run the Function's forward again, and raise unless it recomputes more than the operators inside it do."""
-        around = Surroundings(ran.function)
-        if around.has_tensors:
-            raise NotReplayableError("can reach tensors that are not among its arguments, as globals or in a closure")
-        if ran.drew and (ran.state is None or self._has_drawn_elsewhere(ran)):
-            raise NotReplayableError("draws from a generator whose state was not kept")
-        again, read = self._again(target, ran)
-        if not read.isdisjoint(foreign):
+    def _check_run_again(
+        self, target: FunctionTarget, run_record: _FunctionRun, recomputed_values: frozenset[int], foreign: set[int]
+    ) -> None:
+        """Run the Function's forward again. Raise unless this recomputes more than the operators inside the Function
+        do."""
+        surroundings = Surroundings(run_record.function)
+        if surroundings.has_tensors:
+            raise NotReplayableError("can reach tensors that are not among its arguments, through globals or a closure")
+        if run_record.is_random and (run_record.state is None or self._has_drawn_elsewhere(run_record)):
+            raise NotReplayableError("draws from a generator whose state is not recorded")
+        second_results, read_storages = self._again(target, run_record)
+        if not read_storages.isdisjoint(foreign):
             raise NotReplayableError("reads a tensor that is not among its arguments")
-        changed = around.changed(Surroundings(ran.function))
+        changed = surroundings.changed(Surroundings(run_record.function))
         if changed is not None:
             raise NotReplayableError(f"changes {changed}, a value that outlives the call")
-        returned = ran.returned
-        if not ran.saved:  # called without gradients
-            again = again[: len(returned)]
-        if len(again) != len(returned):
-            raise NotReplayableError("saves other tensors for backward when it runs again")
-        gained = bool(ran.written)
-        for one, other in zip(returned, again, strict=True):
-            if not isinstance(one, torch.Tensor) or not self._is_made_after(ran.before, one):
+        returned = run_record.returned
+        if not run_record.saved:  # called without gradients
+            second_results = second_results[: len(returned)]
+        if len(second_results) != len(returned):
+            raise NotReplayableError("saves different tensors for backward when it runs again")
+        is_useful = bool(run_record.written)
+        for first, second in zip(returned, second_results, strict=True):
+            if not isinstance(first, torch.Tensor) or not self._is_made_after(run_record.before, first):
                 continue
-            if not isinstance(other, torch.Tensor) or not _lies_like(one, other):
-                raise NotReplayableError("makes other tensors when it runs again")
-            if storage_key(one.untyped_storage()) == storage_key(other.untyped_storage()):
-                raise NotReplayableError("returns a tensor that it keeps")
+            if not isinstance(second, torch.Tensor) or not _has_layout_of(first, second):
+                raise NotReplayableError("makes tensors of a different layout when it runs again")
+            if storage_key(first.untyped_storage()) == storage_key(second.untyped_storage()):
+                raise NotReplayableError("returns the same storage when it runs again")
             with self.paused():
-                is_alike = bool(ran.written) or same_bits(one, other)
-            is_told = self._current.get(storage_key(one.untyped_storage())) in alike
-            if is_told and not is_alike:
-                raise NotReplayableError("does not make the same bits when it runs again")
-            gained |= is_alike
-        if not gained:
-            raise NotReplayableError("does not make the same bits when it runs again")
+                has_same_bits = bool(run_record.written) or same_bits(first, second)
+            is_recomputed = self._current.get(storage_key(first.untyped_storage())) in recomputed_values
+            if is_recomputed and not has_same_bits:
+                raise NotReplayableError("gives different bits when it runs again")
+            is_useful |= has_same_bits
+        if not is_useful:
+            raise NotReplayableError("gives different bits when it runs again")
 
-    def _again(self, target: FunctionTarget, ran: _Ran) -> tuple[tuple[Any, ...], set[int]]:
-        """Run the Function's forward again. Return what it makes, and the storages that operators inside it read."""
+    def _again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
+        """Run the Function's forward again. Return its results, and the keys of the storages that operators inside it
+        read."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        drawing = drawing_from(ran.state if ran.drew else None, self._device)
-        with self.paused(), torch.no_grad(), hooks, random_states_kept([self._device]), drawing:
-            copies = {storage_key(t.untyped_storage()): copy_with_storage(t.detach()) for t in ran.written}
-            args = on_copies(ran.args, copies)
-            read: set[int] = set()
-            self._read_inside = read
+        drawing = draw_from_state(run_record.state if run_record.is_random else None, self._device)
+        with self.paused(), torch.no_grad(), hooks, preserve_random_states([self._device]), drawing:
+            copies = {storage_key(t.untyped_storage()): copy_with_storage(t.detach()) for t in run_record.written}
+            args = on_copies(run_record.args, copies)
+            read_storages: set[int] = set()
+            self._read_inside = read_storages
             try:
-                return target(*args, call=ran.call), read
+                return target(*args, call=run_record.call), read_storages
             except torch.OutOfMemoryError:
                 raise
             except NotReplayableError:
                 raise
-            except Exception as error:  # whatever the user's code raises
+            except Exception as error:  # the user's code may raise anything
                 raise NotReplayableError(f"cannot be run again ({type(error).__name__}: {error})") from None
             finally:
                 self._read_inside = None
 
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the storages that an operator reads while the recorder is paused."""
+        """Collect the storages that an operator reads while the recorder is paused."""
         if self._read_inside is not None:
             self._read_inside |= {storage_key(t.untyped_storage()) for t in _tensors((args, kwargs)) if has_storage(t)}
 
-    # The recorder's state.
+    # State of the recorder.
 
     def _is_made_after(self, before: _Mark, tensor: torch.Tensor) -> bool:
         if not is_plain(tensor) or not has_storage(tensor):
@@ -391,7 +411,7 @@ class FunctionRecorder:
         return key not in before.current and key not in self._externals
 
     def _is_outer(self, before: _Mark, value: int) -> bool:
-        """Return True for a value that was there before the Function ran, or that no operator has made."""
+        """Return True for a value that existed before the Function ran, or that no operator made."""
         return value < before.num_values or self.values[value].source is not None
 
     def _mark(self) -> _Mark:
@@ -408,7 +428,7 @@ class FunctionRecorder:
         )
 
     def _roll_back(self, mark: _Mark) -> None:
-        """Forget what was recorded since `mark`."""
+        """Discard the records since `mark`."""
         del self.values[mark.num_values :], self.bases[mark.num_values :], self._storages[mark.num_values :]
         del self.operators[mark.num_operators :], self.slots[mark.num_slots :], self.reads[mark.num_reads :]
         for value, overwritten in zip(self.values, mark.overwritten, strict=True):
@@ -425,22 +445,25 @@ class FunctionRecorder:
         with self.paused():
             return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
 
-    def _has_drawn_elsewhere(self, ran: _Ran) -> bool:
-        """Return True if numbers were drawn since the generator's state was kept last, so that replay lacks a state."""
-        kept = ran.before.generator_state
+    def _has_drawn_elsewhere(self, run_record: _FunctionRun) -> bool:
+        """Return True if numbers were drawn since the generator's state was last recorded, so that replay lacks a
+        state."""
+        recorded_state = run_record.before.generator_state
         with self.paused():
-            return kept is None or ran.state is None or not torch.equal(kept, ran.state)
+            return (
+                recorded_state is None or run_record.state is None or not torch.equal(recorded_state, run_record.state)
+            )
 
 
 def _is_view(read: Read) -> bool:
-    """Return True if a tensor became a numpy array, whose data Python need not have looked at."""
+    """Return True if the read converted a tensor to a numpy array. Python need not have looked at its data."""
     return read.by == "Tensor.numpy"
 
 
 def _parts_of(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
-    """Return (the arguments of a Function taken apart, ""), or (None, the reason why that fails)."""
+    """Return (decomposed arguments of a Function, ""), or (None, reason) if they cannot be decomposed."""
     try:
-        return taken_apart(args), ""
+        return decompose_arguments(args), ""
     except NotReplayableError as reason:
         return None, str(reason)
 
@@ -449,10 +472,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
 
 
-def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same geometry, dtype and size of storage."""
-    return (geometry_of(one), one.dtype, one.untyped_storage().nbytes()) == (
-        geometry_of(other),
-        other.dtype,
-        other.untyped_storage().nbytes(),
+def _has_layout_of(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors have the same geometry, dtype and storage size."""
+    return (geometry_of(first), first.dtype, first.untyped_storage().nbytes()) == (
+        geometry_of(second),
+        second.dtype,
+        second.untyped_storage().nbytes(),
     )

@@ -1,22 +1,22 @@
-"""Programs of a block: the paths through its Python, each traced by Dynamo and checked by guards (rule R8).
+"""Programs of a block: paths through its Python code, each traced by Dynamo and checked by guards (rule R8).
 
-Dynamo, torch.compile's front end, reads the Python of a call. It notes every attribute, closure, global, configuration
-and mode that decides which operators run, and makes guards of them in C++. A `Program` is one such trace: calls that
-pass its guards run the same operators. Sizes are symbols in the trace, so that one program serves all sizes that take
-the same branches. Nothing is compiled, and no operator runs while a block is traced.
+Dynamo, torch.compile's front end, reads the Python code of a call. It notes every attribute, closure, global,
+configuration and mode that decides which operators run, and creates guards for them in C++. A `Program` is one
+trace: calls that pass its guards run the same operators. Sizes are symbols in the trace, so one program serves all
+sizes that take the same branches. Nothing is compiled, and no operator runs while a block is traced.
 
 NOTE [What Dynamo's guards leave out]
-1. Numbers that become inputs of the traced graph: whole numbers among the arguments, numpy's scalars. Their values are
-   part of the key of a call (`Program.numbers`), and so are zeros, tuples with a list in them and the order of dicts.
-2. Some of torch's settings (`settings_of_torch`), part of the key too.
-3. Tensors that the path reaches by a way of its own, and that have a name in the block: a list of layers, a bound
-   method. A program holds for the name that they had (`Program.fits`).
-4. Methods, and what classes inherit or take over: a program compares what was looked up on classes, and the names in
-   a `__dict__` that was read (`torch_glue/dynamo_gaps.py`).
-5. Storage offsets, and which tensors share a storage. The key has those of the arguments; for what hangs on the block
-   `ExecutionPlan.has_all` compares them.
-6. Blocks that cannot be traced whole: data read into Python, code without source, a value that changes at every call.
-   Their calls are told apart by `untraced_key`, and each call is compared with its tape, operator by operator
+1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. Their values are part of
+   a call's key (`Program.numbers`), and so are zeros, tuples that contain a list, and the order of dicts.
+2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
+3. Tensors that have a name in the block, and that the path reaches in another way: a list of layers, a bound method. A
+   program is valid for the recorded names (`Program.fits`).
+4. Methods, and attributes that classes inherit: a program compares the attributes that the trace looked up on classes,
+   and the names in a `__dict__` that the trace read (`torch_glue/dynamo_gaps.py`).
+5. Storage offsets, and which tensors share a storage. The key contains both for the arguments.
+   `ExecutionPlan.has_all` compares both for the block's own tensors.
+6. Blocks that cannot be traced completely: data read into Python, code without source, a value that changes at every
+   call. `untraced_key` distinguishes their calls, and each call is validated against its tape, operator by operator
    (run/validation.py).
 """
 
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.files import note_latest
+from adacc_hf.artifacts.files import put_latest
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
@@ -52,14 +52,14 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 64
-"""Programs kept for each class of blocks. The least recently used one is dropped."""
+"""Most programs cached for each class of blocks. The least recently used program is dropped."""
 SHORT_LIFE = 16
-"""Calls that a program has to serve to be worth its trace, which takes as long as some hundred checks of guards."""
+"""Calls that a program must serve to justify its trace, which takes as long as about a hundred checks of guards."""
 MOST_SHORT_LIVES = 8
-"""Short-lived programs in a row after which a block is not traced any more: its guards compare a value that changes at
-every call, such as a counter."""
+"""Short-lived programs in a row after which a block is not traced any more. Its guards then compare a value that
+changes at every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
-"""Arguments that Transformers passes through blocks to the loss. They differ at every step and change no operator."""
+"""Arguments that Transformers passes through blocks to the loss. They differ at every step and affect no operator."""
 
 
 class Program:
@@ -68,9 +68,9 @@ class Program:
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
         self._aliases = _aliases(guards.tensors(scope), scope)
-        """(place, name) of each parameter or buffer that the path reaches otherwise than by its name in the block."""
+        """(index, name) of each parameter or buffer that the path does not reach by its name in the block."""
         self.number = next(_UNUSED)
-        """The program's number, unique in this process."""
+        """Number of the program, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with these local variables takes this path."""
@@ -87,50 +87,54 @@ _UNUSED = count()
 
 
 class _ClassPrograms:
-    """The programs of one class of blocks."""
+    """Programs of one class of blocks."""
 
     def __init__(self) -> None:
         self.programs: OrderedDict[int, Program] = OrderedDict()
-        """By number, the latest last."""
+        """By program number, the latest last."""
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPrograms] = WeakKeyDictionary()
-"""By class of blocks, since blocks of one class share programs, in one model or in several. Guards decide."""
+"""Programs by block class. Blocks of one class share programs, in one model or in several; the guards decide."""
 
 
 class Untraceable(OrderedDict[Hashable, str]):
-    """Reason why a path cannot be traced, by class of block, `untraced_key` and `plain_arguments`; the latest last."""
+    """Reasons why paths cannot be traced, by class of block, `untraced_key` and `plain_arguments`. The latest is
+    last."""
 
 
 class BlockPrograms:
-    """Finds the program of each call of one block."""
+    """Lookup of the program for each call of one block."""
 
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
-        """`untraceable` is shared by the blocks of one model. The key of a path does not show everything that may have
-        stopped its trace, so that another model of the same class must be traced again."""
+        """Initialize with `untraceable`, which the blocks of one model share.
+
+        The key of a path does not contain everything that can stop a trace. So another model of the same class must be
+        traced again.
+        """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable
         self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPrograms())
         self._latest: Program | None = None
         self._num_calls = 0
-        """Calls since the last trace."""
+        """Number of calls since the last trace."""
         self._num_short_lives = 0
-        """Short-lived programs in a row."""
-        self._why_given_up: str | None = None
-        """The reason why the block is not traced any more; None while it is."""
+        """Number of short-lived programs in a row."""
+        self._stop_reason: str | None = None
+        """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no program. None if it has one, or if the block's tensors have no memory
-        (an estimate)."""
+        """The reason why the latest call has no program. None if the call has one, or if the block's tensors have no
+        memory (in an estimate)."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
-        """Return the number of the program that a call runs, and the numbers that the program is given.
+        """Return the number of the program for a call, and the values of the program's input numbers.
 
-        If the call cannot be traced whole, return its `untraced_key` and `plain_arguments` in their place.
+        If the call cannot be traced completely, return its `untraced_key` and `plain_arguments` instead.
         """
         scope = scope_of(fn, args)
         self._num_calls += 1
-        program = self._fitting(scope)
+        program = self._find_program(scope)
         if program is None:
             path = type(self._block), untraced_key(self._block), plain_arguments(scope)
             program = self._new_program(scope, path) if self._has_memory else None
@@ -139,8 +143,8 @@ class BlockPrograms:
         self._latest, self.untraced = program, None
         return program.number, program.numbers(scope)
 
-    def _fitting(self, scope: Scope) -> Program | None:
-        """Return the traced program that a call runs, or None. Most often it is the latest one."""
+    def _find_program(self, scope: Scope) -> Program | None:
+        """Return the traced program for a call, or None. Usually this is the latest program."""
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
         programs = self._of_class.programs
@@ -151,43 +155,48 @@ class BlockPrograms:
         return None
 
     def _new_program(self, scope: Scope, path: tuple[Hashable, ...]) -> Program | None:
-        """Trace a call that no program fits. If that fails, return None and leave the reason in `untraced`."""
-        self.untraced = self._why_given_up or self._untraceable.get(path)
+        """Trace a call that no program fits. If that fails, return None and set `untraced` to the reason."""
+        self.untraced = self._stop_reason or self._untraceable.get(path)
         if self.untraced is not None:
             return None
-        failed = self._latest
-        self._num_short_lives = self._num_short_lives + 1 if failed is not None and self._num_calls <= SHORT_LIFE else 0
+        previous = self._latest
+        self._num_short_lives = (
+            self._num_short_lives + 1 if previous is not None and self._num_calls <= SHORT_LIFE else 0
+        )
         self._num_calls = 0
-        if failed is not None and self._num_short_lives >= MOST_SHORT_LIVES:
-            self.untraced = self._why_given_up = f"{failed.guards.first_failure(scope)} changes again and again"
+        if previous is not None and self._num_short_lives >= MOST_SHORT_LIVES:
+            self.untraced = self._stop_reason = f"{previous.guards.first_failure(scope)} changes again and again"
             return None
         try:
             program = Program(trace(scope, observing_hooks(self._block)), scope)
         except NotTraceableError as error:
             self.untraced = str(error)
-            note_latest(self._untraceable, path, self.untraced, MAX_PROGRAMS)
+            put_latest(self._untraceable, path, self.untraced, MAX_PROGRAMS)
             return None
-        note_latest(self._of_class.programs, program.number, program, MAX_PROGRAMS)
+        put_latest(self._of_class.programs, program.number, program, MAX_PROGRAMS)
         return program
 
 
 def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
-    """Return (place among `tensors`, name) of each tensor on the storage of a parameter or buffer of the block."""
+    """Return (index in `tensors`, name) of each tensor on the storage of a parameter or buffer of the block."""
     if not tensors:
         return []
     block = scope["args"][0] if scope["args"] else None
     block = block if isinstance(block, nn.Module) else getattr(scope["call"], "__self__", None)
     if not isinstance(block, nn.Module):
         return []
-    named = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
-    names = {storage_key(storage_of(tensor)): name for name, tensor in reversed(named)}
+    named_tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+    names = {storage_key(storage_of(tensor)): name for name, tensor in reversed(named_tensors)}
     keys = [storage_key(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
-    return [(place, names[key]) for place, key in enumerate(keys) if key in names]
+    return [(index, names[key]) for index, key in enumerate(keys) if key in names]
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return those of torch's settings that no guard compares: hooks of all modules, what autocast casts to, and which
-    kernels fused attention may take and prefers, which decides its operator."""
+    """Return torch's settings that guards do not compare.
+
+    These are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention, which
+    decide its operator.
+    """
     flags = torch.backends.cuda
     return (
         *GLOBAL_PRE_HOOKS,
@@ -216,41 +225,41 @@ def _exactly(number: Any) -> Hashable:
     return type(number).__name__, repr(number)
 
 
-# Blocks that cannot be traced whole.
+# Blocks that cannot be traced completely.
 
 
 def untraced_key(block: nn.Module) -> Hashable:
-    """Return a key for the calls of a block that cannot be traced, from what is seen without running them.
+    """Return a key for the calls of an untraceable block. Computing the key does not run the call.
 
     The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
-    parameters require gradients. It takes some microseconds a module, little beside comparing the call with its tape.
+    parameters require gradients. This takes a few microseconds per module, little compared with validating the call.
     """
     autocast = tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
     )
-    # A hash is quick to look up. If two paths had the same one by chance, the comparison would tell.
-    return hash((autocast, *[(path, *_described(module)) for path, module in block.named_modules()]))
+    # A hash is fast to look up. The validation would detect a collision.
+    return hash((autocast, *[(path, *_describe(module)) for path, module in block.named_modules()]))
 
 
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
-    """Return the numbers and strings among the arguments of a call, those in containers too."""
+    """Return the numbers and strings among the arguments of a call, with items of containers."""
     named = [_plain(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
     return *[_plain(value) for value in scope["args"]], *named
 
 
-def _described(module: nn.Module) -> tuple[Any, ...]:
+def _describe(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's class, mode, parameters, buffers and hooks for `untraced_key`.
 
-    Class and hooks are given by name, since parametrize gives each module a class of its own.
+    Class and hooks are represented by name, because parametrize creates a new class for each module.
     """
     hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    trained = [(name, p is not None and p.requires_grad) for name, p in parameters_of(module).items()]
-    return _name_of(type(module)), module.training, *trained, None, *buffers_of(module), None, *map(_name_of, hooks)
+    trainable = [(name, p is not None and p.requires_grad) for name, p in parameters_of(module).items()]
+    return _name_of(type(module)), module.training, *trainable, None, *buffers_of(module), None, *map(_name_of, hooks)
 
 
 def _name_of(code: Any) -> str:
-    named = code if hasattr(code, "__qualname__") else type(code)
-    return f"{named.__module__}.{named.__qualname__}"
+    named_object = code if hasattr(code, "__qualname__") else type(code)
+    return f"{named_object.__module__}.{named_object.__qualname__}"
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Tensors that a block's call reads: its arguments, and what hangs on the block.
+"""Tensors that a block's call reads: arguments, parameters, buffers, and tensors attached to the block.
 
-Their layout is a part of the call's key (rule R8). Replay finds each tensor anew at each call (rule R12).
+Their layout is part of the call's key (rule R8). Replay looks up each tensor again at each call (rule R12).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kwargs = dict[str, Any]
 
 
 def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Yield (path, tensor) of every tensor among the arguments of a call, those in containers too."""
+    """Yield (path, tensor) of every tensor among the arguments of a call, including tensors in containers."""
     for position, argument in enumerate(args):
         yield from _leaves((position,), argument)
     for name, argument in kwargs.items():
@@ -48,10 +48,10 @@ def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...],
 
 
 def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """Return the layout of the tensor arguments of a call, those in containers too.
+    """Return the layout of the tensor arguments of a call, including tensors in containers.
 
-    For each tensor: its path, shape, strides and offset (a tensor that is not strided: its `layout`), dtype, whether it
-    requires gradients, and the number of its storage, equal for tensors that share one.
+    For each tensor: path, shape, strides and offset (or `layout` if not strided), dtype, `requires_grad`, and the
+    number of its storage, equal for tensors that share a storage.
     """
     storages: dict[int, int] = {}
     tensors = []
@@ -59,21 +59,22 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
         is_strided = tensor.layout is torch.strided
         storage = tensor.untyped_storage() if is_strided and type(tensor) in PLAIN else storage_of(tensor)
         alias = storages.setdefault(storage_key(storage), len(storages))
-        place = (tensor.stride(), tensor.storage_offset()) if is_strided else tensor.layout
-        tensors.append((path, tensor.shape, place, tensor.dtype, tensor.requires_grad, alias))
+        strides = (tensor.stride(), tensor.storage_offset()) if is_strided else tensor.layout
+        tensors.append((path, tensor.shape, strides, tensor.dtype, tensor.requires_grad, alias))
     return tuple(tensors)
 
 
-def held_layout(block: nn.Module) -> Hashable:
-    """Return the layout of the tensors that hang on a block, and which of them share a storage. A tape views them so.
+def block_layout(block: nn.Module) -> Hashable:
+    """Return the layout of a block's own tensors, and which of them share a storage. The views of a tape depend on
+    both.
 
-    Most parameters and buffers have a storage each, but DeepSpeed puts those of all blocks into one. Other tensors that
-    hang on the block (`held_tensors`) may be tables that grow.
+    Most parameters and buffers have their own storage, but DeepSpeed puts the tensors of all blocks into one. Attached
+    tensors (`attached_tensors`) may be tables that grow.
     """
     storages: dict[int, int] = {}
-    registers = [each for module in block.modules() for each in (parameters_of(module), buffers_of(module))]
-    tensors = [local_of(tensor) for each in registers for tensor in each.values() if tensor is not None]
-    tensors += [tensor for _, tensor in held_tensors(block)]
+    registers = [register for module in block.modules() for register in (parameters_of(module), buffers_of(module))]
+    tensors = [local_of(tensor) for register in registers for tensor in register.values() if tensor is not None]
+    tensors += [tensor for _, tensor in attached_tensors(block)]
     return tuple(
         (storages.setdefault(storage_key(t.untyped_storage()), len(storages)), *geometry_of(t), t.dtype)
         for t in tensors
@@ -84,24 +85,25 @@ def held_layout(block: nn.Module) -> Hashable:
 def fetch(
     externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Return (value, tensor) of the inputs, parameters and buffers of this call (rule R12)."""
+    """Return (value, tensor) of the externals of this call: arguments, parameters, buffers, attached tensors (rule
+    R12)."""
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """Return the tensor at `source` in this call of `block`, detached unless it is a parameter.
 
-    Return None if a tensor that hung on a parameter or module is gone.
+    Return None if a tensor that was attached to a parameter or module is gone.
     """
     if source.place == "module":
-        return find_held(block.get_submodule(source.path[0]), source.path[1:])
+        return find_attached(block.get_submodule(source.path[0]), source.path[1:])
     if source.place != "argument":
         path, name = _split(source.path[0])
         owner = _owner(block, path)
         if source.place == "buffer":
-            return buffers_of(owner)[name].detach()  # `buffer.data = ...` leaves this one as it is
+            return buffers_of(owner)[name].detach()  # a later `buffer.data = ...` does not change the detached tensor
         parameter = parameters_of(owner)[name]
-        return find_held(parameter, source.path[1:]) if source.place == "attached" else parameter
+        return find_attached(parameter, source.path[1:]) if source.place == "attached" else parameter
     return argument_at(source.path, args, kwargs).detach()
 
 
@@ -115,7 +117,7 @@ def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
 
 @cache
 def _split(name: str) -> tuple[tuple[str, ...], str]:
-    """Return ("mlp", "c_fc"), "weight" for "mlp.c_fc.weight"."""
+    """Return (("mlp", "c_fc"), "weight") for "mlp.c_fc.weight"."""
     *path, last = name.split(".")
     return tuple(path), last
 
@@ -126,23 +128,23 @@ def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
     return block
 
 
-# Held tensors: neither parameters nor buffers, such as the scales of a quantized weight or an adapter's indices.
+# Attached tensors: neither parameters nor buffers, such as the scales of a quantized weight or an adapter's indices.
 #
-# They hang on the block's parameters and modules, in attributes, containers and small objects there. A quantized weight
-# of torchao consists of them. Each has a path, by which it is found at each call. If a call puts another tensor in its
-# place, replay cannot follow.
+# Attributes of the block's parameters and modules contain them, directly or in containers and small objects. A
+# quantized weight of torchao consists of attached tensors. Each tensor has a path, by which each call looks it up. If a
+# call replaces the tensor, replay is not possible.
 
 PLACES = ("attached", "module")
-"""Places (`Source.place`) of held tensors: on a parameter, and on a module."""
+"""Places (`Source.place`) of attached tensors: on a parameter, and on a module."""
 _DEPTH = 2
-"""Containers and objects that may lie between a module, or a parameter, and a held tensor."""
+"""Greatest number of containers and objects between a module or parameter and an attached tensor."""
 _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
-def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
-    """Yield (source, tensor) of each held tensor, as it is now."""
+def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
+    """Yield (source, tensor) of each attached tensor, with its current contents."""
     for name, parameter in block.named_parameters(remove_duplicate=False):
-        if not runs_on_parts(type(parameter)):  # a DTensor's local part stands for it
+        if not runs_on_parts(type(parameter)):  # a DTensor is represented by its local tensor
             for path, tensor in _tensors_in(vars(parameter), _DEPTH):
                 yield Source("attached", (name, *path)), tensor
     for name, module in block.named_modules():
@@ -151,8 +153,8 @@ def held_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
             yield Source("module", (name, *path)), tensor
 
 
-def find_held(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the tensor at `path` from a parameter or module, detached; None if it is gone."""
+def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the tensor at `path` from a parameter or module, detached. Return None if the tensor is gone."""
     try:
         tensor = reduce(_step, path, owner)
     except (AttributeError, LookupError):
@@ -177,5 +179,5 @@ def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch
 
 
 def _is_plain(item: Any) -> bool:
-    """Return True for a tensor that is neither sparse nor quantized nor divided among ranks."""
+    """Return True for a tensor that is not sparse, quantized or sharded."""
     return isinstance(item, torch.Tensor) and has_storage(item) and not runs_on_parts(type(item))

@@ -1,4 +1,4 @@
-"""Recording a tape: one call of a block under a dispatch mode and saved-tensor hooks, and what cannot be seen so."""
+"""Recorder of tapes: runs one call of a block under a dispatch mode and saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from adacc_hf.tape.data_reads import Read, deciding_tensors, judge, watched_reads
+from adacc_hf.tape.data_reads import Read, data_behind_reads, deciding_tensors, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
-from adacc_hf.tape.inputs import PLACES, argument_tensors, held_tensors
+from adacc_hf.tape.inputs import PLACES, argument_tensors, attached_tensors
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     COLLECTIVES,
@@ -30,7 +30,7 @@ from adacc_hf.tape.tape import (
     map_tensors,
     tensor_refs,
 )
-from adacc_hf.torch_glue.compat import attention_of, cast_from, class_name, has_cache, keeps_cache
+from adacc_hf.torch_glue.compat import attention_of, cast_source, class_name, has_cache, only_reads_cache
 from adacc_hf.torch_glue.private import (
     COMPILED_MODULE,
     TO_COPY,
@@ -46,29 +46,29 @@ from adacc_hf.torch_glue.rng_state import PythonStates, generator_state
 from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storage_of, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
-"""The last is how a tensor without memory is asked for its device."""
+"""Operators that are not recorded. `prim.device` asks a tensor without memory for its device."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""Modules whose rate tells blocks apart: at a rate of zero they run no operator."""
+"""Dropout modules. Their rates are a part of a block's identity, because at rate zero a module runs no operator."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
-"""What torch.tensor() puts its new tensor through."""
+"""The operator that torch.tensor() runs on each new tensor."""
 _MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
-"""Operators that put another storage under a tensor."""
+"""Operators that replace a tensor's storage."""
 _READ_NO_ELEMENT = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
     torch.ops.aten.rand_like.default,
     torch.ops.aten.randn_like.default,
 }
-"""Operators that read of their first argument how it lies, and no element."""
-CACHE = "it reads a key-value cache, in which no record shows where tensors are"
-DICE = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
+"""Operators that read only the layout of their first argument, and none of its elements."""
+CACHE = "it reads a key-value cache, whose tensors a recording cannot locate"
+PYTHON_RANDOM = "it draws from Python's or numpy's random generators, on which any of its operators may depend"
 
 
 class Recorder(FunctionRecorder, TorchDispatchMode):
-    """Notes every operator that makes or changes a storage, and every tensor that autograd saves.
+    """Dispatch mode that records every operator that makes or changes a storage, and every tensor that autograd saves.
 
-    It keeps all storages alive while it records, so that one address means one storage, and so that the originals are
-    at hand for verification (rule R7). An `autograd.Function` may become one operator (function_recording.py).
+    All storages stay alive while the recorder runs. So an address identifies one storage, and the original tensors are
+    available for verification (rule R7). An `autograd.Function` may become one operator (function_recording.py).
     """
 
     def __init__(
@@ -85,26 +85,30 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self.bases: list[torch.Tensor] = []
         """The base tensor of each value, detached."""
         self._storages: list[int] = []
-        """Where each value's storage is."""
+        """The storage key of each value."""
         self._alive: list[torch.UntypedStorage] = []
-        """Storages that no base holds, as of tensors that consist of others: another storage may not take their key."""
+        """Storages that no base tensor keeps alive, such as those of tensors that wrap other tensors. Kept so that no
+        new storage gets the same key."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
-        """For each version that an operator made of the one before, what of that it wrote to."""
-        self.untrusted: str | None = CACHE if keeps_cache(block) and has_cache(partial(block, **kwargs), args) else None
+        """For each version that an in-place operator made, the part of the previous version that the operator wrote
+        to."""
+        self.untrusted: str | None = (
+            CACHE if only_reads_cache(block) and has_cache(partial(block, **kwargs), args) else None
+        )
         self.reads: list[Read] = []
         self._in_operator = False
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
         self._stand_in = torch.empty(0)
-        """For tensors without a storage."""
+        """Substitute for tensors without a storage."""
         self._modules: list[str] = []
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
         self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
-        """By storage, where else a tensor on it stands than in `_externals`."""
+        """By storage key: sources and geometries of further tensors on the storage of an entry of `_externals`."""
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
-        """By storage."""
+        """By storage key: (path, tensor) of the arguments of the call."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
             self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
@@ -114,44 +118,49 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self._expect(parameter, Source("parameter", (name,)))
         for name, buffer in block.named_buffers(remove_duplicate=False):
             self._expect(buffer, Source("buffer", (name,)))
-        for source, tensor in held_tensors(block):
+        for source, tensor in attached_tensors(block):
             self._expect(tensor, source)
         devices = [tensor.device for tensor, _ in self._externals.values()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._generator_state = generator_state(self._device)
-        """What the generator's state was when a tensor was saved last, or when the call began; None once somebody has
-        drawn since. A plan takes it at these moments too, when no mode shows it any operator."""
+        """The generator's state when the last tensor was saved, or when the call began. None if an operator has drawn
+        since. A plan takes the state at the same moments, because it sees no operators."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
-        """That of tensors without memory, which never moves."""
+        """The generator state of a block whose tensors have no memory. This state never changes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs compiled in recorded calls too, as in all others. By itself torch would not do so."""
+        """Keep torch.compile's code compiled in recorded calls too. By default torch would disable it under a dispatch
+        mode."""
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """The reference to `tensor` in the state it is in now."""
+        """Return a reference to `tensor` at the current version of its storage."""
         if not has_storage(tensor):
-            self.untrusted = self.untrusted or "a tensor is sparse or quantized, so that no storage shows what it holds"
+            self.untrusted = (
+                self.untrusted or "a tensor is sparse or quantized, so its storage does not show its elements"
+            )
             tensor = self._stand_in
         key = storage_key(tensor.untyped_storage())
         if key not in self._current and key not in self._externals:
             self._note_cached_cast(tensor)
         if key not in self._current:
             base, source = self._externals.get(key, (tensor, Source("unknown", ())))
-            self._current[key] = self._add(base, source, None, str(source))  # detached, some have another storage
+            self._current[key] = self._add(
+                base, source, None, str(source)
+            )  # before `detach`, which gives some tensors another storage
         if self.untrusted is None and (tensor.is_conj() or tensor.is_neg()):
-            self.untrusted = "a tensor is conjugated or negated lazily, which its storage does not show"
+            self.untrusted = "a tensor is conjugated or negated lazily, so its storage does not show its elements"
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
 
     def made_value(self, tensor: torch.Tensor) -> int | None:
-        """The value that `tensor` views, if the block made its storage."""
+        """Return the value that `tensor` views, or None if the block did not make its storage."""
         key = storage_key(local_of(tensor).untyped_storage())
         return None if key in self._externals else self._current.get(key)
 
     def save(self, tensor: torch.Tensor) -> int:
-        """Note that autograd saves `tensor`; return the slot's index."""
+        """Record that autograd saves `tensor`, and return the index of the new slot."""
         self._save(tensor)
         if self._is_in_function:
             self._saved_inside.append(tensor)
@@ -162,23 +171,24 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._generator_state = generator_state(self._device) if self._fake_state is None else self._fake_state
 
     def was_written_later(self, ref: TensorRef) -> bool:
-        """Whether `ref`, of a storage that the block made, has elements that the block changed in place afterwards."""
-        record = self.values[ref.value]
-        if not record.overwritten or record.source is not None:
+        """Return True if the block changed elements of `ref` in place later. `ref` is on a storage that the block
+        made."""
+        value = self.values[ref.value]
+        if not value.overwritten or value.source is not None:
             return False
         storage = self._storages[ref.value]
-        later = [written for new, written in self._written.items() if new > ref.value]
-        return any(self._storages[w.value] == storage and share_elements(ref, w) for w in later)
+        later_writes = [written for new, written in self._written.items() if new > ref.value]
+        return any(self._storages[write.value] == storage and share_elements(ref, write) for write in later_writes)
 
     def tape(self) -> Tape:
-        """The record of all that ran. Call it after the block has returned."""
-        self._check_held()
+        """Return the tape of the recorded call. Call this after the block has returned."""
+        self._check_attached()
         if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
-            self.untrusted = "memory is taken away from tensors that backward reads (FSDP inside the block)"
+            self.untrusted = "memory of tensors that backward reads is freed (FSDP inside the block)"
         tape = self._unsealed()
         if tape.untrusted is None:
-            tape.reads, more = judge(tape, self.reads, self._arguments_of)
-            tape.untrusted = None if more is None else str(more)
+            tape.reads, violation = data_behind_reads(tape, self.reads, self._arguments_of)
+            tape.untrusted = None if violation is None else str(violation)
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.block.named_parameters()]
         dropouts = [(name, m.p) for name, m in self.block.named_modules() if isinstance(m, DROPOUTS)]
         tape.seal([parameters, attention_of(self.block), dropouts, self._autocast])
@@ -199,9 +209,9 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
-        """Yield (value, source, geometry) of each tensor that stands elsewhere on the storage of a value.
+        """Yield (value, source, geometry) of each further tensor on the storage of an external value.
 
-        Which arguments share a storage is part of a call's key, and is left out.
+        Arguments are left out, because the call's key already contains which arguments share a storage.
         """
         for value in self.values if self._sharing else ():
             if value.source is not None:
@@ -217,17 +227,17 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self._note_paused(args, kwargs)
             return func(*args, **kwargs)
         if any(map(runs_on_parts, types)):
-            return NotImplemented  # what it runs on the parts comes here next
-        given = leaves(args, kwargs)
-        if func in _NO_OPERATORS or not all(map(self._has_memory, given)):
+            return NotImplemented  # the operators on the wrapped tensors are dispatched here next
+        arguments = leaves(args, kwargs)
+        if func in _NO_OPERATORS or not all(map(self._has_memory, arguments)):
             return func(*args, **kwargs)
         if func is TO_COPY and self._autocast_keeps(args[0], kwargs):
-            return func(*args, **kwargs)  # noted where it is first read, as one is that an earlier call has left there
+            return func(*args, **kwargs)  # recorded at its first read, as a cast cached by an earlier call is
         if func is _CONSTANT and self._is_new_number(args[0]):
             return self._note_number(func(*args, **kwargs))
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
-        if func.namespace in COLLECTIVES:  # the rest are groups of ranks, which no digest can tell apart
+        if func.namespace in COLLECTIVES:  # drop process groups, which no digest can distinguish
             recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
         rng_use = self.rng_use(func, args, kwargs)
         self._in_operator = True
@@ -235,19 +245,21 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             result = func(*args, **kwargs)
         finally:
             self._in_operator = False
-        drew = rng_use.happened()
+        is_random = rng_use.happened()
         self._check_trust(func, args)
-        if all(has_storage(leaf) for leaf in given if isinstance(leaf, torch.Tensor)):
+        if all(has_storage(leaf) for leaf in arguments if isinstance(leaf, torch.Tensor)):
             written = written_tensors(func, args, kwargs)
-            self._note(func, recorded_args, recorded_kwargs, written, result, drew)
-        self._generator_state = None if drew else self._generator_state
+            self._note(func, recorded_args, recorded_kwargs, written, result, is_random)
+        self._generator_state = None if is_random else self._generator_state
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, drew: bool) -> None:
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, is_random: bool
+    ) -> None:
         index = len(self.operators)
-        is_dropout = drew and func is torch.ops.aten.native_dropout.default
-        given = args
-        if is_dropout or func in _READ_NO_ELEMENT:  # of dropout's input the mask needs no element
+        is_dropout = is_random and func is torch.ops.aten.native_dropout.default
+        original_args = args
+        if is_dropout or func in _READ_NO_ELEMENT:  # dropout's mask reads no element of its input
             args = (Blank(args[0].geometry, args[0].dtype, self.values[args[0].value].device), *args[1:])
         module = self._modules[-1] if self._modules else ""
         name = f"{module or 'block'}:{op_name(func).strip('_')}"
@@ -259,37 +271,38 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         ]
         if not fresh and not mutations:
             return
-        operator = TapeOperator(index, func, args, kwargs, tuple(fresh), tuple(mutations), drew, module)
-        operator.generator = self._state_before(operator, name) if drew else None
+        operator = TapeOperator(index, func, args, kwargs, tuple(fresh), tuple(mutations), is_random, module)
+        operator.generator = self._state_before(operator, name) if is_random else None
         self.operators.append(operator)
         if is_dropout:
-            self._derive_dropout(operator, given[0])
+            self._derive_dropout(operator, original_args[0])
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
-        """A value for the state that the default generator was in before an operator drew from it.
+        """Add a value for the default generator's state before `drawn` ran, and return its index.
 
-        None if no plan could take it then, or if what was drawn may follow from data too, which may be stored with
-        loss: unless it is attention, or an `autograd.Function`, whose data no codec may change then, all that it reads
-        is what it fills. That it is the right one is verified: the operator may have drawn from elsewhere.
+        Return None if no plan can capture that state. Return None also if the random numbers may depend on data, which
+        may be stored with loss. That is possible unless the operator is attention, an `autograd.Function` (whose data
+        no codec may then change), or reads only the tensor that it fills. The operator may have drawn from another
+        generator; verification (rule R7) would detect this.
         """
-        state, device = self._generator_state, self.values[drawn.made()[0]].device
+        state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
         reads = {ref.value for ref in tensor_refs((drawn.args, drawn.kwargs))} - {old for old, _ in drawn.mutations}
-        is_filled = not reads and len(drawn.mutations) <= 1  # a random ReLU changes its noise and its input
-        may_run_again = is_filled or drawn.is_attention or drawn.is_function
+        is_fill = not reads and len(drawn.mutations) <= 1  # a random ReLU changes both its noise and its input
+        may_run_again = is_fill or drawn.is_attention or drawn.is_function
         if state is None or device != self._device or has_own_generator or not may_run_again:
             return None
         index = len(self.values)
         ref = TensorRef(index, geometry_of(state), state.dtype)
         source = Source("generator", (len(self.slots),))
-        nbytes = state.nbytes if device.type == "cpu" else 0  # a GPU's lies on the host
+        nbytes = state.nbytes if device.type == "cpu" else 0  # the state of a GPU's generator is in host memory
         self.values.append(TapeValue(index, nbytes, ref, state.device, source, None, f"{name} {source}"))
         self._storages.append(storage_key(state.untyped_storage()))
         self.bases.append(state)
         return index
 
     def _is_new_number(self, tensor: torch.Tensor) -> bool:
-        """Whether a constant is one number that replay can make anew."""
+        """Return True if a constant is a single number that replay can create again."""
         return (
             type(tensor) is torch.Tensor
             and tensor.numel() == 1
@@ -298,22 +311,23 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _note_number(self, constant: torch.Tensor) -> torch.Tensor:
-        """Note a number out of Python as if an operator had made it; returns it."""
+        """Record a constant from Python as the result of `aten.full`, and return it."""
         kwargs = {"dtype": constant.dtype, "device": constant.device}
         self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant, False)
         return constant
 
     def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a cast of `tensor` may be one of a parameter that autocast keeps for later calls."""
+        """Return True if the operator may be autocast's cast of the parameter `tensor`, which autocast caches."""
         is_own = bool(self._autocast) and id(tensor) in self._parameters
         return is_own and kwargs.keys() == {"dtype"} and tensor.requires_grad and torch.is_grad_enabled()
 
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
-        """Note the cast of a parameter that autocast keeps, whether this call made it or an earlier one did.
+        """Record autocast's cached cast of a parameter, made by this call or an earlier one.
 
-        At its first reader in both cases: autocast casts a product's weight before its input, and only if it has to.
+        The cast is recorded at its first read in both cases. Otherwise the order would vary, because autocast casts a
+        product's weight before its input, and only if the cast is not cached yet.
         """
-        name = self._parameters.get(id(cast_from(tensor))) if self._autocast else None
+        name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
         if name is not None:
             parameter = self.refer(self.block.get_parameter(name))
             index = len(self.operators)
@@ -323,19 +337,19 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.operators.append(TapeOperator(index, TO_COPY, (parameter,), kwargs, ((0, value),), (), False, module))
 
     def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
-        """Give dropout's result an operator of its own: input * mask * scale; only the mask is random (rule R5)."""
-        made = dict(dropout.outputs)
+        """Give dropout's result its own operator, input * mask * scale, because only the mask is random (rule R5)."""
+        output_values = dict(dropout.outputs)
         probability = dropout.args[1]
-        scale = _dropout_scale(probability, self.values[made[0]])
-        self.values[made[0]].producer = len(self.operators)
+        scale = _dropout_scale(probability, self.values[output_values[0]])
+        self.values[output_values[0]].producer = len(self.operators)
         dropout.outputs = tuple((position, value) for position, value in dropout.outputs if position != 0)
         self.operators.append(
             TapeOperator(
                 len(self.operators),
                 torch.ops.aten.native_dropout_backward.default,
-                (input_ref, self.values[made[1]].ref, scale),
+                (input_ref, self.values[output_values[1]].ref, scale),
                 {},
-                ((0, made[0]),),
+                ((0, output_values[0]),),
                 (),
                 False,
                 dropout.module,
@@ -349,11 +363,12 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
-        """Note that Python has seen the data of `tensor`, or that it decided a size."""
+        """Record that Python read the data of `tensor`, or that the data decided a size."""
         self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
-        """Name what the block may read. It gets a value when it is read: unused arguments are no part of the tape."""
+        """Register a tensor that the block may read. It becomes a value at its first read, so unused arguments are not
+        on the tape."""
         local = local_of(tensor)
         if has_storage(local):
             key = storage_key(local.untyped_storage())
@@ -363,16 +378,17 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
                 self._externals[key] = local.detach(), source
 
     def _has_memory(self, leaf: Any) -> bool:
-        """Whether `leaf` is no tensor without memory, on which DTensors find out shapes, if the block's own have it."""
+        """Return False if `leaf` is a tensor without memory in a block whose tensors have memory. DTensors infer shapes
+        on such tensors."""
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
-    def _check_held(self) -> None:
-        """Trust what else hangs on the block only where it is after the call what it was before."""
-        found = [(value, value.source) for value in self.values if value.source is not None]
-        looked_up = [(value, source) for value, source in found if source.place in PLACES]
-        now = dict(held_tensors(self.block)) if looked_up else {}
-        for value, source in looked_up:
-            tensor = now.get(source)
+    def _check_attached(self) -> None:
+        """Mark attached tensors as of unknown source if they are not where they were before the call."""
+        externals = [(value, value.source) for value in self.values if value.source is not None]
+        attached = [(value, source) for value, source in externals if source.place in PLACES]
+        current = dict(attached_tensors(self.block)) if attached else {}
+        for value, source in attached:
+            tensor = current.get(source)
             if tensor is None or storage_key(tensor.untyped_storage()) != self._storages[value.index]:
                 value.source = Source("unknown", ())
 
@@ -388,7 +404,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return self._add(tensor, None, operator, name)
 
     def _next_version(self, tensor: torch.Tensor, operator: int, name: str) -> tuple[int, int]:
-        """Give the storage that `tensor` views a new version; its base stays as it was."""
+        """Give the storage that `tensor` views a new version with the same base. Return (old value, new value)."""
         old = self.refer(tensor).value
         self.values[old].overwritten = True
         new = self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)
@@ -416,22 +432,23 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def watching_reads(self) -> Iterator[None]:
-        """While open, what the block turns into lists and arrays is noted, and what it draws from Python's generators.
+        """While open, record tensors that the block converts to lists and arrays, and draws from Python's random
+        generators.
 
-        No operator tells of either. What an operator of the user's own reads is its own affair: replay has it run
-        again, and compares.
+        Neither shows as an operator. Reads inside a user-defined operator are not recorded, because replay runs the
+        whole operator again and compares its results.
         """
         before = PythonStates()
         with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
             yield
-        if before.have_moved():
-            self.untrusted = self.untrusted or DICE
+        if before.have_advanced():
+            self.untrusted = self.untrusted or PYTHON_RANDOM
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """While open, operators are noted with the path of the submodule that runs them.
+        """While open, record each operator with the path of the submodule that runs it.
 
-        What is compiled has no hooks inside: it would be compiled once more with them.
+        Compiled submodules get no hooks inside, because hooks would trigger a recompilation.
         """
         modules = dict(self.block.named_modules())
         compiled = tuple(f"{name}." for name, module in modules.items() if _is_compiled(name, module))
@@ -444,17 +461,17 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
 
 def _is_compiled(name: str, module: nn.Module) -> bool:
-    """Whether torch.compile was told to compile what the module at path `name` runs, as a wrapper or in place."""
+    """Return True if torch.compile compiles the module at path `name`, as a wrapper or in place."""
     return name.rpartition(".")[2] == COMPILED_MODULE or compiled_call(module) is not None
 
 
 def moves_storage(operator: TapeOperator) -> bool:
-    """Whether an operator puts another storage under a tensor."""
+    """Return True if the operator replaces a tensor's storage."""
     return not operator.is_function and schema_of(operator.target).name in _MOVES_STORAGE
 
 
 def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
-    """Whether the memory of a recorded tensor was taken away."""
+    """Return True if the memory of a recorded tensor was freed."""
     return base.untyped_storage().nbytes() < value.nbytes
 
 
@@ -463,8 +480,11 @@ def _local_leaves(result: Any) -> list[Any]:
 
 
 def _dropout_scale(probability: float, dropped: TapeValue) -> float:
-    """What dropout multiplies by what it keeps. CUDA's takes the reciprocal in the type that it computes in: of halves
-    and float32 that is float32, where it differs from the one in double precision for one rate in seven."""
+    """Return the factor by which dropout multiplies the elements that it does not zero.
+
+    CUDA computes the reciprocal in its accumulation dtype, float32 for half precision and float32. This differs from
+    the double-precision result for one rate in seven.
+    """
     if probability >= 1.0:
         return 0.0
     if dropped.device.type != "cuda" or dropped.ref.dtype is torch.float64:
@@ -473,81 +493,84 @@ def _dropout_scale(probability: float, dropped: TapeValue) -> float:
 
 
 def _may_write(func: Any) -> bool:
-    """Whether an operator may write its arguments, as its schema declares. Those of torch.distributed declare nothing:
-    any of theirs may be written."""
+    """Return True if the operator may write to its arguments.
+
+    The schema declares this, except for torch.distributed, whose operators may write to any argument.
+    """
     return schema_of(func).is_mutable or func.namespace == "c10d"
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensor arguments that the operator may write, one per storage."""
+    """Return the tensor arguments that the operator may write to, one per storage."""
     written: dict[int, torch.Tensor] = {}
     for position, argument in enumerate(schema_of(func).arguments if _may_write(func) else ()):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if not is_declared and func.namespace != "c10d":
             continue
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in leaves(given):
+        argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in leaves(argument_value):
             if isinstance(tensor, torch.Tensor):
                 written.setdefault(storage_key(tensor.untyped_storage()), tensor)
     return list(written.values())
 
 
-# Which operators draw random numbers (rule R5).
+# Detection of operators that draw random numbers (rule R5).
 
 
 class RngUse:
-    """Finds out whether one operator draws random numbers, by the state of the generator before and after.
+    """Detector of one operator's random draws, by the generator's state before and after.
 
-    The tag alone says too much: fused attention carries it, and draws only with dropout. Operators from outside torch
-    may lack it.
+    The tag `nondeterministic_seeded` is not enough. Fused attention has it, and draws only if it has dropout. Operators
+    from outside torch may lack it.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = leaves(args, kwargs)
-        self._own_generator = any(isinstance(leaf, torch.Generator) for leaf in given)
+        arguments = leaves(args, kwargs)
+        self._has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in arguments)
         self._device = torch.device("cpu")
         self._before: bytes | tuple[int, int] | None = None
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
-            devices = [leaf for leaf in given if isinstance(leaf, torch.device)]  # one that is asked for comes first
-            devices += [leaf.device for leaf in given if isinstance(leaf, torch.Tensor)]
+            devices = [leaf for leaf in arguments if isinstance(leaf, torch.device)]  # a requested device comes first
+            devices += [leaf.device for leaf in arguments if isinstance(leaf, torch.Tensor)]
             self._device = devices[0] if devices else self._device
             self._before = self._state()
 
     def happened(self) -> bool:
-        return self._own_generator or (self._before is not None and self._state() != self._before)
+        """Return True if the operator has drawn random numbers. Call this after the operator."""
+        return self._has_own_generator or (self._before is not None and self._state() != self._before)
 
     def _state(self) -> bytes | tuple[int, int]:
-        """The default generator's state; reading it does not synchronise, and no tensor of it stays."""
+        """Return the default generator's state, without synchronizing the device or keeping a tensor."""
         if self._device.type == "cuda":
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             generator = torch.cuda.default_generators[index]
             return generator.initial_seed(), generator.get_offset()
-        return TensorBase.numpy(torch.get_rng_state()).tobytes()  # blocks' own calls of .numpy() are watched
+        return TensorBase.numpy(torch.get_rng_state()).tobytes()  # bypasses the watched Tensor.numpy
 
 
-# What no operator of a block shows: code that torch.compile has made of a part of it, and what tensors consist of.
+# Reasons why operators do not show all that a block does: compiled code, tensors that wrap others.
 
-COMPILED = "a part of it runs as code that torch.compile made, whose operators no record shows"
+COMPILED = "torch.compile compiled a part of it, whose operators cannot be recorded"
 
-WRAPPED = "it makes tensors that consist of others (float8 training), which no storage shows"
-CHANGED_UNSEEN = "it changes in place, behind autograd's back (`.data`), what it saved for backward"
+WRAPPED = "it makes tensors that consist of others (float8 training) and have no storage of their own"
+CHANGED_UNSEEN = "it changes tensors saved for backward in place, behind autograd's back (`.data`)"
 HIDDEN = (COMPILED, WRAPPED)
-"""Reasons for which a tape's operators cannot be run one by one."""
+"""Reasons that prevent running a tape's operators one by one."""
 
 _NODE = "CompiledFunctionBackward"
-"""What autograd calls the one node of a compiled graph, whatever its backend."""
+"""The name of the autograd node of a compiled graph, with any backend."""
 
 
-def runs_compiled_code(result: Any, given: Any) -> bool:
-    """Whether compiled code took part in making `result` out of `given`, both trees of tensors."""
-    seen = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+def runs_compiled_code(result: Any, inputs: Any) -> bool:
+    """Return True if compiled code took part in computing `result` from `inputs`, both trees of tensors."""
+    visited = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
     nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
         if node.name() == _NODE:
             return True
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
+        visited.add(node)
+        nodes += [next_node for next_node, _ in node.next_functions]
     return False

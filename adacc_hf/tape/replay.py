@@ -1,4 +1,4 @@
-"""Replaying operators of a tape: one step, and a schedule of steps over a block's backward."""
+"""Replay of a tape's operators: one step, and a schedule of steps over a block's backward."""
 
 from __future__ import annotations
 
@@ -9,54 +9,56 @@ from typing import Any
 
 import torch
 
-from adacc_hf.artifacts.block_walk import DECODED_KEPT
+from adacc_hf.artifacts.block_walk import DECODED_CACHE_UNPACKS
 from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TensorRef, leaves, map_tensors, tensor_refs
 from adacc_hf.torch_glue.private import schema_of
-from adacc_hf.torch_glue.rng_state import drawing_from
+from adacc_hf.torch_glue.rng_state import draw_from_state
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
 Environment = list["torch.Tensor | None"]
-"""The base tensor of every value that is at hand, by value index."""
+"""By value index, the base tensor of each available value."""
 
 
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """The tensor that `ref` describes, on the storage of `base` (rule R2: same size, stride, offset and dtype)."""
+    """Return the tensor that `ref` describes, on the storage of `base` (rule R2: same size, stride, offset and
+    dtype)."""
     if base.dtype is ref.dtype:
         return base.as_strided(*ref.geometry)
     size, stride, offset = ref.geometry
     return torch.empty(0, dtype=ref.dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
 
 
-def share_elements(left: TensorRef, right: TensorRef) -> bool:
-    """Whether two views of one storage have elements in common; those of other sizes are taken to."""
-    if left.dtype.itemsize != right.dtype.itemsize:
+def share_elements(first: TensorRef, second: TensorRef) -> bool:
+    """Return True if two views of one storage have elements in common. Views of different item sizes count as
+    overlapping."""
+    if first.dtype.itemsize != second.dtype.itemsize:
         return True
     ends = [
         offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        for size, stride, offset in (left.geometry, right.geometry)
+        for size, stride, offset in (first.geometry, second.geometry)
     ]
-    taken = torch.zeros(max(*ends, 0), dtype=torch.bool, device="cpu")
-    taken.as_strided(*left.geometry).fill_(True)
-    return bool(taken.as_strided(*right.geometry).any())
+    is_occupied = torch.zeros(max(*ends, 0), dtype=torch.bool, device="cpu")
+    is_occupied.as_strided(*first.geometry).fill_(True)
+    return bool(is_occupied.as_strided(*second.geometry).any())
 
 
 def takes_device(operator: TapeOperator) -> bool:
-    """Whether an operator can be told the device of its result, so that its `Blank` needs no memory."""
+    """Return True if an operator has a `device` argument, so that its `Blank` needs no memory."""
     return any(argument.name == "device" for argument in schema_of(operator.target).arguments)
 
 
 def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
-    """A tensor that lies as `blank` does, of whatever elements."""
+    """Return a tensor with the layout of `blank` and uninitialized elements."""
     size, stride, offset = blank.geometry
     if not offset:
         return torch.empty_strided(size, stride, dtype=blank.dtype, device=device)
-    # Kernels may go by where a tensor begins in its storage.
+    # Kernels may depend on the storage offset.
     storage = torch.empty(offset + blank.nbytes // blank.dtype.itemsize, dtype=blank.dtype, device=device)
     return storage.as_strided(size, stride, offset)
 
 
 class PreparedOperator:
-    """An operator of a tape with its arguments laid out, so that a replay puts tensors in their places and calls it."""
+    """An operator of a tape with precomputed arguments. A replay only inserts tensors and calls the operator."""
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.operator = operator
@@ -64,9 +66,9 @@ class PreparedOperator:
         self._args = list(operator.args)
         self._kwargs = operator.kwargs
         self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []
-        """(position, reference, geometry) of each tensor among the arguments; no geometry for a whole base."""
-        nested = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
-        self._nested = nested or _holds_tensor(operator.kwargs)
+        """(position, reference, geometry) of each tensor argument. The geometry is None for a base tensor."""
+        has_nested_tensors = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
+        self._has_nested_tensors = has_nested_tensors or _holds_tensor(operator.kwargs)
         self._blanks: list[tuple[int, Blank]] = []
         for position, argument in enumerate(operator.args):
             if isinstance(argument, TensorRef):
@@ -78,28 +80,29 @@ class PreparedOperator:
                 self._kwargs = operator.kwargs | {"device": operator.kwargs.get("device") or argument.device}
             elif isinstance(argument, Blank):
                 self._blanks.append((position, argument))
-        self._device = tape.values[operator.made()[0]].device
-        # A Function's forward is Python that may have changed since; torch's checkpoint compares as much.
-        made = operator.outputs if operator.is_function else ()
-        self._expected = tuple((position, tape.values[value].ref) for position, value in made)
+        self._device = tape.values[operator.results()[0]].device
+        # A Function's forward is Python that may have changed. torch's checkpoint compares the same metadata.
+        expected_outputs = operator.outputs if operator.is_function else ()
+        self._expected = tuple((position, tape.values[value].ref) for position, value in expected_outputs)
 
     def run(self, at_hand: list[torch.Tensor]) -> Sequence[Any]:
-        """Run the operator on the tensors `at_hand`, by value, and return its results, flattened."""
+        """Run the operator on the tensors `at_hand`, by value, and return its flattened results."""
         if self.operator.generator is None:
             result = self._call(at_hand)
         else:
-            with drawing_from(at_hand[self.operator.generator], self._device):
+            with draw_from_state(at_hand[self.operator.generator], self._device):
                 result = self._call(at_hand)
-        made = (result,) if isinstance(result, torch.Tensor) else leaves(result)
-        if self._expected and not all(_is_like(made, position, ref) for position, ref in self._expected):
+        results = (result,) if isinstance(result, torch.Tensor) else leaves(result)
+        if self._expected and not all(_is_like(results, position, ref) for position, ref in self._expected):
             raise RuntimeError(
-                f"{self.operator.name} makes or saves other tensors when its forward runs again in backward: have it "
-                f"depend on its arguments alone, or train without replay (AdaccConfig(actions=('retain', 'compress')))"
+                f"{self.operator.name} returns or saves different tensors when its forward runs again in backward: "
+                f"make it depend only on its arguments, or train without replay "
+                f"(AdaccConfig(actions=('retain', 'compress')))"
             )
-        return made
+        return results
 
     def _call(self, at_hand: list[torch.Tensor]) -> Any:
-        if self._nested:
+        if self._has_nested_tensors:
             args, kwargs = map_tensors(
                 (self.operator.args, self._kwargs), TensorRef, lambda ref: view(at_hand[ref.value], ref)
             )
@@ -119,52 +122,53 @@ class PreparedOperator:
 
 
 class ReplayStep:
-    """One operator of a tape as a plan runs it: what is fetched before, copied, taken from its results and freed."""
+    """One operator of a tape under a plan: the values to fetch before, to copy, to take from its results, and to
+    free."""
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.operator, self._tape = operator, tape
         self.outputs = operator.outputs
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values that must be copied before this operator overwrites them (rule R6)."""
+        """Values to copy before this operator overwrites them (rule R6)."""
         self.loads: tuple[int, ...] = ()
-        """Values to fetch from the store just before: decoded any earlier they would add to other operators' peak."""
+        """Values to fetch from the store just before. Decoding earlier would add to the peak of other operators."""
         self.frees: tuple[int, ...] = ()
-        """Values nobody needs once this operator has run."""
+        """Values to free after this operator."""
 
     def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
-        """The same step on `tape`, whose `operator` differs from this one's in numbers alone."""
+        """Return the same step on `tape`, whose `operator` differs from this step's only in numbers."""
         step = copy(self)
         step.operator, step._tape = operator, tape
         return step
 
     def run(self, environment: Environment) -> None:
-        """Run the operator on the values in `environment` and put what it makes there."""
-        at_hand: list[torch.Tensor] = environment  # type: ignore[assignment]  # what it reads was put there before
-        untouched = [at_hand[old] for old in self.copies]
+        """Run the operator on the values in `environment`, and put its results there."""
+        at_hand: list[torch.Tensor] = environment  # type: ignore[assignment]  # its inputs were put there before
+        originals = [at_hand[old] for old in self.copies]
         for old in self.copies:
             environment[old] = copy_with_storage(at_hand[old])
         operator = self.operator
-        if operator.prepared is None:  # once for all plans of a tape
+        if operator.prepared is None:  # shared by all plans of a tape
             operator.prepared = PreparedOperator(operator, self._tape)
-        made = operator.prepared.run(at_hand)
+        results = operator.prepared.run(at_hand)
         for position, value in self.outputs:
-            environment[value] = made[position]
+            environment[value] = results[position]
         for old, new in self.mutations:
             environment[new] = environment[old]
-        for old, tensor in zip(self.copies, untouched, strict=True):
+        for old, tensor in zip(self.copies, originals, strict=True):
             environment[old] = tensor
         for value in self.frees:
             environment[value] = None
 
 
-def _is_like(made: Sequence[Any], position: int, ref: TensorRef) -> bool:
-    tensor = made[position] if position < len(made) else None
+def _is_like(results: Sequence[Any], position: int, ref: TensorRef) -> bool:
+    tensor = results[position] if position < len(results) else None
     if not isinstance(tensor, torch.Tensor):
         return False
     size, stride, offset = ref.geometry
-    lies_alike = tensor.shape == size and tensor.stride() == stride and tensor.storage_offset() == offset
-    return lies_alike and tensor.dtype is ref.dtype
+    has_layout = tensor.shape == size and tensor.stride() == stride and tensor.storage_offset() == offset
+    return has_layout and tensor.dtype is ref.dtype
 
 
 def _holds_tensor(tree: Any) -> bool:
@@ -173,14 +177,16 @@ def _holds_tensor(tree: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StorageMap:
-    """Where each value is found without replay."""
+    """Values available without replay, by the way they are stored."""
 
     persistent: frozenset[int]
-    """Parameters, buffers and shared inputs: in the environment from the start."""
+    """Parameters, buffers and shared inputs, in the environment from the start."""
     retained: frozenset[int]
-    """Tensors kept for backward: fetched for one unpack at a time, since only the slots that need them may own them."""
+    """Tensors kept for backward. Each is fetched for one unpack at a time, so that only the slots that need a tensor
+    own it."""
     compressed: frozenset[int]
-    """Payloads kept for backward: decoded when an unpack needs them, and kept decoded if another one soon does."""
+    """Payloads kept for backward. Each is decoded when an unpack needs it, and stays decoded if another unpack needs it
+    soon."""
 
     def __contains__(self, value: int) -> bool:
         return value in self.persistent or value in self.retained or value in self.compressed
@@ -188,22 +194,23 @@ class StorageMap:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgram:
-    """What one unpack runs: steps, then values to fetch from the store, then values to let go."""
+    """Instructions of one unpack: the steps to run, then the values to fetch from the store, then the values to
+    free."""
 
     loads: tuple[int, ...]
-    """Values that the slot itself takes from the store; steps have their own."""
+    """Values that the slot itself reads from the store. Steps have their own."""
     steps: tuple[ReplayStep, ...]
     frees: tuple[int, ...]
     reads: tuple[int, ...]
-    """What of the persistent values it reads."""
+    """Persistent values that the program reads."""
 
     def fetched(self) -> list[int]:
-        """All values that it takes from the store."""
+        """Return all values that the program reads from the store."""
         return [*(value for step in self.steps for value in step.loads), *self.loads]
 
 
 def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """What recomputing `value` takes: (operators in order, values read that are at hand or come from outside)."""
+    """Return (operators that recompute `value`, in order; values they read that are available or external)."""
     operators: set[int] = set()
     leaves: dict[int, None] = {}
     pending = [value]
@@ -219,52 +226,60 @@ def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[lis
 
 
 def schedule(
-    tape: Tape, store: StorageMap, order: Sequence[int], given_back: Collection[int] = ()
+    tape: Tape, store: StorageMap, order: Sequence[int], passthrough: Collection[int] = ()
 ) -> list[ReplayProgram]:
-    """The program of each unpack, if slots are asked for in `order`.
+    """Return the program of each unpack, if slots are unpacked in `order`.
 
-    Each operator runs at most once, at the first unpack that needs it; what a later unpack needs is kept, and every
-    value goes with its last use. Slots of the values `given_back` run none: autograd gets back the very tensor.
+    Each operator runs at most once, at the first unpack that needs it. Results that a later unpack needs are kept, and
+    each value is freed after its last use. Slots of the values `passthrough` run nothing, because autograd gets the
+    saved tensor itself back.
     """
-    made: set[int] = set()
+    recomputed: set[int] = set()
     runs = []
     for value in (tape.slots[slot].value for slot in order):
-        runs.append([] if value in given_back else missing_operators(tape, store, value, made))
-        made.update(value for operator in runs[-1] for value in tape.operators[operator].made())
+        runs.append([] if value in passthrough else missing_operators(tape, store, value, recomputed))
+        recomputed.update(value for operator in runs[-1] for value in tape.operators[operator].results())
     uses = _last_uses(tape, order, runs)
     values = [tape.slots[slot].value for slot in order]
     programs = [_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
-    return [_drop_decoded(program, store, programs[rank + 1 :][:DECODED_KEPT]) for rank, program in enumerate(programs)]
+    return [
+        _drop_decoded(program, store, programs[rank + 1 :][:DECODED_CACHE_UNPACKS])
+        for rank, program in enumerate(programs)
+    ]
 
 
 def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequence[ReplayProgram]) -> ReplayProgram:
-    """`program`, letting go of decoded values that none of `next_programs` fetches."""
+    """Return `program`, extended to free decoded values that none of `next_programs` fetches."""
     soon = {value for later in next_programs for value in later.fetched()}
     dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
     return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
 
 
-def single_program(tape: Tape, store: StorageMap, slot: int, made: set[int]) -> ReplayProgram:
-    """The program of an unpack out of order, when the values `made` are at hand; nothing recomputed is let go."""
+def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]) -> ReplayProgram:
+    """Return the program of an unpack out of order, if the values `available` are in the environment.
+
+    The program frees no recomputed value.
+    """
     value = tape.slots[slot].value
-    run = missing_operators(tape, store, value, made)
-    forever = (1, 0)
-    uses = dict.fromkeys(range(len(tape.values)), forever)
+    run = missing_operators(tape, store, value, available)
+    never = (1, 0)
+    uses = dict.fromkeys(range(len(tape.values)), never)
     return _program(tape, store, value, 0, run, uses)
 
 
-def missing_operators(tape: Tape, store: StorageMap, value: int, made: set[int]) -> list[int]:
-    """Operators to run so that `value` is at hand when the values `made` are."""
-    return closure(tape, value, lambda v: v in store or v in made)[0]
+def missing_operators(tape: Tape, store: StorageMap, value: int, available: set[int]) -> list[int]:
+    """Return the operators that recompute `value` from the values `available` and the store."""
+    return closure(tape, value, lambda v: v in store or v in available)[0]
 
 
 def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
-    """Last (rank, step) that needs each value; the step past a run's last one is the slot itself."""
+    """Return the last (rank, step) that needs each value. The step after a run's last one stands for the slot
+    itself."""
     last: dict[int, tuple[int, int]] = {}
     for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
         for step, number in enumerate(run):
             operator = tape.operators[number]
-            last.update(dict.fromkeys([*operator.inputs(), *operator.made()], (rank, step)))
+            last.update(dict.fromkeys([*operator.inputs(), *operator.results()], (rank, step)))
         last[tape.slots[slot].value] = (rank, len(run))
     return last
 
@@ -272,16 +287,16 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
 def _program(
     tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> ReplayProgram:
-    read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
-    stored = {v for v in read if v in store.retained or v in store.compressed}
+    values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
+    stored = {v for v in values_read if v in store.retained or v in store.compressed}
     steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
     for step in steps:
         step.loads = tuple(v for v in dict.fromkeys(step.operator.inputs()) if v in stored)
         stored.difference_update(step.loads)
-    ended = [v for v in read if v not in store.persistent and uses[v] <= (rank, len(run))]
-    kept_out = [v for v in read if v in store.retained]
-    persistent = tuple(v for v in read if v in store.persistent)
-    return ReplayProgram(tuple(stored & {value}), steps, tuple(dict.fromkeys([*ended, *kept_out])), persistent)
+    expired = [v for v in values_read if v not in store.persistent and uses[v] <= (rank, len(run))]
+    retained = [v for v in values_read if v in store.retained]
+    persistent = tuple(v for v in values_read if v in store.persistent)
+    return ReplayProgram(tuple(stored & {value}), steps, tuple(dict.fromkeys([*expired, *retained])), persistent)
 
 
 def _step(
@@ -291,6 +306,6 @@ def _step(
     step = ReplayStep(operator, tape)
     step.outputs = tuple((position, v) for position, v in operator.outputs if v not in store)
     step.copies = tuple(old for old, _ in operator.mutations if old in store or uses[old] > moment)
-    touched = dict.fromkeys([*operator.inputs(), *operator.made()])
+    touched = dict.fromkeys([*operator.inputs(), *operator.results()])
     step.frees = tuple(v for v in touched if v not in store.persistent and uses[v] == moment)
     return step

@@ -1,8 +1,8 @@
-"""The tape: the record of one block's operators, storages and saved slots.
+"""Tape: the record of one block's operators, storages and saved tensors.
 
-A *value* is one storage at one version: an in-place operator reads a value and makes the next one. Views need no
-operator, since a tensor is recorded as its value with size, stride and offset. Everything is static, so a tape
-recorded once can be replayed at any later call with the same shapes.
+A *value* is one storage at one version: an in-place operator reads a value and makes the next version. Views are not
+operators, because a tensor is recorded as its value with size, stride and offset. Everything is static, so a tape that
+was recorded once can be replayed at any later call with the same shapes.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 )
-"""Namespaces of operators that other ranks take part in."""
+"""Namespaces of collective operators, which involve other ranks."""
 
 OPERATORS, BITS = "operators", "bits"
-"""Comparisons of a call with its tape: of each operator, and of the bits of its replay too (rule R7)."""
+"""Two kinds of validation of a call: compare each operator with the tape, or also the bits of its replay (rule R7)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorRef:
-    """A tensor of the recorded call: a value and the way it is viewed."""
+    """Reference to a tensor of the recorded call: a value, and a view on it."""
 
     value: int
     geometry: Geometry
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        """As a dataclass has it, which digests are made of, without its guard against references to itself."""
+        """Return the usual text of a dataclass, which digests contain, without the check for recursive references."""
         return f"TensorRef(value={self.value!r}, geometry={self.geometry!r}, dtype={self.dtype!r})"
 
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """A tensor of which an operator reads no element: replay gives it another one that lies alike."""
+    """Argument of which an operator reads no element. Replay substitutes another tensor of the same layout."""
 
     geometry: Geometry
     dtype: torch.dtype
@@ -54,23 +54,23 @@ class Blank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its elements reach over."""
+        """Number of bytes from the first element to the last."""
         size, stride, _ = self.geometry
         return self.dtype.itemsize * (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value that the block did not make is found anew at each call (rule R12)."""
+    """Location where a call finds a value that the block did not make (rule R12)."""
 
     place: str
-    """"argument", "parameter", "buffer", "attached" or "module" for what else hangs on a parameter or a module
-    (inputs.py), "generator" for the state of the default generator at a moment of the call, or "unknown" for a
-    tensor reached from elsewhere."""
+    """"argument", "parameter", "buffer"; "attached" or "module" for a tensor attached to a parameter or module
+    (inputs.py); "generator" for the default generator's state at a moment of the call; "unknown" for any other
+    tensor."""
     path: tuple[Any, ...]
     """Argument: position or keyword, then indices into nested containers. Parameter, buffer: its name in the block.
-    Attached, module: the parameter's or module's name, then attributes and indices. Generator: how many tensors
-    autograd had saved by then."""
+    Attached, module: the parameter's or module's name, then attributes and indices. Generator: number of tensors that
+    autograd had saved before."""
 
     def __str__(self) -> str:
         return f"{self.place} {'.'.join(str(part) for part in self.path)}".strip()
@@ -78,24 +78,25 @@ class Source:
 
 @dataclass(slots=True)
 class TapeValue:
-    """One storage at one version, with the tensor it was first seen as."""
+    """One storage at one version, with the first tensor that was recorded on it."""
 
     index: int
     nbytes: int
     """Bytes of the whole storage."""
     ref: TensorRef
-    """The tensor that the operator returned, or that was passed in; replay calls it the value's base."""
+    """The tensor that the operator returned, or that the call passed in. Replay calls this tensor the value's base."""
     device: torch.device
     source: Source | None
     """None for a value that an operator of the block makes."""
     producer: int | None = None
     name: str = ""
     overwritten: bool = False
-    """Whether a later operator of the block changed the storage in place, so that this version is gone."""
+    """True if a later operator of the block changed the storage in place, so that this version is gone."""
 
     @property
     def is_encodable(self) -> bool:
-        """Whether encoding the base stores the value whole: it is dense, all of its storage, and never overwritten."""
+        """True if encoding the base stores the whole value: the base is dense, fills its storage, and is never
+        overwritten."""
         size, stride, offset = self.ref.geometry
         return (
             not self.overwritten
@@ -115,14 +116,14 @@ class TapeOperator:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[tuple[int, int], ...]
-    """(position among the flattened results, value made) for results in fresh storages."""
+    """(position among the flattened results, value) of each result in a new storage."""
     mutations: tuple[tuple[int, int], ...]
-    """(value read, value made) for storages changed in place."""
+    """(old value, new value) of each storage changed in place."""
     random: bool
-    """Whether it drew random numbers."""
+    """True if the operator drew random numbers."""
     module: str
     generator: int | None = None
-    """The value that holds the state of the generator that it drew from, if replay may draw again (rule R5)."""
+    """The value with the generator state before the draw, if replay may draw again (rule R5)."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
     """The `PreparedOperator` of its first replay (tape/replay.py)."""
@@ -133,53 +134,53 @@ class TapeOperator:
 
     @property
     def short_name(self) -> str:
-        """What it does, whichever overload of it does so, in place or not: "softmax" of aten::_softmax.out."""
+        """Name without overload and underscores: "softmax" for aten::_softmax.out."""
         name = op_name(self.target) if isinstance(self.target, OpOverload) else self.target.__name__
         return name.strip("_")
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is fused attention: what that drops follows from its sizes alone, whatever it reads."""
+        """True for fused attention, whose dropout depends only on its sizes."""
         return self.short_name.startswith("scaled_dot_product")
 
     @property
     def is_function(self) -> bool:
-        """Whether it is an `autograd.Function`, whose own operators are not on the tape."""
+        """True for an `autograd.Function`, whose inner operators are not on the tape."""
         return not isinstance(self.target, OpOverload)
 
     @property
     def allocates(self) -> bool:
-        """Whether all that it does is to take memory, whose content nobody knows."""
+        """True if the operator only allocates memory, without initializing it."""
         return self.short_name.startswith(("empty", "new_empty"))
 
     @property
     def is_collective(self) -> bool:
-        """Whether other ranks take part in it."""
+        """True if the operator involves other ranks."""
         return self.target.namespace in COLLECTIVES
 
     @property
     def may_run_again(self) -> bool:
-        """Whether replay may run it: what it drew can be drawn again, and no other rank took part in it (rules R5,
-        R13)."""
+        """True if replay may run the operator: its random numbers can be drawn again, and it is no collective (rules
+        R5, R13)."""
         return (not self.random or self.generator is not None) and not self.is_collective
 
     def inputs(self) -> tuple[int, ...]:
-        """Values it reads, each once, in the order of its arguments; the generator's state comes last."""
+        """Return the values that the operator reads, each once, in argument order. The generator's state comes last."""
         if self._inputs is None:
             read = dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs)))
             self._inputs = tuple(read if self.generator is None else [*read, self.generator])
         return self._inputs
 
     def blanks(self) -> list[Blank]:
-        """The tensors among its arguments that it reads no element of."""
+        """Return the tensor arguments of which the operator reads no element."""
         return [leaf for leaf in leaves(self.args, self.kwargs) if isinstance(leaf, Blank)]
 
-    def made(self) -> list[int]:
-        """Values it makes: fresh storages and new versions."""
+    def results(self) -> list[int]:
+        """Return the values that the operator makes: new storages, then new versions."""
         return [value for _, value in self.outputs] + [value for _, value in self.mutations]
 
     def signature(self) -> tuple[Any, ...]:
-        """What it does, but for which values it does it to."""
+        """Return a description of the operator that does not depend on value indices."""
         positions = tuple(position for position, _ in self.outputs)
         return self.name, len(self.inputs()), positions, len(self.mutations), self.random
 
@@ -194,41 +195,42 @@ class Tape:
     slots: list[TensorRef]
     """The tensors autograd saved, in order."""
     function_slots: frozenset[int] = frozenset()
-    """Slots that autograd Functions written in Python have saved, whose backward may write into them (rule R6)."""
+    """Slots saved by autograd Functions written in Python, whose backward may write into them (rule R6)."""
     untrusted: str | None = None
-    """Why the tape must not be used (data read into Python), or None."""
+    """The reason why the tape must not be used (such as data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
-    """The data of the arguments that the block read into Python, by their paths: only calls with the same fit."""
+    """By path, the data of the arguments that the block read into Python. The tape is valid only for calls with equal
+    data."""
     sharing: tuple[tuple[int, Source, Geometry], ...] = ()
     """(value, source, geometry) of further tensors on the storage of a value: flattened or tied weights."""
     identity: str = ""
-    """Digest of the block's class, parameters and settings: equal for all calls of a block."""
+    """Digest of the block's class, parameters and settings, equal for all calls of a block."""
     structure: str = ""
-    """Digest of the operators and how they hang together, without sizes and constants."""
+    """Digest of the operators and their wiring, without sizes and constants."""
     digest: str = ""
-    """Digest with sizes and constants: tapes with equal digests replay alike."""
+    """Digest including sizes and constants. Tapes with equal digests are interchangeable in replay."""
     recomputable: frozenset[int] = frozenset()
-    """Values that replay was verified to recompute bit for bit (rule R7)."""
+    """Values that replay recomputes bit for bit, as verified (rule R7)."""
     equal: dict[int, int] = field(default_factory=dict)
-    """Values that an earlier saved one can stand for, mapped to it: see `equal_values`."""
+    """Values that duplicate an earlier saved value, mapped to that value: see `equal_values`."""
     order: tuple[int, ...] | None = None
-    """Order in which backward asks for the slots, each once, as far as it was seen."""
+    """Order in which backward unpacks the slots, each once, as far as observed."""
     due_check: str | None = None
-    """The comparison that the next call has to pass: OPERATORS, or BITS. None for a recorded tape, and for one that was
-    evaluated for a size where a call has passed, or calls of enough other sizes have."""
+    """The validation due at the next call: OPERATORS or BITS. None for a recorded tape, and for a symbolic tape's tape
+    at a size where a call has passed, or calls of enough other sizes have."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """What policies name: equal for blocks that may share one plan, sizes included.
+        """Key of the tape in policies, equal for blocks that may share one plan. It includes sizes.
 
-        Digests joined by "-": structure, sizes, identity, and what the block was given.
+        Digests joined by "-": structure, sizes, identity, and inputs.
         """
         sizes = _digest([value.nbytes for value in self.values])
-        given = [value for value in self.values if self.is_block_input(value.index)]
-        read = sorted((repr(path), data) for path, data in self.reads.items())
-        call = _digest([(str(value.source), value.ref) for value in given] + read)
-        return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{call[:8]}"
+        input_values = [value for value in self.values if self.is_block_input(value.index)]
+        reads = sorted((repr(path), data) for path, data in self.reads.items())
+        inputs = _digest([(str(value.source), value.ref) for value in input_values] + reads)
+        return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{inputs[:8]}"
 
     @property
     def has_collectives(self) -> bool:
@@ -247,28 +249,29 @@ class Tape:
         return source is not None and source.place == "generator"
 
     def is_held_elsewhere(self, value: int) -> bool:
-        """Whether a value is neither made by the block nor given to it: parameter, buffer, a tensor in an attribute."""
+        """Return True for a value that lives outside of the block and its call: a parameter, buffer, or attached
+        tensor."""
         source = self.values[value].source
         return source is not None and source.place not in ("argument", "generator")
 
-    def drawing(self) -> list[tuple[int, int, torch.device]]:
-        """(tensors saved by then, value, device of the generator) of each state that something recomputable is drawn
+    def generator_states(self) -> list[tuple[int, int, torch.device]]:
+        """Return (tensors saved before, value, device) of each generator state that a recomputable value is drawn
         from."""
-        found = []
+        states = []
         for operator in self.operators:
-            made = operator.made()
-            if operator.generator is not None and not self.recomputable.isdisjoint(made):
+            produced = operator.results()
+            if operator.generator is not None and not self.recomputable.isdisjoint(produced):
                 source = self.values[operator.generator].source
-                assert source is not None  # it says when the state was taken
-                found.append((source.path[0], operator.generator, self.values[made[0]].device))
-        return found
+                assert source is not None  # it has the moment of the state
+                states.append((source.path[0], operator.generator, self.values[produced[0]].device))
+        return states
 
     def saved_values(self) -> list[int]:
-        """Values that slots hold, each once, in the order they were saved."""
+        """Return the values of the slots, each once, in the order they were saved."""
         return list(dict.fromkeys(slot.value for slot in self.slots))
 
     def consumers(self, value: int) -> list[int]:
-        """Operators that read `value`."""
+        """Return the indices of the operators that read `value`."""
         if not self._consumers:
             for operator in self.operators:
                 for read in operator.inputs():
@@ -276,7 +279,7 @@ class Tape:
         return self._consumers.get(value, [])
 
     def seal(self, identity: list[Any]) -> None:
-        """Compute the digests; `identity` is what tells the block from others besides its class."""
+        """Compute the digests. `identity` describes the block in addition to its class."""
         self.identity = _digest([self.block_class, *identity])
         self.structure = _digest([self.identity, self._wiring()])
         constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
@@ -286,37 +289,41 @@ class Tape:
         self.digest = _digest([self.structure, constants, slots, outside, sharing, *reads])
 
     def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
-        """The tape of a call of the same operators that read other data."""
+        """Return the tape of a call with the same operators that read other data."""
         return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
-        """(for each value of operators that `other` runs too, the one of `other` that is the same; whether all are).
+        """Return (matching values of `other`, by value of this tape; True if the tapes match completely).
 
-        What autograd saves may differ, and with it the order in which values were first seen. A value is the same only
-        if the operator that made it is: a product with a mask is no product with a sigmoid.
+        Saved tensors may differ, and so may the order in which values were first recorded. Two values match only if the
+        operators that made them match: a product with a mask does not match a product with a sigmoid.
         """
-        same: dict[int, int] = {}
-        matched: dict[int | None, int | None] = {None: None}
-        own_of: dict[int, int] = {}
+        matching: dict[int, int] = {}
+        matching_operators: dict[int | None, int | None] = {None: None}
+        own_values: dict[int, int] = {}
         calls, others = ([(op.module, *op.signature()) for op in tape.operators] for tape in (self, other))
-        is_whole = calls == others
+        is_complete = calls == others
         for begin, other_begin, number in SequenceMatcher(None, calls, others, autojunk=False).get_matching_blocks():
             for place in range(number):
-                matched[begin + place] = other_begin + place
+                matching_operators[begin + place] = other_begin + place
                 own, theirs = self.operators[begin + place], other.operators[other_begin + place]
-                for value, found in zip([*own.inputs(), *own.made()], [*theirs.inputs(), *theirs.made()], strict=True):
-                    is_made_alike = matched.get(self.values[value].producer, -1) == other.values[found].producer
-                    is_free = value not in same and found not in own_of
-                    is_new = is_free and is_made_alike and self._has_source_of(value, other, found)
-                    if is_new:
-                        same[value], own_of[found] = found, value
-                    is_whole &= is_new or same.get(value) == found
-        return same, is_whole
+                for value, other_value in zip(
+                    [*own.inputs(), *own.results()], [*theirs.inputs(), *theirs.results()], strict=True
+                ):
+                    has_matching_producer = (
+                        matching_operators.get(self.values[value].producer, -1) == other.values[other_value].producer
+                    )
+                    is_unmatched = value not in matching and other_value not in own_values
+                    is_match = is_unmatched and has_matching_producer and self._has_source_of(value, other, other_value)
+                    if is_match:
+                        matching[value], own_values[other_value] = other_value, value
+                    is_complete &= is_match or matching.get(value) == other_value
+        return matching, is_complete
 
-    def _has_source_of(self, value: int, other: Tape, found: int) -> bool:
-        if self.is_generator_state(value):  # taken after other slots, where autograd saves others
-            return other.is_generator_state(found)
-        return str(self.values[value].source) == str(other.values[found].source)
+    def _has_source_of(self, value: int, other: Tape, other_value: int) -> bool:
+        if self.is_generator_state(value):  # the path differs if autograd saves other tensors before
+            return other.is_generator_state(other_value)
+        return str(self.values[value].source) == str(other.values[other_value].source)
 
     def _wiring(self) -> list[Any]:
         operators = [(op.name, list(op.inputs()), op.outputs, op.mutations, op.random) for op in self.operators]
@@ -325,32 +332,33 @@ class Tape:
 
 
 def tensor_refs(tree: Any) -> Iterator[TensorRef]:
-    """The tensor references in nested tuples, lists and dicts."""
+    """Return an iterator over the tensor references in nested tuples, lists and dicts."""
     return (leaf for leaf in leaves(tree) if isinstance(leaf, TensorRef))
 
 
 def leaves(*trees: Any) -> list[Any]:
-    """What nested tuples, lists and dicts hold, in order; all that operators take and give.
+    """Return the leaves of nested tuples, lists and dicts, in order.
 
-    It is asked for at each operator of a recorded call: torch's `tree_leaves` looks up each container in a registry.
+    This runs for each operator of a recorded call. torch's `tree_leaves` is slower, because it looks up each container
+    in a registry.
     """
-    found: list[Any] = []
-    _collect(trees, found)
-    return found
+    items: list[Any] = []
+    _collect(trees, items)
+    return items
 
 
-def _collect(trees: Iterable[Any], found: list[Any]) -> None:
+def _collect(trees: Iterable[Any], items: list[Any]) -> None:
     for tree in trees:
         if isinstance(tree, (tuple, list)):
-            _collect(tree, found)
+            _collect(tree, items)
         elif isinstance(tree, dict):
-            _collect(tree.values(), found)
+            _collect(tree.values(), items)
         else:
-            found.append(tree)
+            items.append(tree)
 
 
 def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """`tree` with every instance of `kind` in nested tuples, lists and dicts replaced by `change(instance)`."""
+    """Return `tree` with every instance of `kind` in nested tuples, lists and dicts replaced by `change(instance)`."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, tuple):
@@ -364,12 +372,13 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of one storage that shows all of it: sparse ones are not, nor those with scales."""
+    """Return True if a tensor is a view of one storage that holds all its data. Sparse and quantized tensors are
+    not."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    # torch declares SymInt too, which comes to no record.
+    # torch's annotations include SymInt, which never appears here.
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""A tape taken apart into its whole numbers and everything else, and put together again with other numbers."""
+"""Templates of tapes: a tape split into its integers and everything else, and filled with other integers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, T
 
 
 class TapeNumbers:
-    """The whole numbers of a tape, in order, and a digest of everything else."""
+    """The integers of a tape, in order, and a digest of everything else."""
 
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
         parts: list[Any] = [tape.structure]
-        parts += [(path, self._outline(data)) for path, data in _in_order(tape.reads)]
+        parts += [(path, self._without_numbers(data)) for path, data in _in_order(tape.reads)]
         for value in tape.values:
             self.numbers.append(value.nbytes)
             parts.append((self._geometry(value.ref), value.device, value.overwritten))
         for operator in tape.operators:
-            parts.append((self._outline(operator.args), self._outline(operator.kwargs)))
+            parts.append((self._without_numbers(operator.args), self._without_numbers(operator.kwargs)))
         parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
-        self.outline: str = hashlib.sha256(repr(parts).encode()).hexdigest()
-        """Equal for tapes of one family."""
+        self.digest_without_numbers: str = hashlib.sha256(repr(parts).encode()).hexdigest()
+        """Equal for tapes that may share a symbolic tape."""
 
     def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
         size, stride, offset = ref.geometry
         self.numbers += (*size, *stride, offset)
         return len(size), ref.dtype
 
-    def _outline(self, tree: Any) -> Any:
+    def _without_numbers(self, tree: Any) -> Any:
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
         if isinstance(tree, Blank):
@@ -42,9 +42,9 @@ class TapeNumbers:
             self.numbers.append(tree)
             return int
         if isinstance(tree, (tuple, list)):
-            return [self._outline(item) for item in tree]
+            return [self._without_numbers(item) for item in tree]
         if isinstance(tree, dict):
-            return [(name, self._outline(item)) for name, item in tree.items()]
+            return [(name, self._without_numbers(item)) for name, item in tree.items()]
         return tree
 
 
@@ -54,54 +54,55 @@ def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Stands in a template for the distinct number at `place`."""
+    """Placeholder for the distinct number at index `place`."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """Stands in a template for the tensor reference at `place`."""
+    """Placeholder for the tensor reference at index `place`."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _BlankLike:
-    """Stands in a template for a blank that lies like the tensor reference at `place`, which is to no value."""
+    """Placeholder for a blank with the geometry of the tensor reference at index `place`, which has no value."""
 
     place: int
     device: torch.device
 
 
 class TapeTemplate:
-    """A tape with places for numbers. The tapes made of it share what is the same at all sizes."""
+    """A tape with placeholders for its numbers. Tapes filled from one template share everything that does not depend on
+    sizes."""
 
     def __init__(self, tape: Tape, places: list[int]) -> None:
         self._numbers = iter(places)
         self._refs: dict[tuple[Any, ...], int] = {}
-        """(value, dtype, places of size, of stride, of the offset), each once."""
+        """Index of each distinct (value, dtype, places of size, of stride, of offset)."""
         self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
         self._slots = [self._ref(slot).place for slot in tape.slots]
-        tape.consumers(0)  # noted once, for the tapes of all sizes
+        tape.consumers(0)  # computed once, for the tapes of all sizes
 
     def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
-        """The tape of the distinct `numbers`."""
+        """Return the tape with the distinct `numbers`."""
         at = numbers.__getitem__
         geometries: dict[Any, Geometry] = {}
         refs = []
-        for value, dtype, *geometry in self._refs:
-            size, stride, offset = key = tuple(geometry)
-            known = geometries.get(key)
-            if known is None:
-                known = geometries[key] = tuple(map(at, size)), tuple(map(at, stride)), at(offset)
-            refs.append(TensorRef(value, known, dtype))
+        for value, dtype, *places in self._refs:
+            size, stride, offset = key = tuple(places)
+            geometry = geometries.get(key)
+            if geometry is None:
+                geometry = geometries[key] = tuple(map(at, size)), tuple(map(at, stride)), at(offset)
+            refs.append(TensorRef(value, geometry, dtype))
         values = [
             TapeValue(
                 v.index, at(nbytes), refs[ref], v.device, v.source, v.producer, v.name, v.overwritten
-            )  # by position: there are a hundred of them, at every new size
+            )  # positional for speed: a hundred values at every new size
             for v, (nbytes, ref) in zip(base.values, self._values, strict=True)
         ]
         operators = [

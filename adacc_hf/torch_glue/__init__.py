@@ -1,1 +1,1 @@
-"""What torch and Transformers lack, and every private name of theirs that is used."""
+"""Interface to torch and Transformers: their private names, differences between releases, and missing functions."""

@@ -1,4 +1,4 @@
-"""The sizes of a batch: which ones are alike, and which batch needs no more memory than another."""
+"""Shapes of a batch: size classes, comparison of batches, and resizing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adacc_hf.artifacts.size_model import Shapes
 
 @dataclass(frozen=True)
 class TensorShape:
-    """One tensor of a batch."""
+    """Name and shape of one tensor of a batch."""
 
     name: str
     size: tuple[int, ...]
@@ -24,91 +24,94 @@ BatchShapes = tuple[TensorShape, ...]
 
 
 def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
-    """The shapes of the tensors in `batch` that have any dimension, by name."""
+    """Return the shapes of the tensors in `batch` with at least one dimension, sorted by name."""
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
     return tuple(TensorShape(name, tuple(t.shape)) for name, t in tensors.items())
 
 
-def to_plain(shapes: BatchShapes) -> Shapes:
-    """As profiles have them."""
+def to_profile_shapes(shapes: BatchShapes) -> Shapes:
+    """Convert batch shapes to the form in profiles."""
     return tuple((shape.name, shape.size) for shape in shapes)
 
 
-def from_plain(shapes: Shapes) -> BatchShapes:
-    """Of what profiles have."""
+def from_profile_shapes(shapes: Shapes) -> BatchShapes:
+    """Convert the form in profiles to batch shapes."""
     return tuple(TensorShape(name, size) for name, size in shapes)
 
 
-def bucket_of(shapes: BatchShapes) -> BatchShapes:
-    """`shapes` with samples and lengths rounded up to powers of two: what one policy is made for.
+def size_class_of(shapes: BatchShapes) -> BatchShapes:
+    """Return the size class of `shapes`: all sizes rounded up to powers of two. Each size class has its own policy.
 
-    The sides of images are rounded too, and widths of features, which do not differ from batch to batch.
+    Numbers of samples and lengths are rounded, and also the sides of images and the widths of features, which do not
+    differ from batch to batch. The dimension that `_fixed_dimension` returns is not rounded.
     """
-    return tuple(replace(shape, size=tuple(_rounded(shape.size))) for shape in shapes)
+    return tuple(replace(shape, size=tuple(_rounded_sizes(shape.size))) for shape in shapes)
 
 
-def _rounded(size: tuple[int, ...]) -> Iterator[int]:
-    fixed = _fixed(size)
+def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
+    fixed = _fixed_dimension(size)
     return (n if dim == fixed else _power_of_two(n) for dim, n in enumerate(size))
 
 
-def _fixed(size: tuple[int, ...]) -> int | None:
-    """The dimension that tells one sort of batch from another: how many images [B, N, C, H, W] a text has, of which its
-    words tell too, or how many channels an image [B, C, H, W] has."""
+def _fixed_dimension(size: tuple[int, ...]) -> int | None:
+    """Return the dimension of a tensor in which batches of one size class must agree, or None.
+
+    It is the number of images per text in [B, N, C, H, W], and the number of channels in [B, C, H, W].
+    """
     return 1 if len(size) > 3 else None
 
 
-def is_alike(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Whether batches of these shapes hold the same tensors but for samples, lengths and sides."""
-    return [_sort_of(shape) for shape in shapes] == [_sort_of(shape) for shape in other]
+def has_same_tensors(shapes: BatchShapes, other: BatchShapes) -> bool:
+    """Return True if both batches have the same tensors up to the numbers of samples, lengths and image sides."""
+    return [_signature(shape) for shape in shapes] == [_signature(shape) for shape in other]
 
 
-def _sort_of(shape: TensorShape) -> tuple[str, int, int | None]:
-    fixed = _fixed(shape.size)
+def _signature(shape: TensorShape) -> tuple[str, int, int | None]:
+    fixed = _fixed_dimension(shape.size)
     return shape.name, len(shape.size), None if fixed is None else shape.size[fixed]
 
 
 def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Whether a batch of `shapes` is in no dimension larger than one of `other`, and otherwise alike.
+    """Return True if each tensor in `shapes` has a counterpart in `other` that is at least as large in each dimension.
 
-    It may lack tensors, as a batch of text only does where others have images: what works on them stays idle.
+    `shapes` may lack tensors of `other`: in a batch of text without images, the image modules are idle.
     """
-    theirs = {shape.name: shape for shape in other}
-    with_same = [(mine, theirs.get(mine.name)) for mine in shapes]
+    other_by_name = {shape.name: shape for shape in other}
+    pairs = [(shape, other_by_name.get(shape.name)) for shape in shapes]
     return all(
         match is not None
-        and is_alike((mine,), (match,))
-        and all(a <= b for a, b in zip(mine.size, match.size, strict=True))
-        for mine, match in with_same
+        and has_same_tensors((shape,), (match,))
+        and all(a <= b for a, b in zip(shape.size, match.size, strict=True))
+        for shape, match in pairs
     )
 
 
-def smallest_around(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
-    """The smallest shapes that both of these, of one bucket, fit in."""
-    return tuple(
-        replace(mine, size=tuple(map(max, mine.size, theirs.size))) for mine, theirs in zip(shapes, other, strict=True)
-    )
+def smallest_enclosing(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
+    """Return the smallest shapes that enclose both `shapes` and `other`, which are of the same size class."""
+    return tuple(replace(a, size=tuple(map(max, a.size, b.size))) for a, b in zip(shapes, other, strict=True))
 
 
 def num_elements(shapes: BatchShapes) -> int:
+    """Return the total number of elements."""
     return sum(prod(shape.size) for shape in shapes)
 
 
-def resized(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -> dict[str, Any]:
-    """`batch`, which has the shapes `before`, cut or repeated to the shapes `after`.
+def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -> dict[str, Any]:
+    """Return `batch`, which has the shapes `before`, with its tensors cut or repeated to the shapes `after`.
 
-    A tensor that has no shape there, made from the batch on its way into the model, follows by its sizes.
+    A tensor that is not in `after`, such as one added on the way into the model, is resized in each dimension whose
+    size equals a number of samples or a length in `before`.
     """
     sizes = {s.name: s.size for s in after}
     mapping = {
         old: new
         for s, t in zip(before, after, strict=True)
-        for old, new in zip(s.size[:2], t.size[:2], strict=True)  # samples, and the length of a text
+        for old, new in zip(s.size[:2], t.size[:2], strict=True)  # number of samples, and length of a text
     }
-    return {name: _resized(value, sizes.get(name), mapping) for name, value in batch.items()}
+    return {name: _resize_tensor(value, sizes.get(name), mapping) for name, value in batch.items()}
 
 
-def _resized(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:
+def _resize_tensor(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     size = size if size is not None else tuple(mapping.get(n, n) for n in value.shape)
@@ -119,6 +122,7 @@ def _resized(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int
 
 
 def describe(shapes: BatchShapes) -> str:
+    """Return the shapes as text for messages, for example "input_ids 4x128"."""
     return ", ".join(f"{shape.name} {'x'.join(map(str, shape.size))}" for shape in shapes) or "any"
 
 
@@ -127,7 +131,7 @@ def shapes_to_json(shapes: BatchShapes | None) -> list[Any] | None:
 
 
 def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
-    # Older checkpoints have a third entry.
+    # Records in older checkpoints have a third entry.
     return None if record is None else tuple(TensorShape(name, tuple(size)) for name, size, *_ in record)
 
 

@@ -1,5 +1,7 @@
-"""Where releases of Transformers and torch differ, in one place (tested: transformers 5.17 and 5.23, torch 2.11,
-2.13 and 2.15)."""
+"""Differences between releases of Transformers and torch (tested: transformers 5.17, 5.23; torch 2.11, 2.13, 2.15).
+
+Also torch's checkpoint with full restoration of state (`checkpoint_call`).
+"""
 
 from __future__ import annotations
 
@@ -21,44 +23,44 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.logging import warning_once
 
 from adacc_hf.torch_glue.model_state import ModelState
-from adacc_hf.torch_glue.no_trace import state_before
+from adacc_hf.torch_glue.no_trace import record_state_changes
 from adacc_hf.torch_glue.private import (
     CHECKPOINTED,
     eval_frame_callback,
     forward_hooks,
-    named,
     outer_hooks,
+    private_name,
     sequence_number,
     tree_leaves,
 )
 from adacc_hf.torch_glue.rng_state import PythonStates
 
 FLAG = "gradient_checkpointing"
-FUNCTION = named("GradientCheckpointingLayer", "_gradient_checkpointing_func")
-SETTER = named("PreTrainedModel", "_set_gradient_checkpointing")
-_ATTENTION = named("PretrainedConfig", "_attn_implementation")
-_READS_CACHE = "_can_checkpoint_with_cache"
-"""The attribute by which a layer says so; 5.17 has no such layers."""
-if hasattr(GradientCheckpointingLayer, _READS_CACHE):
-    named("GradientCheckpointingLayer", _READS_CACHE)
+FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_func")
+SETTER = private_name("PreTrainedModel", "_set_gradient_checkpointing")
+_ATTENTION = private_name("PretrainedConfig", "_attn_implementation")
+_CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"
+"""Class attribute of layers that can be checkpointed with a key-value cache. It does not exist in 5.17."""
+if hasattr(GradientCheckpointingLayer, _CACHE_ATTRIBUTE):
+    private_name("GradientCheckpointingLayer", _CACHE_ATTRIBUTE)
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
-"""What TrainingArguments call torch's checkpointing, and models the methods that switch it; 5.17 has the older name."""
+"""Name of torch's checkpointing in TrainingArguments and in models' methods. 5.17 has the older name."""
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
-    "adds_into_wider", "attention_of", "block_of", "cast_from", "checkpointed", "class_name", "has_cache",
-    "has_filled_cache", "is_compiled_around", "keeps_cache", "keyword_arguments", "layerdrop_rates",
-    "no_packed_sequences", "observing_hooks", "outer_hooks", "owner_of", "owns_its_node", "run_inside_hooks",
+    "adds_into_wider", "attention_of", "block_of", "cast_source", "checkpoint_call", "class_name", "graph_owner",
+    "has_cache", "has_filled_cache", "is_compiled_around", "keyword_arguments", "layerdrop_rates",
+    "no_packed_sequences", "observing_hooks", "only_reads_cache", "outer_hooks", "owns_graph_node", "run_inside_hooks",
     "switch_checkpointing", "without_caches", "without_layerdrop",
 ]  # fmt: skip
 
 
 @cache
 def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = False) -> bool:
-    """Whether products of that type are added to a float32 sum while they are made (`torch.addmm(out_dtype=...)`).
+    """Return True if `torch.addmm(out_dtype=...)` can add products in `dtype` to a float32 sum.
 
-    A small one tells: CUDA can, with some releases of torch, of halves; CPUs and ROCm cannot. `is_fake` is for tensors
-    without memory, whose device need not be here.
+    The answer comes from a small product. CUDA supports this for half types in some releases of torch; CPUs and ROCm do
+    not. `is_fake` is True for fake tensors, whose device may be absent; it only separates their results in the cache.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -72,14 +74,15 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
 
 
 def keyword_arguments(fn: Any) -> dict[str, Any]:
-    """The keyword arguments of a block's call; every release passes them bound in a functools.partial."""
+    """Return the keyword arguments of a block's call. Every release passes them bound in a functools.partial."""
     return fn.keywords if isinstance(fn, partial) else {}
 
 
 def block_of(fn: Any) -> nn.Module | None:
-    """The block whose forward Transformers hands to a checkpoint function, as a partial; None for other functions.
+    """Return the block whose forward Transformers passes to a checkpoint function; None for other functions.
 
-    Of the bound `__call__` in 5.17, of the class's `forward` with the block in front in 5.23.
+    Transformers 5.17 passes a partial of the bound `__call__`, 5.23 a partial of the class's `forward` with the block
+    as its first argument.
     """
     if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
         return fn.args[0]
@@ -90,90 +93,90 @@ def block_of(fn: Any) -> nn.Module | None:
 def run_inside_hooks(
     fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 ) -> Any:
-    """`run(forward, args)` for the forward of the block that `fn` calls, inside the block's own forward hooks.
+    """Call `run(forward, args)` with the forward of the block that `fn` calls, inside the block's own forward hooks.
 
-    Transformers 5.23 hands over the forward alone, 5.17 the whole call. Hooks must not be recorded and replayed: those
-    of FSDP2 gather the parameters before forward and drop them after it.
+    Transformers 5.23 passes the forward alone, 5.17 the call with its hooks. Hooks must not be recorded and replayed,
+    because FSDP2's hooks gather the parameters before forward and free them after it.
     """
     block, call = block_of(fn), fn.func if isinstance(fn, partial) else fn
     if block is None or getattr(call, "__func__", None) is not nn.Module.__call__:
         return run(fn, args)
-    forward, own = block.forward, block.__dict__.get("forward")
+    forward, instance_forward = block.forward, block.__dict__.get("forward")
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         return run(partial(forward, **kwargs), args)
 
-    block.forward = stand_in
+    block.forward = replacement
     try:
         return fn(*args)
     finally:
-        if own is None:
+        if instance_forward is None:
             del block.forward
         else:
-            block.forward = own
+            block.forward = instance_forward
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The call with every key-value cache replaced by None: replay would append to it again."""
+    """Return the call with every key-value cache replaced by None, because replay would append to a cache again."""
     if any(isinstance(argument, Cache) for argument in args):
         args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
     keywords = keyword_arguments(fn)
     if any(isinstance(argument, Cache) for argument in keywords.values()):
-        kept = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
-        fn = partial(fn.func, *fn.args, **kept)
+        keywords = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
+        fn = partial(fn.func, *fn.args, **keywords)
     return fn, args
 
 
 def has_cache(fn: Any, args: tuple[Any, ...]) -> bool:
-    """Whether there is a key-value cache among the arguments."""
+    """Return True if a key-value cache is among the arguments."""
     return any(isinstance(value, Cache) for value in (*args, *keyword_arguments(fn).values()))
 
 
-def keeps_cache(block: nn.Module) -> bool:
-    """Return True if `block` only reads key-value caches, so that a second run of it changes none."""
-    return bool(getattr(block, _READS_CACHE, False))
+def only_reads_cache(block: nn.Module) -> bool:
+    """Return True if `block` only reads key-value caches, so a second run of the block does not change them."""
+    return bool(getattr(block, _CACHE_ATTRIBUTE, False))
 
 
 def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a key-value cache among the arguments holds something for `block` before its call."""
+    """Return True if a key-value cache among the arguments has entries for `block` before the call."""
     caches = [value for value in (*args, *keyword_arguments(fn).values()) if isinstance(value, Cache)]
     if not caches:
         return False
     places = {index for module in block.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
     layers = [getattr(getattr(cache, "self_attention_cache", cache), "layers", []) for cache in caches]
-    keys = [getattr(each[place], "keys", None) for each in layers for place in places if place < len(each)]
+    keys = [getattr(cache[place], "keys", None) for cache in layers for place in places if place < len(cache)]
     return any(tensor is not None and tensor.numel() > 0 for tensor in keys)
 
 
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks by which Transformers collects hidden states and attentions: they run no operator."""
+    """Return the hooks by which Transformers collects hidden states and attentions. These hooks run no operator."""
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) == "transformers.utils.output_capturing"]
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class; FSDP2 puts one of its own, which has another name, in front of it."""
+    """Return the name of a module's class, without the subclass that FSDP2 puts in front."""
     cls = type(module)
     bases = [base.__name__ for base in cls.__bases__]
     return bases[-1] if bases[0] == "FSDPModule" else cls.__name__
 
 
 def attention_of(block: nn.Module) -> list[str]:
-    """The attention implementations ("sdpa", "eager", ...) that the modules of a block are set to."""
+    """Return the attention implementations ("sdpa", "eager", ...) in the configs of a block's modules."""
     configs = [getattr(module, "config", None) for module in block.modules()]
     return sorted({str(getattr(config, _ATTENTION, None)) for config in configs if config is not None})
 
 
 def is_compiled_around() -> bool:
-    """Whether the caller runs inside a function or module that torch.compile compiles.
+    """Return True if the caller runs inside a function or module that torch.compile compiles.
 
-    `is_compiling` says so to the compiler, which goes no further then, and the second half when Python runs.
+    `is_compiling` is True while the compiler traces. The eval-frame callback is set while Python runs the code.
     """
     return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
-class _Same(torch.autograd.Function):
-    """Gives back what it gets."""
+class _Identity(torch.autograd.Function):
+    """Identity, as a Python function of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -181,12 +184,13 @@ class _Same(torch.autograd.Function):
 
 
 def _python_objects_own() -> bool:
-    """Whether the Python object of a function written in Python keeps its node, as those of torch's functions do.
+    """Return True if the Python object of an autograd node written in Python keeps the node alive.
 
-    Before torch 2.13 the node keeps the object, and goes with the last tensor or node that leads to it.
+    Before torch 2.13 it is the other way round: the node keeps the object alive, and dies with the last tensor or node
+    that refers to it. The objects of torch's own nodes keep their nodes alive in all releases.
     """
     with torch.enable_grad():
-        node = _Same.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
+        node = _Identity.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
     try:
         sequence_number(node)
     except RuntimeError:
@@ -194,24 +198,24 @@ def _python_objects_own() -> bool:
     return True
 
 
-_OWNED = _python_objects_own()
+_PYTHON_OBJECTS_OWN = _python_objects_own()
 
 
-def owns_its_node(node: Any) -> bool:
-    """Whether the Python object `node` keeps alive what it stands for in autograd's graph."""
-    return _OWNED or not isinstance(node, torch.autograd.function.BackwardCFunction)
+def owns_graph_node(node: Any) -> bool:
+    """Return True if the Python object `node` keeps its node of autograd's graph alive."""
+    return _PYTHON_OBJECTS_OWN or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def owner_of(tensor: torch.Tensor) -> Any:
-    """A node that keeps the graph of `tensor` alive: its own, or that of a view if its own does not."""
-    if owns_its_node(tensor.grad_fn):
+def graph_owner(tensor: torch.Tensor) -> Any:
+    """Return a node that keeps the graph of `tensor` alive: the tensor's own node, or else the node of a new view."""
+    if owns_graph_node(tensor.grad_fn):
         return tensor.grad_fn
     with torch.enable_grad():
         return tensor.view_as(tensor).grad_fn
 
 
-def cast_from(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that `tensor` is a copy of in another type; None if it is no such copy."""
+def cast_source(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the leaf of which `tensor` is a cast copy; None for any other tensor."""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -219,15 +223,15 @@ def cast_from(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Whether `module` is torch's activation-checkpoint wrapper, which FSDP's activation_checkpointing installs."""
+    """Return True for torch's activation-checkpoint wrapper, which FSDP's activation_checkpointing installs."""
     return hasattr(module, CHECKPOINTED)
 
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
-    """While open, Transformers takes no batch for packed sequences.
+    """Disable Transformers' detection of packed sequences.
 
-    It reads that off the values of the position ids, and tensors without memory have none.
+    The detection reads the values of the position ids, which fake tensors do not have.
     """
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -237,60 +241,66 @@ def no_packed_sequences() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = before
 
 
-CallAgain = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""A function that returns the function to call and its arguments."""
+SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+"""Function that returns the function and the arguments of the second forward."""
 
 
-def checkpointed(
-    fn: Callable[..., Any], *args: Any, block: nn.Module | None = None, hold: Callable[[], CallAgain] | None = None
+def checkpoint_call(
+    fn: Callable[..., Any], *args: Any, block: nn.Module | None = None, hold: Callable[[], SecondCall] | None = None
 ) -> Any:
-    """Run `fn(*args)`, a call of `block`, under torch's checkpoint, whose hooks are off again even if `fn` raises.
+    """Run `fn(*args)`, a call of `block`, under torch's checkpoint, and restore changed state for the second forward.
 
-    Before torch 2.13 the hooks stay on for as long as somebody holds the error. In backward, all state that the call
-    changed is what it was before the call, and afterwards what it was after it: buffers and counters change once per
-    call, lists get each item once, and generators give the same numbers. torch sees to its own default ones alone.
+    In backward, the state that the call changed is set back to before the call, and afterwards to its present value
+    again: buffers and counters change once per call, lists get each item once, and random generators give the same
+    numbers. torch itself restores only its own default generators.
 
-    If given, `hold` is called after the forward. Its result is held until backward in place of `fn` and `args`, and
-    returns the function and arguments of the second forward.
+    torch's hooks are removed even if `fn` raises. Before torch 2.13 they would stay active as long as the error is
+    referenced.
+
+    If given, `hold` is called after the forward. Its result is kept until backward instead of `fn` and `args`, and
+    returns the function and the arguments of the second forward.
     """
-    raised: list[BaseException] = []
+    errors: list[BaseException] = []
     in_forward = True
-    before = PythonStates()
-    moved: list[ModelState | PythonStates] = []
-    # torch holds `run` until backward. The call stands in a list, so that what `hold` returns can take its place.
-    held: list[CallAgain] = [lambda: (fn, args)]
+    python_states = PythonStates()
+    states_to_restore: list[ModelState | PythonStates] = []
+    # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
+    calls: list[SecondCall] = [lambda: (fn, args)]
 
     def run(*_: torch.Tensor) -> Any:
         if not in_forward:
             with ExitStack() as stack:
-                for states in moved:
-                    stack.enter_context(states.back_for_a_while())
-                again, given = held[0]()
-                stack.callback(torch.clear_autocast_cache)  # it outlives this call if backward is under autocast
-                return again(*given)
+                for states in states_to_restore:
+                    stack.enter_context(states.temporarily_restored())
+                function, arguments = calls[0]()
+                # Under autocast the cache would outlive this call, if backward runs under autocast.
+                stack.callback(torch.clear_autocast_cache)
+                return function(*arguments)
         try:
-            called, given = held[0]()
-            return called(*given)
+            function, arguments = calls[0]()
+            return function(*arguments)
         except BaseException as error:
-            raised.append(error)
+            errors.append(error)
             return None
 
-    with state_before(block, fn, args) as changed:
+    with record_state_changes(block, fn, args) as changed_states:
         result = checkpoint(run, *_on_devices(fn, args), use_reentrant=False)
     in_forward = False
-    if before.have_moved():  # else they are let go: 23 KiB for every block
-        moved.append(before)
-    moved += changed
-    if raised:
-        raise raised.pop()
+    if python_states.have_advanced():  # else they are freed: 23 KiB per block
+        states_to_restore.append(python_states)
+    states_to_restore += changed_states
+    if errors:
+        raise errors.pop()
     if hold is not None:
-        held[0] = hold()
+        calls[0] = hold()
     return result
 
 
 def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """An empty tensor on each device that a call has tensors on, but the CPU: torch's checkpoint finds out by its
-    arguments whose generators' states to keep."""
+    """Return an empty tensor on each device of a call's tensors, except the CPU.
+
+    torch's checkpoint saves the states of the random generators of its arguments' devices.
+    """
     leaves = tree_leaves((args, keyword_arguments(fn)))
     devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
@@ -299,7 +309,10 @@ def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def switch_checkpointing(
     model: nn.Module, on: bool, torch_options: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """Switch Transformers' checkpointing of `model` on, with its options and those of torch's checkpoint, or off."""
+    """Switch Transformers' checkpointing of `model` on or off.
+
+    `options` are Transformers' own, and `torch_options` go to torch's checkpoint.
+    """
     if on:
         getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)
     else:
@@ -307,7 +320,7 @@ def switch_checkpointing(
 
 
 def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """(owner, name, rate) of each chance of leaving a layer out; models read them off their modules or configs."""
+    """Return (owner, attribute, rate) of each non-zero layerdrop rate. Models read it from their modules or configs."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     owners = [*model.modules(), *{id(c): c for c in configs if isinstance(c, PretrainedConfig)}.values()]
     rates = [(owner, name, rate) for owner in owners for name, rate in vars(owner).items() if "layerdrop" in name]
@@ -316,7 +329,7 @@ def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
-    """While open, no layer is left out by chance."""
+    """Set all layerdrop rates to 0, so no layer is skipped at random."""
     rates = layerdrop_rates(model)
     for owner, name, _ in rates:
         setattr(owner, name, 0.0)
@@ -327,21 +340,21 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
             setattr(owner, name, rate)
 
 
-# Transformers' warning that caching is incompatible with gradient checkpointing, where nobody asked for the latter.
+# Transformers' warning that caching is incompatible with gradient checkpointing, for blocks under a policy.
 #
-# A block's own flag is how a function gets around it (`blocks.py`), so Transformers takes it to be checkpointed, and
-# says in its log that it leaves the key-value cache out. It does so under any budget, and there is nothing to change
-# about it.
+# `run/blocks.py` sets a block's gradient-checkpointing flag to have its own function called around the block. So
+# Transformers treats the block as checkpointed, and warns that it disables the key-value cache. The user did not ask
+# for checkpointing and cannot avoid the warning, which is therefore filtered out.
 
 _LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
-_TEXT = "Caching is incompatible with gradient checkpointing"
+_CACHING_WARNING = "Caching is incompatible with gradient checkpointing"
 
 
 class CachingWarning(logging.Filter):
-    """Keeps that warning from the log while it is on, if it is about a layer that `is_ours`; all else passes."""
+    """Log filter that drops the warning about caching, if the layer that logs it satisfies `is_ours`."""
 
-    _has_kept = False
-    """Whether any of them has since the last was removed: of several that are on, only the first is asked."""
+    _has_dropped = False
+    """True if a filter has dropped a warning. Shared by all filters, because only the first one sees each record."""
 
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -349,23 +362,23 @@ class CachingWarning(logging.Filter):
         _LOG.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether `record` goes on; asked where it is logged, so that the layer is on the stack."""
-        if not record.getMessage().startswith(_TEXT):
+        """Return True to log `record`. Called where the record is logged, so the layer is on the call stack."""
+        if not record.getMessage().startswith(_CACHING_WARNING):
             return True
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             layer = frame.f_locals.get("self")
             if isinstance(layer, GradientCheckpointingLayer):
                 is_ours = self._is_ours(layer)
-                CachingWarning._has_kept |= is_ours
+                CachingWarning._has_dropped |= is_ours
                 return not is_ours
             frame = frame.f_back
         return True
 
     def remove(self) -> None:
-        """Let everything pass again. Harmless when called again."""
+        """Remove the filter from the log. Further calls have no effect."""
         _LOG.removeFilter(self)
-        if CachingWarning._has_kept:
-            # It counts as said once, and whoever checkpoints layers of that class from now on has not seen it.
+        if CachingWarning._has_dropped:
+            # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.
             warning_once.cache_clear()
-        CachingWarning._has_kept = False
+        CachingWarning._has_dropped = False

@@ -1,4 +1,4 @@
-"""Agreement between the ranks of a distributed run; with one process these do nothing."""
+"""Agreement between the ranks of a distributed run. With one process these functions do nothing."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 
 def num_ranks() -> int:
+    """Return the number of ranks; 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -31,8 +32,8 @@ def is_first_rank() -> bool:
     return num_ranks() == 1 or dist.get_rank() == 0
 
 
-def of_all_ranks(value: T) -> list[T]:
-    """The `value` of every rank, in their order."""
+def gather_from_all_ranks(value: T) -> list[T]:
+    """Return the `value` of every rank, in rank order. All ranks must call this."""
     if num_ranks() == 1:
         return [value]
     values: list[Any] = [None] * num_ranks()
@@ -41,7 +42,7 @@ def of_all_ranks(value: T) -> list[T]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ranks hold parts of its parameters and gather them around forward (FSDP2, FSDP, ZeRO-3)."""
+    """Return True if the module's parameters are sharded and gathered around forward (FSDP2, FSDP, ZeRO-3)."""
     return any(
         hasattr(parameter, LOCAL_TENSOR) or hasattr(parameter, SHARDED_SIZE) or parameter.numel() == 0
         for parameter in module.parameters()
@@ -49,15 +50,15 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 class OutOfMemoryOnRankError(torch.OutOfMemoryError):
-    """Memory ran out on some rank, and all ranks heard of it."""
+    """Out-of-memory error of some rank, raised on all ranks."""
 
 
 @contextmanager
-def all_or_none() -> Iterator[None]:
-    """What fails here on one rank fails on all, so that none waits for another for ever; all ranks must get here.
+def fail_together() -> Iterator[None]:
+    """Raise an error of one rank on all ranks, at the end of the context, so no rank waits for another forever.
 
-    Raises OutOfMemoryOnRankError on every rank if memory ran out on any; after any other error that one on the rank
-    where it happened and RankFailedError on the others. No rank may wait inside for another one.
+    If memory runs out on any rank, raise OutOfMemoryOnRankError on all. For any other error, raise RankFailedError on
+    the other ranks. All ranks must enter the context, and there must be no collective inside.
     """
     if num_ranks() == 1:
         yield
@@ -66,18 +67,18 @@ def all_or_none() -> Iterator[None]:
     try:
         yield
     except (OutOfMemoryOnRankError, RankFailedError):
-        raise  # the others heard of it
-    except Exception as raised:
-        error = raised
+        raise  # the other ranks raise the same error
+    except Exception as exception:
+        error = exception
     _raise_on_all(error)
 
 
 @contextmanager
-def or_ends_its_process() -> Iterator[None]:
-    """If memory runs out here on one of several ranks, raise RankFailedError, which nobody tries again.
+def end_process_if_out_of_memory() -> Iterator[None]:
+    """If memory runs out on one of several ranks, raise RankFailedError, after which the step is not retried.
 
-    For what has collectives inside: the others may wait in any of them and cannot be told, but by the launcher, which
-    stops them once this process has ended.
+    For code with collectives. The other ranks may be waiting in any of them and cannot be notified. The launcher stops
+    them once this process has ended.
     """
     try:
         yield
@@ -87,83 +88,83 @@ def or_ends_its_process() -> Iterator[None]:
         if num_ranks() == 1:
             raise
         raise RankFailedError(
-            f"rank {dist.get_rank()} ran out of memory where the other ranks wait for its part of the parameters, so "
-            f"that this process must end for the launcher to stop them ({error})"
+            f"rank {dist.get_rank()} ran out of memory while the other ranks wait for its part of the parameters. This "
+            f"process must end, so that the launcher stops the other ranks ({error})"
         ) from error
 
 
 def _raise_on_all(error: Exception | None) -> None:
-    is_memory = isinstance(error, torch.OutOfMemoryError)
-    found = of_all_ranks(None if error is None else (is_memory, f"{type(error).__name__}: {error}"))
-    failures = [(rank, *failure) for rank, failure in enumerate(found) if failure is not None]
+    is_oom = isinstance(error, torch.OutOfMemoryError)
+    results = gather_from_all_ranks(None if error is None else (is_oom, f"{type(error).__name__}: {error}"))
+    failures = [(rank, *failure) for rank, failure in enumerate(results) if failure is not None]
     if not failures:
         return
-    rank, _, what = failures[0]
-    for failed, is_memory, how in failures:
-        if is_memory:
-            raise OutOfMemoryOnRankError(f"rank {failed}: {how}") from error
-    raise error if error is not None else RankFailedError(f"rank {rank} failed with {what}")
+    first_rank, _, first_message = failures[0]
+    for rank, is_oom, message in failures:
+        if is_oom:
+            raise OutOfMemoryOnRankError(f"rank {rank}: {message}") from error
+    raise error if error is not None else RankFailedError(f"rank {first_rank} failed with {first_message}")
 
 
 def check_same_policy(policy: Policy) -> None:
-    """Raise PolicyMismatchError, on every rank, unless all ranks follow the same policy."""
-    digests = of_all_ranks(policy.digest)
+    """Raise PolicyMismatchError on every rank unless all ranks have the same policy."""
+    digests = gather_from_all_ranks(policy.digest)
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise PolicyMismatchError(
-            f"rank {different[0]} has another policy than rank 0 (digest {digests[different[0]][:12]} against "
+            f"rank {different[0]} has another policy than rank 0 (digest {digests[different[0]][:12]} instead of "
             f"{digests[0][:12]}), {len(different)} of {len(digests)} ranks in all: all ranks must train the same model "
-            f"with the same settings and releases; compare their arguments"
+            f"with the same settings and package versions; compare their arguments"
         )
 
 
 def common_profile(profile: Profile) -> Profile:
-    """The first rank's `profile`, on every rank, with the least available memory of all.
+    """Return the first rank's `profile` on every rank, with the least available memory of all ranks.
 
-    Prices and outliers differ between ranks, and what is decided from them later, such as when to solve, must not: a
-    rank that asks the others for a solution which they do not know of waits for ever.
+    Measured costs and outliers differ between ranks, but decisions based on them, such as when to solve, must not. A
+    rank that asks for a solution alone would wait for the others forever.
     """
     if num_ranks() == 1:
         return profile
-    least = min(of_all_ranks(profile.available_bytes))
-    return replace(from_first_rank(lambda: profile), available_bytes=least)
+    least = min(gather_from_all_ranks(profile.available_bytes))
+    return replace(broadcast_from_first_rank(lambda: profile), available_bytes=least)
 
 
-def from_first_rank(make: Callable[[], T]) -> T:
-    """What `make` returns on the first rank, on every rank; an error there is raised everywhere."""
+def broadcast_from_first_rank(make: Callable[[], T]) -> T:
+    """Call `make` on the first rank, and return its result, or raise its error, on every rank."""
     if num_ranks() == 1:
         return make()
     if dist.get_rank() == 0:
         try:
             result = make()
         except Exception as error:
-            dist.broadcast_object_list([None, _sendable(error)], src=0)
+            dist.broadcast_object_list([None, _picklable_parts(error)], src=0)
             raise
         dist.broadcast_object_list([result, None], src=0)
         return result
     message: list[Any] = [None, None]
     dist.broadcast_object_list(message, src=0)
     if message[1] is not None:
-        raise _rebuilt(*message[1])
+        raise _rebuild_error(*message[1])
     return message[0]
 
 
 SentError = tuple[type[Exception], tuple[Any, ...], dict[str, Any]]
-"""An error's class, arguments and attributes: an error itself does not survive pickling if its class takes arguments of
-its own, and a message that fails to arrive leaves the other ranks waiting for ever."""
+"""Class, arguments and attributes of an error. The error itself cannot be unpickled if its constructor has other
+arguments than `args`, and a failed message would leave the other ranks waiting forever."""
 
 
-def _sendable(error: Exception) -> SentError:
-    """The parts of `error`; of one that says the same where they cannot be pickled."""
+def _picklable_parts(error: Exception) -> SentError:
+    """Return the parts of `error`. If they cannot be pickled, use an AdaccError with the same message instead."""
     parts = (type(error), error.args, vars(error))
     try:
-        _rebuilt(*pickle.loads(pickle.dumps(parts)))
+        _rebuild_error(*pickle.loads(pickle.dumps(parts)))
     except Exception:
         return AdaccError, (f"the first rank failed with {type(error).__name__}: {error}",), {}
     return parts
 
 
-def _rebuilt(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+def _rebuild_error(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
     error = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error

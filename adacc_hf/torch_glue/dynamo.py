@@ -1,7 +1,7 @@
-"""Tracing of Python code by Dynamo, torch.compile's front end, for its guards alone.
+"""Tracing of Python code by Dynamo, torch.compile's front end, to obtain Dynamo's guards.
 
-Every private name of Dynamo that the package uses stands in this file and in `dynamo_gaps`. Dynamo is imported when a
-block is first traced, since the import takes about a second.
+All private names of Dynamo that the package uses are in this file and in `dynamo_gaps`. Dynamo is imported when a block
+is first traced, because the import takes about a second.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ import torch
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adacc_hf.torch_glue.dynamo_gaps import ClassReads, classes_noted, dict_order_noted, identities_guarded, name_of
+from adacc_hf.torch_glue.dynamo_gaps import ClassReads, guard_identities, name_of, record_class_reads, record_dict_order
 
 Scope = dict[str, Any]
-"""The local variables of a traced call: `call`, `args` and `kwargs`."""
+"""Local variables of a traced call: `call`, `args` and `kwargs`."""
 
 
 _TRACING = RLock()
-"""Held while Dynamo is set up to trace: the set-up is of the process, not of a thread."""
+"""Lock held while Dynamo is set up to trace, because its settings are global to the process."""
 
 
 class NotTraceableError(Exception):
-    """Dynamo cannot trace the code whole; the message is the reason in one line."""
+    """Error raised if Dynamo cannot trace all of the code. The message is the reason in one line."""
 
 
 class TracedGuards:
-    """Guards of one traced call, and readers of the numbers and tensors that no guard compares."""
+    """Guards of one traced call, and getters of the numbers and tensors that no guard compares."""
 
-    def __init__(self, manager: Any, global_scope: dict[str, Any], inputs: _Inputs, died: _Died) -> None:
+    def __init__(self, manager: Any, global_scope: dict[str, Any], inputs: _Inputs, dead_objects: _DeadObjects) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
-        self.numbers = _reader(inputs.numbers, variables)
-        """Function of the local variables that returns the numbers among the inputs of the graph."""
-        self.tensors = _reader(inputs.tensors, variables)
-        """Function of the local variables that returns the tensors among the inputs that are neither arguments nor
-        reached by the names of modules."""
-        self._environment = dict(_environment()) if inputs.reads_environment else None
+        self.numbers = _compile_getter(inputs.numbers, variables)
+        """Function that returns, from the local variables, the numbers among the inputs of the graph."""
+        self.tensors = _compile_getter(inputs.tensors, variables)
+        """Function that returns, from the local variables, the tensors among the inputs that are neither arguments nor
+        parameters or buffers."""
+        self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
         self._classes = ClassReads(inputs.class_reads)
-        self._died = died
+        self._dead_objects = dead_objects
         self._manager = manager
 
     @property
     def is_alive(self) -> bool:
-        """False once an object has died whose address a guard compares. Another object may lie there by now."""
-        return not self._died
+        """False if an object whose address a guard compares has died. Another object may have its address now."""
+        return not self._dead_objects
 
     def hold(self, scope: Scope) -> bool:
         """Return True if a call with these local variables takes the traced path.
@@ -65,8 +65,8 @@ class TracedGuards:
         """
         if not self.is_alive:
             return False
-        if self._environment is not None and self._environment != _environment():
-            return False  # Dynamo guards a variable that was there, and none that was not
+        if self._raw_environment is not None and self._raw_environment != _raw_environment():
+            return False  # Dynamo guards variables that were set when it traced, but not the absence of variables
         if not self._classes.are_current():
             return False
         if not num_dispatch_modes():
@@ -83,35 +83,35 @@ class TracedGuards:
 def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGuards:
     """Trace `call(*args, **kwargs)` without running its operators, and return its guards.
 
-    Calls of loggers, of `warnings.warn` and of the `ignored` functions, which return nothing, are left out of the
-    trace. Sizes of tensors are symbols, and sizes that happen to be equal get different symbols. Code that asks whether
-    it is being compiled is told no, since the traced path has to be the one that runs. Raises NotTraceableError if
-    Dynamo cannot trace all of the call.
+    Calls of loggers, of `warnings.warn` and of the `ignored` functions, which return None, are left out of the trace.
+    Sizes of tensors are symbols, and sizes that happen to be equal get different symbols. Queries such as
+    `torch.compiler.is_compiling` return False, because the traced path must be the path that runs later. Raises
+    NotTraceableError if Dynamo cannot trace all of the call.
     """
     dynamo = _dynamo()
     inputs = _Inputs()
 
     def backend(graph: Any, example_inputs: Any) -> Callable[..., Any]:
-        inputs.note_inputs(graph)
+        inputs.record_inputs(graph)
         return _stop
 
-    # Each trace has a code object of its own, since Dynamo keeps a limited number of traces for each.
+    # Each trace has its own code object, because Dynamo keeps a limited number of traces for each one.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
     try:
-        with _TRACING, dynamo.tracing(ignored, inputs) as died:
+        with _TRACING, dynamo.tracing(ignored, inputs) as dead_objects:
             options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
             torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)(**scope)
     except _StoppedError:
         pass
     except _NotTracedError as error:
         raise NotTraceableError("Dynamo is switched off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance)") from error
-    except Exception as error:  # Dynamo raises whatever its own code or the traced code runs into
-        inner = getattr(error, "inner_exception", None)  # of the backend
+    except Exception as error:  # any error of Dynamo's own code or of the traced code
+        inner = getattr(error, "inner_exception", None)  # raised by the backend
         raise NotTraceableError(str(inner) if type(inner) is NotTraceableError else _in_one_line(error)) from error
     entries = dynamo.cache_entries(probe.__code__)
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
-    return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, died)
+    return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, dead_objects)
 
 
 def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
@@ -120,26 +120,26 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
 
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
-"""Dynamo's setting for functions that it leaves out of a trace."""
+"""Dynamo's setting for functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
-"""Methods of loggers. The last three are Transformers' own."""
+"""Methods of loggers. Transformers adds the last three."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
-"""Ends of the names of guards on module attributes that change no operator of forward: hooks on backward, and how hooks
-on forward are called, which matters only if there are such hooks, and they have guards of their own."""
+"""Suffixes of the names of guards on module attributes that do not affect the operators of forward: backward hooks, and
+the calling conventions of forward hooks. The latter matter only for existing hooks, which have their own guards."""
 
 
 def _messages() -> Iterator[Callable[..., Any]]:
-    """Yield the functions that write messages. Transformers adds some to loggers when it is imported."""
+    """Yield the functions that log or warn. Transformers adds some methods to loggers when it is imported."""
     yield warnings.warn
     yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
 
 class _StoppedError(Exception):
-    """Raised in place of running a traced graph."""
+    """Exception that the backend raises instead of running a traced graph."""
 
 
 class _NotTracedError(Exception):
-    """Raised if Python runs the probe, since Dynamo did not trace it."""
+    """Exception that the probe raises if Python runs it, which means that Dynamo has not traced it."""
 
 
 def _stop(*_: Any) -> Any:
@@ -147,12 +147,12 @@ def _stop(*_: Any) -> Any:
 
 
 def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not is_traced():  # type: ignore[name-defined]  # noqa: F821  # a global that `trace` gives each copy
+    if not is_traced():  # type: ignore[name-defined]  # noqa: F821  # a global that `trace` sets for each copy
         raise NotTraced  # type: ignore[name-defined]  # noqa: F821
     return call(*args, **kwargs)
 
 
-class _Died(list[Any]):
+class _DeadObjects(list[Any]):
     """References to the watched objects that have died."""
 
     def __init__(self) -> None:
@@ -167,14 +167,14 @@ class _Died(list[Any]):
             self._watched.setdefault(id(obj), lambda: obj)
 
 
-def _reader(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
-    """Return a function of the local variables `L` that evaluates Dynamo's expressions."""
+def _compile_getter(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
+    """Return a function that evaluates Dynamo's expressions `names` from the local variables `L`."""
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
     return eval(f"lambda L: ({items})", variables)
 
 
 _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\])*\._(parameters|buffers)\['[^']*'\]$")
-"""The expression of a parameter or buffer that is reached by the names of modules."""
+"""Pattern of the expression of a parameter or buffer, reached by the names of modules."""
 _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
@@ -183,17 +183,17 @@ class _Inputs:
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
-        """Places of inputs that are neither tensors nor their sizes, and of what no guard compares: the sign of a zero,
-        a list in a tuple, the order of a dict."""
+        """Expressions of inputs that are neither tensors nor sizes, and of properties that no guard compares: the sign
+        of a zero, a list in a tuple, the order of a dict."""
         self.tensors: list[str] = []
-        """Tensors that are neither arguments nor reached by the names of modules."""
+        """Expressions of tensors that are neither arguments nor parameters or buffers."""
         self.reads_environment = False
-        """Whether the path reads `os.environ`."""
+        """True if the traced path reads `os.environ`."""
         self.class_reads: dict[tuple[type, str], None] = {}
-        """(class, name) of what was looked up on classes."""
+        """(class, name) of each attribute that was looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return for each guard whether it is checked. Half of all guards say that a module has no hooks."""
+        """Return True for each guard to check. Half of all guards say that a module has no hooks, and are dropped."""
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
             name = guard.orig_guard.name
@@ -201,8 +201,8 @@ class _Inputs:
                 self.numbers.append(name)
         return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
-    def note_inputs(self, graph: Any) -> None:
-        """Note the inputs of a traced graph."""
+    def record_inputs(self, graph: Any) -> None:
+        """Record the inputs of a traced graph."""
         from torch._dynamo import source as sources
 
         for node in graph.graph.nodes:
@@ -220,18 +220,18 @@ class _Inputs:
                 self.tensors.append(name_of(source))
 
 
-def _environment() -> dict[Any, Any]:
-    """Return the variables of the environment as Python keeps them: decoding them takes longer than all guards."""
+def _raw_environment() -> dict[Any, Any]:
+    """Return the undecoded environment variables, because decoding takes longer than all guards together."""
     variables: Any = os.environ
     return getattr(variables, "_data", variables)
 
 
 _EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
-"""Guards that compare a value with what it was, by `==`, and its type."""
+"""Types of guards that compare the type of a value, and the value by `==`."""
 
 
 def _may_equal_another(value: Any) -> bool:
-    """Return True for a value that is equal to one of other bits or types, or to itself after a change."""
+    """Return True if `==` does not identify the value: -0.0 == 0.0, True == 1, or a container that can change."""
     if isinstance(value, tuple | frozenset):
         return any(isinstance(item, bool | float | list | dict | set) or _may_equal_another(item) for item in value)
     if isinstance(value, complex):
@@ -246,7 +246,7 @@ def _in_one_line(error: Exception) -> str:
 
 @cache
 def _dynamo() -> Any:
-    """Import Dynamo, and return the functions that `trace` needs of it."""
+    """Import Dynamo, and return the functions that `trace` needs."""
     import torch._dynamo
     from torch._dynamo import config
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -256,15 +256,15 @@ def _dynamo() -> Any:
     from torch.fx.experimental import _config as shape_config
 
     settings = {
-        # A float would be an input in place of a guard, and so would its effect on what is compared.
+        # Otherwise a float would be an input of the graph instead of a guard, and so would results of comparisons.
         "specialize_float": True,
-        # Hooks run with the block; FSDP2's modules have attributes as others do.
+        # Hooks run with the block. Attributes of FSDP2's modules need guards like those of other modules.
         "skip_nnmodule_hook_guards": False,
         "skip_fsdp_guards": False,
-        # Guards of attributes are checked one by one. The version of a dict, which would be checked in their place,
-        # misses a write to an object that is reached in two ways.
+        # Check guards of attributes one by one. Otherwise Dynamo would check versions of dicts, which miss a write to
+        # an object that is reachable in two ways.
         "use_recursive_dict_tags_for_guards": False,
-        # DDP's buckets would cut the graph.
+        # Dynamo would split the graph at DDP's buckets.
         "optimize_ddp": False,
         "suppress_errors": False,
     }
@@ -272,15 +272,15 @@ def _dynamo() -> Any:
 
     @contextmanager
     def tracing(ignored: Iterable[Callable[..., Any]], inputs: _Inputs) -> Iterator[list[Any]]:
-        """While open, Dynamo traces as `trace` says.
+        """Set Dynamo up for `trace`, until the context ends.
 
-        Yield a list that is filled when an object dies whose address a guard compares.
+        Yield a list that receives an item when an object dies whose address a guard compares.
         """
-        died = _Died()
+        dead_objects = _DeadObjects()
         original = CheckFunctionManager.id_ref
 
         def id_ref(self: Any, obj: Any, *args: Any) -> int:
-            died.watch(obj)
+            dead_objects.watch(obj)
             return original(self, obj, *args)
 
         states = tracing_state_functions()
@@ -291,13 +291,13 @@ def _dynamo() -> Any:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
             stack.enter_context(_grouped_products_of_any_dtype())
-            stack.enter_context(identities_guarded(inputs.numbers))
-            stack.enter_context(classes_noted(inputs.class_reads, inputs.numbers))
-            stack.enter_context(dict_order_noted(inputs.numbers))
+            stack.enter_context(guard_identities(inputs.numbers))
+            stack.enter_context(record_class_reads(inputs.class_reads, inputs.numbers))
+            stack.enter_context(record_dict_order(inputs.numbers))
             CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign,assignment]
             states.update({question: False for question, answer in before.items() if answer is True})
             try:
-                yield died
+                yield dead_objects
             finally:
                 states.update(before)
                 CheckFunctionManager.id_ref = original  # type: ignore[method-assign]
@@ -311,9 +311,9 @@ def _dynamo() -> Any:
 
 @contextmanager
 def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """While open, torch infers the shape of a grouped matrix product for any dtype.
+    """Have torch infer the shape of a grouped matrix product for float32 and float16 too.
 
-    By itself torch does so for bfloat16 alone, though its kernels take other dtypes too.
+    torch itself supports bfloat16 alone there, although its kernels support the other dtypes.
     """
     from torch import _meta_registrations
 
@@ -322,12 +322,12 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
         yield
         return
 
-    def common(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
-        if left.dtype is not right.dtype or left.dtype not in (torch.float32, torch.float16):
-            return original(left, right, *args, **kwargs)
-        return original(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
+    def infer_shape(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        if a.dtype is not b.dtype or a.dtype not in (torch.float32, torch.float16):
+            return original(a, b, *args, **kwargs)
+        return original(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
-    _meta_registrations._meta_grouped_mm_common = common  # type: ignore[assignment]
+    _meta_registrations._meta_grouped_mm_common = infer_shape  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -336,7 +336,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, Dynamo neither logs nor warns. It would warn of `.grad` of tensors that have none, say."""
+    """Silence Dynamo's logs and warnings, for example about `.grad` of tensors that are no leaves."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:

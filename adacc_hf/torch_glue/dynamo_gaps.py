@@ -1,9 +1,9 @@
-"""Guards for what Dynamo does not guard: identities, classes, the order of dicts, Python's own modules.
+"""Guards that Dynamo lacks: object identities, classes, the order of dicts, the standard library's globals.
 
-Dynamo assumes that nobody replaces a method, adds an attribute to a class or a name to an object's `__dict__`, or
-changes what Python's library reads (`os.getenv`). Of two objects compared by `is` it guards only the types. The
-contexts here note or guard such reads while Dynamo traces. They note expressions in `numbers`, whose values are part of
-the key of a call.
+Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
+standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. The
+contexts in this module record or guard such reads while Dynamo traces. They add expressions to the list `numbers`. The
+values of these expressions are part of a call's key.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-_CALLS = ("__call__", "_call_impl")
-"""What calls a module's forward: Dynamo goes there straight."""
+_CALL_METHODS = ("__call__", "_call_impl")
+"""Methods through which a module's forward is called, and which Dynamo skips."""
 
 
 class ClassReads:
-    """What a trace looked up on classes: methods, properties and attributes."""
+    """Methods, properties and attributes that a trace looked up on classes, with their values when traced."""
 
     def __init__(self, reads: Iterable[tuple[type, str]]) -> None:
         by_class: dict[type, list[str]] = {}
@@ -32,38 +32,38 @@ class ClassReads:
         for number, (owner, names) in enumerate(by_class.items()):
             variables[f"c{number}"] = weakref.ref(owner)
             lines.append(f"k{number} = c{number}()")
-            names = [*names, *(_CALLS if issubclass(owner, torch.nn.Module) else ())]
-            items += [f"k{number}.{name}{end}" for name in names for end in _ends(owner, name)]
+            names = [*names, *(_CALL_METHODS if issubclass(owner, torch.nn.Module) else ())]
+            items += [f"k{number}.{name}{end}" for name in names for end in _stable_suffixes(owner, name)]
         code = "".join(f"    {line}\n" for line in lines)
         exec(f"def values():\n{code}    return ({''.join(f'{item}, ' for item in items)})", variables)
         self._values: Callable[[], tuple[Any, ...]] = variables["values"]  # type: ignore[assignment]
         self._before = self._values()
 
     def are_current(self) -> bool:
-        """Return True if the same is found there as when traced."""
+        """Return True if all of them have the same values as when traced."""
         try:
             return self._values() == self._before  # compares identities first, which is cheap
-        except Exception:  # a class lost one of them, or is gone, or has another that cannot be compared
+        except Exception:  # an attribute or a class does not exist any more, or a new value cannot be compared
             return False
 
 
-def _ends(owner: type, name: str) -> tuple[str, ...]:
-    """Return the suffixes after which `owner.name` evaluates to the same object each time; () if there are none."""
+def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
+    """Return the suffixes with which `owner.name` evaluates to the same object each time; () if none does."""
     for base in owner.__mro__:
         if name in vars(base) and name.isidentifier() and not iskeyword(name):
             value = vars(base)[name]
             if isinstance(value, classmethod):
                 return (".__func__",)
-            is_itself = isinstance(value, types.FunctionType | property | staticmethod)
-            return ("",) if is_itself or not hasattr(type(value), "__get__") else ()
+            is_stable = isinstance(value, types.FunctionType | property | staticmethod)
+            return ("",) if is_stable or not hasattr(type(value), "__get__") else ()
     return ()
 
 
 @contextmanager
-def identities_guarded(numbers: list[str]) -> Iterator[None]:
-    """While open, two objects that the traced code compares by `is`, or as keys, are guarded by their addresses.
+def guard_identities(numbers: list[str]) -> Iterator[None]:
+    """Guard the addresses of two objects that the traced code compares by `is`, or as keys.
 
-    For two tensors `a is b` is noted in `numbers`.
+    For two tensors, add the expression `a is b` to `numbers`.
     """
     try:
         from torch._dynamo.variables import builtin, object_protocol
@@ -82,116 +82,117 @@ def identities_guarded(numbers: list[str]) -> Iterator[None]:
         return call
 
     compare = object_protocol.vt_identity_compare
-    example, compared = getattr(builtin, "extract_fake_example_value", None), []
+    example, sources = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
         """Return a node's example tensor. Dynamo calls this only for the two operands of `is`, one after the other."""
-        compared.append(getattr(node.meta.get("grapharg"), "source", None))
-        if len(compared) % 2 == 0 and None not in compared[-2:]:
-            numbers.append(" is ".join(map(name_of, compared[-2:])))
-        assert example is not None  # else it is never called
+        sources.append(getattr(node.meta.get("grapharg"), "source", None))
+        if len(sources) % 2 == 0 and None not in sources[-2:]:
+            numbers.append(" is ".join(map(name_of, sources[-2:])))
+        assert example is not None  # else Dynamo does not call this function
         return example(node, *args)
 
-    replaced: list[tuple[Any, str, Any]] = [
+    patches: list[tuple[Any, str, Any]] = [
         (object_protocol, "vt_identity_compare", guarded(compare, 2, by_value=False)),
         (builtin, "vt_identity_compare", guarded(compare, 2, by_value=False)),
         (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
         (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
         (builtin, "extract_fake_example_value", tensor_to_compare),
-        # A key that Dynamo has not realized yet would be hashed without any guard.
+        # Otherwise a key that Dynamo has not realized yet would be hashed without any guard.
         (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
     ]
-    with _replaced(replaced):
+    with _patched(patches):
         yield
 
 
 @contextmanager
-def classes_noted(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """While open, what the traced code looks up on classes is noted, and globals of Python's own modules are guarded.
+def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
+    """Record in `class_reads` what the traced code looks up on classes, and guard the standard library's globals.
 
-    A hash of the names in each `__dict__` that is read is noted in `numbers`.
+    For each `__dict__` that is read, add the expression of a hash of its names to `numbers`.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
 
-    def noting(original: Callable[..., Any], class_of: Callable[[Any], type], place: int) -> Callable[..., Any]:
+    def recording(original: Callable[..., Any], class_of: Callable[[Any], type], place: int) -> Callable[..., Any]:
         def look_up(*args: Any) -> Any:
             class_reads[class_of(args[0].value), args[place]] = None
             return original(*args)
 
         return look_up
 
-    replaced: list[tuple[Any, str, Any]] = [(symbolic_convert, "is_stdlib", lambda _: False)]
+    patches: list[tuple[Any, str, Any]] = [(symbolic_convert, "is_stdlib", lambda _: False)]
     for name, place in (("lookup_class_mro_attr", 1), ("get_source_by_walking_mro", 2)):
         for owner, class_of in (
             (user_defined.UserDefinedObjectVariable, type),
             (user_defined.UserDefinedClassVariable, lambda value: value),
         ):
             if name in vars(owner):
-                replaced.append((owner, name, noting(vars(owner)[name], class_of, place)))
+                patches.append((owner, name, recording(vars(owner)[name], class_of, place)))
     if hasattr(dicts, "DunderDictVariable"):
         create = dicts.DunderDictVariable.create
 
-        def noted(tx: Any, variable: Any) -> Any:
+        def create_and_record(tx: Any, variable: Any) -> Any:
             if variable.source is not None:
                 numbers.append(f"hash(tuple({name_of(variable.source)}.__dict__))")
             return create(tx, variable)
 
-        replaced.append((dicts.DunderDictVariable, "create", staticmethod(noted)))
-    with _replaced(replaced):
+        patches.append((dicts.DunderDictVariable, "create", staticmethod(create_and_record)))
+    with _patched(patches):
         yield
 
 
-_GO_THROUGH = ("unpack_var_sequence", "tp_iter_impl", "nb_or_impl")
-"""Methods of Dynamo's variables that iterate a whole dict."""
-_GO_THROUGH_BY_NAME = ("copy", "popitem", "update", "extend", "__iter__", "__or__", "__ior__")
-"""Methods of dicts, and of lists, that iterate a whole dict."""
+_ITERATING = ("unpack_var_sequence", "tp_iter_impl", "nb_or_impl")
+"""Methods of Dynamo's variables that iterate over a whole dict."""
+_ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__", "__ior__")
+"""Methods of dicts and lists that iterate over a whole dict."""
 
 
 @contextmanager
-def dict_order_noted(numbers: list[str]) -> Iterator[None]:
-    """While open, a hash of the names, in order, of each dict that the traced code iterates is noted in `numbers`.
+def record_dict_order(numbers: list[str]) -> Iterator[None]:
+    """Add the expression of a hash of the names, in order, of each dict that the traced code iterates to `numbers`.
 
-    Dynamo guards neither names nor order of a dict that is copied or made a list, and no order of an OrderedDict.
+    Dynamo guards neither the names nor the order of a dict that is copied or converted to a list, nor the order of an
+    OrderedDict.
     """
     from torch._dynamo.variables import dicts, lists
 
-    def note(variable: Any) -> None:
-        variable = getattr(variable, "dv_dict", variable)  # of a view
+    def record(variable: Any) -> None:
+        variable = getattr(variable, "dv_dict", variable)  # the dict of a view
         name = "" if variable.source is None else name_of(variable.source)
         if isinstance(variable, dicts.ConstDictVariable) and name not in ("", "L['kwargs']"):
             numbers.append(f"hash(tuple({name}))")
 
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def go_through(self: Any, *args: Any, **kwargs: Any) -> Any:
-            note(self)
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            record(self)
             return original(self, *args, **kwargs)
 
-        return go_through
+        return iterate
 
-    def noting_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recording_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
         def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name in _GO_THROUGH_BY_NAME:
+            if name in _ITERATING_METHODS:
                 for variable in (self, *args):
-                    note(variable.realize())
+                    record(variable.realize())
             return original(self, tx, name, args, kwargs)
 
         return call_method
 
     owners = [owner for owner in vars(dicts).values() if isinstance(owner, type) and owner.__module__ == dicts.__name__]
-    replaced: list[tuple[Any, str, Any]] = []
+    patches: list[tuple[Any, str, Any]] = []
     for owner in (*owners, lists.ListVariable):
-        replaced += [(owner, name, noting(vars(owner)[name])) for name in _GO_THROUGH if name in vars(owner)]
+        patches += [(owner, name, recording(vars(owner)[name])) for name in _ITERATING if name in vars(owner)]
         if "call_method" in vars(owner):
-            replaced.append((owner, "call_method", noting_by_name(vars(owner)["call_method"])))
-    with _replaced(replaced):
+            patches.append((owner, "call_method", recording_by_name(vars(owner)["call_method"])))
+    with _patched(patches):
         yield
 
 
 @contextmanager
-def _replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While open, attributes (owner, name) have other values, where the owner has them at all."""
-    existing = [(owner, name, value) for owner, name, value in replacements if name in vars(owner)]
+def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes, given as (owner, name, value), until the context ends. Skip attributes that do not exist."""
+    existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:
         for owner, name, value in existing:
@@ -203,9 +204,10 @@ def _replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _guard_address(variable: Any, by_value: bool) -> None:
-    """Have the trace guard the address of the object behind a variable of Dynamo's.
+    """Install a guard on the address of the object behind one of Dynamo's variables.
 
-    Constants have guards of their value. Where objects are compared `by_value`, so have those with a hash of their own.
+    Constants need none, because Dynamo guards their values. If objects are compared `by_value`, the same holds for
+    objects with their own `__hash__`.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -218,5 +220,5 @@ def _guard_address(variable: Any, by_value: bool) -> None:
 
 
 def name_of(source: Any) -> str:
-    """Return the expression of a source: a property in torch 2.13, a method before."""
+    """Return the expression of a source. `name` is a property since torch 2.13, and a method before."""
     return source.name if isinstance(source.name, str) else source.name()

@@ -1,4 +1,7 @@
-"""Live tensor bytes over time, counted by the allocator itself: temporaries and other threads' tensors included."""
+"""Memory meters: live bytes over time as the allocator counts them, temporaries and other threads' tensors included.
+
+Also the static memory of a step, the memory available on a device, and the detection of out-of-memory errors.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,24 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile, record_function
 
-from adacc_hf.artifacts.errors import ProfilerAtWorkError
+from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.torch_glue.private import before_profilers_start, is_profiling, storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hooks
 
 _MARK = "adacc_hf.torch_glue.memory.mark"
 
-FRAGMENTS = 0.1
-"""Share of a GPU that is set aside for what is lost between the blocks of torch's caching allocator, unless its
-segments expand. tests/emulated_cuda/fragments.py trains to the brim of such a device, where
-`AdaccConfig.memory_margin` alone does not do; no GPU was asked yet."""
-FRAGMENTS_HINT = (
-    f'memory_budget="auto" leaves {FRAGMENTS:.0%} of the GPU to fragments of its memory; set '
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use them"
+FRAGMENTATION_SHARE = 0.1
+"""Share of a GPU's memory reserved for fragmentation of torch's caching allocator, unless segments are expandable.
+
+tests/emulated_cuda/fragments.py fills such a device, where `AdaccConfig.memory_margin` alone is not enough. The share
+has not been measured on a GPU yet."""
+FRAGMENTATION_HINT = (
+    f'memory_budget="auto" reserves {FRAGMENTATION_SHARE:.0%} of the GPU for memory fragmentation; set '
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use this memory too"
 )
 
 
-_ALLOCATIONS_THAT_FAILED = (
+_FAILED_ALLOCATION_MESSAGES = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
@@ -47,38 +51,39 @@ _ALLOCATIONS_THAT_FAILED = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""What torch's allocator on the CPU says, and libraries that allocate by themselves: cuBLAS, cuDNN, Triton and the
-loader of kernels. torch raises a plain RuntimeError then."""
+"""Messages of failed allocations for which torch raises a plain RuntimeError: those of its CPU allocator, and of
+libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed because the device, or the machine, has no more memory."""
+    """Return True if `error` says that the device or the machine ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATIONS_THAT_FAILED)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _FAILED_ALLOCATION_MESSAGES)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A moment that was marked, and the stretch until the next one. Bytes are relative to the meter's start."""
+    """Memory at a mark, and its maximum until the next mark. Bytes are relative to the meter's start."""
 
     label: tuple[Any, ...]
     live_bytes: int
-    """At the mark."""
+    """Live bytes at the mark."""
     max_bytes: int
-    """Most from the mark to the next one."""
+    """Maximum of the live bytes from the mark to the next one."""
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Counts live bytes of one device between marks; `points` is there after leaving it."""
+    """Context manager that counts the live bytes of one device between marks. `points` is set on exit."""
 
     points: list[MemoryPoint]
     is_open = False
 
     def mark(self, label: tuple[Any, ...], dying_bytes: int = 0) -> None:
-        """Note a moment, just before `dying_bytes` are freed, which count no more where the meter can tell them apart.
+        """Record a point named `label`, just before `dying_bytes` are freed.
 
-        Does nothing once the meter was left: what a model keeps may die, and say so, at any time.
+        `CpuMemoryMeter` leaves these bytes out of the maximum that follows the mark. Do nothing after the meter has
+        ended, because tensors of a model may report their death at any time.
         """
         if self.is_open:
             self._mark(label, dying_bytes)
@@ -88,11 +93,12 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
 
     @property
     def peak_bytes(self) -> int:
+        """Maximum of the live bytes over the whole measurement."""
         return max(point.max_bytes for point in self.points)
 
     @staticmethod
     def for_device(device: torch.device) -> MemoryMeter:
-        """The meter for `device`. Raises ValueError for a device whose allocator cannot be asked."""
+        """Return a meter for `device`. Raise ValueError for a device type other than cpu and cuda."""
         if device.type == "cpu":
             return CpuMemoryMeter()
         if device.type == "cuda":
@@ -100,55 +106,56 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
         raise ValueError(f"memory on device {device} cannot be measured: use cpu or cuda")
 
 
-_session = threading.RLock()
-"""Held while a meter's profiler is at work: a process has one session."""
+_session_lock = threading.RLock()
+"""Lock held while a meter's profiler runs, because a process has one profiler session."""
 
 _BUSY = (
-    "another profiler of torch's {}, and a process can have one at a time: memory of the CPU is counted by one. "
-    "Let it end first (with torch.profiler.schedule: before its warm-up or after its last step), or profile elsewhere"
+    "another torch profiler {}. A process can have one at a time, and CPU memory is measured with one. Stop the other "
+    "profiler first (with torch.profiler.schedule: measure before its warm-up or after its last step), or profile in "
+    "another process"
 )
 
 
 class CpuMemoryMeter(MemoryMeter):
-    """Reads the CPU allocator's events from torch's profiler. Another thread's meter waits until this one is left.
+    """Meter that reads the CPU allocator's events from torch's profiler. Other threads' meters wait until it ends.
 
-    Raises ProfilerAtWorkError if another profiler is at work, and, when it is left, if one was started meanwhile: the
-    session is left to that one.
+    On entry, raises ProfilerConflictError if another profiler is running. If another profiler starts during the
+    measurement, it gets the session, and the meter raises ProfilerConflictError on exit.
     """
 
     def __init__(self) -> None:
         self._context = ExitStack()
         self._was_interrupted = False
         self._labels: list[tuple[Any, ...]] = []
-        self._dying: list[int] = []
-        # What torch.profiler.profile is built on: that one warns in torch 2.11, or makes Python objects of all events.
+        self._dying_bytes: list[int] = []
+        # The base of torch.profiler.profile, which itself warns in torch 2.11 or makes Python objects of all events.
         self._profile = profile(use_kineto=True, profile_memory=True)
-        self._threads = all_threads_counted()
+        self._thread_counting = count_all_threads()
 
     def __enter__(self) -> CpuMemoryMeter:
         with ExitStack() as context:
-            context.enter_context(_session)
+            context.enter_context(_session_lock)
             if is_profiling():
-                raise ProfilerAtWorkError(_BUSY.format("is at work"))
-            context.enter_context(self._threads)
-            with _quiet_stderr():
+                raise ProfilerConflictError(_BUSY.format("is running"))
+            context.enter_context(self._thread_counting)
+            with _silenced_stderr():
                 self._profile.__enter__()
             context.callback(self._end_session)
             context.enter_context(before_profilers_start(self._interrupt))
             self._context = context.pop_all()
-        torch.empty(1, device="cpu")  # the account begins with its first event
+        torch.empty(1, device="cpu")  # the first event defines the start of the count
         self.is_open = True
         self.mark(("start",))
         return self
 
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
         self._labels.append(label)
-        self._dying.append(dying_bytes)
+        self._dying_bytes.append(dying_bytes)
         with record_function(_MARK):
             pass
 
     def _end_session(self) -> None:
-        with _quiet_stderr():
+        with _silenced_stderr():
             self._profile.__exit__(None, None, None)
 
     def _interrupt(self) -> None:
@@ -161,65 +168,66 @@ class CpuMemoryMeter(MemoryMeter):
         self.points = []
         if self._was_interrupted:
             if error_type is None:
-                raise ProfilerAtWorkError(_BUSY.format("was started while memory was counted"))
+                raise ProfilerConflictError(_BUSY.format("was started during the measurement"))
             return
-        live = at_mark = most = 0
-        for reading in readings(self._profile, _MARK):
+        live = live_at_mark = maximum = 0
+        for reading in allocator_readings(self._profile, _MARK):
             if reading is None:
-                self._close(at_mark, most)
-                at_mark = most = live - self._dying[len(self.points) - 1]
+                self._add_point(live_at_mark, maximum)
+                live_at_mark = maximum = live - self._dying_bytes[len(self.points) - 1]
             else:
                 live = reading
-                most = max(most, live)
-        self._close(at_mark, most)
+                maximum = max(maximum, live)
+        self._add_point(live_at_mark, maximum)
         self.points = self.points[1:]
 
-    def _close(self, live_bytes: int, max_bytes: int) -> None:
-        """End the stretch under way; the one before the first mark has no label."""
+    def _add_point(self, live_bytes: int, max_bytes: int) -> None:
+        """Add the point of the latest mark. The interval before the first mark has an empty label."""
         index = len(self.points)
         label = self._labels[index - 1] if index else ()
         self.points.append(MemoryPoint(label, live_bytes, max_bytes))
 
 
 @contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Keep what the profiler's C++ code writes to stderr at each start and stop from the user's terminal."""
+def _silenced_stderr() -> Iterator[None]:
+    """Silence stderr, where the profiler's C++ code writes a line at each start and stop."""
     sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    stderr_copy = os.dup(2)
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
 
 
-_before_resets: dict[torch.device, int] = {}
-"""By device, the highest peak that torch's statistics had when a meter reset them."""
+_peaks_before_reset: dict[torch.device, int] = {}
+"""Highest peak in torch's statistics when a meter reset them, by device."""
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Start torch's peak anew. Nothing can put it back: what it was is kept for `take_peak`."""
-    _before_resets[device] = max(_before_resets.get(device, 0), torch.cuda.max_memory_allocated(device))
+    """Reset torch's peak statistic, and save its value for `take_peak`, because torch cannot set it back."""
+    _peaks_before_reset[device] = max(_peaks_before_reset.get(device, 0), torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def take_peak() -> int:
-    """The most bytes live on the current GPU since the last call, and a new start.
+    """Return the peak of live bytes on the current GPU since the last call, and reset it.
 
-    What `torch.cuda.max_memory_allocated()` would say if no meter had reset torch's statistics.
+    Equals `torch.cuda.max_memory_allocated()` if no meter has reset torch's statistics.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    peak = max(torch.cuda.max_memory_allocated(device), _before_resets.pop(device, 0))
+    peak = max(torch.cuda.max_memory_allocated(device), _peaks_before_reset.pop(device, 0))
     torch.cuda.reset_peak_memory_stats(device)
     return peak
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Asks torch's caching allocator; it counts blocks of 512 bytes. Nothing synchronises.
+    """Meter that reads the statistics of torch's caching allocator, in units of 512 bytes. It does not synchronise.
 
-    Its peak of a stretch has what dies at the start in it, so that peaks in forward may be predicted too high.
+    The maximum after a mark includes memory that is freed right at the mark, so peaks in forward may be predicted too
+    high.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -253,18 +261,18 @@ class StepMemory:
     """The memory of one forward and backward, in bytes of live storages."""
 
     static_bytes: int
-    """Live before the step: parameters, buffers, gradients, optimizer state, the batch (see `static_bytes`)."""
+    """Bytes live before the step: parameters, buffers, gradients, optimizer state, the batch (see `static_bytes`)."""
     stored_bytes: int
-    """What forward left behind for backward; the loss itself is not counted."""
+    """Bytes that forward stores for backward, without the loss."""
     peak_bytes: int
-    """Most bytes live at any moment of the step, static memory included."""
+    """Peak of the live bytes during the step, static memory included."""
     timeline: tuple[tuple[str, int], ...]
-    """(label, most bytes live until the next label), static memory included."""
+    """(label, maximum of the live bytes until the next label), static memory included."""
 
 
 @contextmanager
-def collecting_no_garbage() -> Iterator[None]:
-    """While open, what only cycles hold stays live. Python collects it at any time, and a meter would count that."""
+def garbage_collection_disabled() -> Iterator[None]:
+    """Disable garbage collection, which would free tensors in reference cycles at random times of a measurement."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -277,27 +285,27 @@ def collecting_no_garbage() -> Iterator[None]:
 def measure_step(
     model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> StepMemory:
-    """Run one forward and backward of `model` on `batch` and report the memory it took.
+    """Run one forward and backward of `model` on `batch`, and return the memory of that step.
 
-    The gradients it makes are dropped, unseen by hooks; gradients that were there stay. Random generators advance as
-    in a step.
+    Existing gradients are restored afterwards, the new ones are dropped, and gradient hooks are not called. Random
+    generators advance as in a step.
     """
     device = next(model.parameters()).device
     allocate_workspaces(device)
     live_bytes = static_bytes(model, batch, optimizer)
     gradients = [(p, p.grad) for p in model.parameters()]
-    before = [(gradient, gradient.clone()) for _, gradient in gradients if gradient is not None]
+    copies = [(gradient, gradient.clone()) for _, gradient in gradients if gradient is not None]
     meter = MemoryMeter.for_device(device)
-    with without_gradient_hooks(model.parameters()), collecting_no_garbage(), meter:
+    with without_gradient_hooks(model.parameters()), garbage_collection_disabled(), meter:
         meter.mark(("forward",))
         loss = forward_loss(model, batch)
         meter.mark(("backward",))
         backward(loss)
     loss_bytes = loss.untyped_storage().nbytes()
-    for parameter, own in gradients:
-        parameter.grad = own
-    for gradient, values in before:
-        gradient.copy_(values)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    for original, values in copies:
+        original.copy_(values)
     backward_start = next(point for point in meter.points if point.label == ("backward",))
     return StepMemory(
         static_bytes=live_bytes,
@@ -308,21 +316,21 @@ def measure_step(
 
 
 def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.Tensor:
-    """The loss of one forward. Under autocast, cached casts are let go as they are when a model's own autocast ends.
+    """Run one forward, and return its loss. Clear autocast's cache, as the end of a model's own autocast does.
 
-    Raises ValueError if the batch gives no loss to train on.
+    Raises ValueError if the model returns no loss that requires a gradient.
     """
     loss = getattr(model(**batch), "loss", None)
     torch.clear_autocast_cache()
     if isinstance(loss, torch.Tensor) and not loss.requires_grad and _is_frozen(model):
         raise ValueError(
-            "no parameter of the model wants a gradient, so that there is nothing to train: call requires_grad_(True) "
-            "on those that should be trained"
+            "no parameter of the model requires a gradient, so there is nothing to train: call requires_grad_(True) "
+            "on the parameters to train"
         )
     if loss is None or not loss.requires_grad:
         raise ValueError(
-            "the batch gives no loss to train on: pass the labels with it, or, if the model makes no loss of its own, "
-            "a function that does: profile_model(..., compute_loss=...)"
+            "the model returns no loss for this batch: add the labels to the batch, or, if the model does not compute "
+            "its loss, pass a function that does: profile_model(..., compute_loss=...)"
         )
     return loss
 
@@ -333,40 +341,42 @@ def _is_frozen(model: Any) -> bool:
 
 def backward(loss: torch.Tensor) -> None:
     """Run backward outside autocast, as training does."""
-    # A context of its own would keep the casts that a checkpoint makes in backward, which go with the outermost one.
+    # Without autocast around it no context is entered here: casts that a checkpoint makes in backward are freed when
+    # the outermost autocast context ends, and this context would keep them alive.
     is_under_autocast = torch.is_autocast_enabled(loss.device.type)
     with torch.autocast(loss.device.type, enabled=False) if is_under_autocast else nullcontext():
         loss.backward()
 
 
 def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Bytes live on the model's device before a step, which its peak stands on.
+    """Return the bytes live on the model's device before a step.
 
-    On a GPU that is all that this process has there, as its allocator counts: a second model, batches loaded ahead and
-    cuBLAS's workspaces too. A CPU's allocator keeps no account: what is known is counted.
+    On a GPU these are all bytes that the allocator counts for this process, including a second model, prefetched
+    batches and cuBLAS workspaces. A CPU allocator does not count, so the known tensors are summed
+    (`count_static_bytes`).
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
-        gc.collect()  # what only cycles hold, an earlier model say, is live now, and not in the step any more
+        gc.collect()  # tensors in reference cycles, as of an earlier model, are live now but not during the step
     return max(count_static_bytes(model, batch, optimizer), allocated_bytes(device))
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes that this process has on `device`; 0 where nobody counts."""
+    """Return the bytes that this process has allocated on `device`; 0 on a CPU, where torch does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def segments_expand() -> bool:
-    """Whether free bytes of a GPU can become one block wherever they lie, as with PyTorch's expandable segments."""
-    if torch.cuda.get_allocator_backend() != "native":  # CUDA's own asynchronous one maps pages together
+def has_expandable_segments() -> bool:
+    """Return True if the GPU's free memory does not fragment, as with PyTorch's expandable segments."""
+    if torch.cuda.get_allocator_backend() != "native":  # cudaMallocAsync maps scattered pages into one block
         return True
     return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 def allocate_workspaces(device: torch.device) -> None:
-    """Make forward's thread and backward's take what a GPU's first product in each takes and keeps, some 32 MiB.
+    """Allocate the workspaces, about 32 MiB, that a GPU keeps after the first product in forward and in backward.
 
-    Before a step of which more than its peak is measured: it would look like something that the step stores.
+    Call this before a step whose stored bytes are measured: a workspace allocated in that step would count as stored.
     """
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -377,9 +387,9 @@ def allocate_workspaces(device: torch.device) -> None:
 def count_static_bytes(
     model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> int:
-    """Bytes of the distinct storages of parameters, buffers, gradients, the optimizer's state and the batch.
+    """Return the bytes of the distinct storages of parameters, buffers, gradients, optimizer state and batch.
 
-    Of those on the model's device: AdamW counts its steps on the CPU, and an offloaded state lies there as a whole.
+    Tensors on other devices than the model's are left out, such as AdamW's step counts and an offloaded state.
     """
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -391,117 +401,118 @@ def count_static_bytes(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors that `optimizer` holds besides its parameters: its state, and what it keeps beside that.
+    """Return the tensors that `optimizer` holds in addition to its parameters.
 
-    GrokAdamW has its state in its groups, AdaLomo in attributes of its own, and what GaLore projects with is in an
-    object of its state.
+    They are in its state, in its groups (GrokAdamW), in its attributes (AdaLomo), or in objects of its state (GaLore's
+    projections).
     """
-    found = tensors_in([*optimizer.state.values()])  # which DeepSpeed's has too, that is none of torch's
-    for member in members_of(optimizer):
+    tensors = tensors_in([*optimizer.state.values()])  # DeepSpeed's optimizer has `state`, but is no torch optimizer
+    for member in component_optimizers(optimizer):
         groups = [value for group in member.param_groups for name, value in group.items() if name != "params"]
-        found += tensors_in([*member.state.values(), *groups]) + tensors_beside_state(member)
-    return found
+        tensors += tensors_in([*member.state.values(), *groups]) + optimizer_attribute_tensors(member)
+    return tensors
 
 
-def tensors_beside_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors that `optimizer` holds in attributes of its own, for all parameters together."""
+def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that `optimizer` holds in its attributes, outside of its state and groups."""
     leaves = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")])
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that `optimizer` stands for: itself, the one in Accelerate's, or those of each layer (GaLore)."""
+def component_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers inside `optimizer`: the one that Accelerate wraps, one per layer (GaLore), or itself."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     layers = getattr(optimizer, "optimizer_dict", None)
     return list(layers.values()) if isinstance(layers, dict) and layers else [optimizer]
 
 
-def tensors_in(held: Any) -> list[torch.Tensor]:
-    """The tensors in containers, and those that objects in them have as attributes."""
-    leaves = tree_leaves(held)
-    leaves += [leaf for one in leaves if _is_record(one) for leaf in tree_leaves(vars(one))]
+def tensors_in(containers: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, and the tensors that are attributes of objects in them."""
+    leaves = tree_leaves(containers)
+    leaves += [leaf for record in leaves if _is_record(record) for leaf in tree_leaves(vars(record))]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that Accelerate's `optimizer` stands around; any other itself."""
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that Accelerate's `optimizer` wraps, or `optimizer` itself."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
 
 
 def _is_record(value: object) -> bool:
-    """Whether `value` is an object with attributes, and no tensor, module, class or function."""
+    """Return True if `value` is an object with attributes, but not a tensor, module, class or function."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
 
 
 def batch_bytes(batch: Mapping[str, Any]) -> int:
-    """Bytes of the distinct storages of a batch's tensors."""
+    """Return the bytes of the distinct storages of a batch's tensors."""
     return distinct_bytes(leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor))
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of `tensors` on this rank, each counted once."""
+    """Return the bytes of the storages of `tensors` on this rank, each storage counted once."""
     storages = [part.untyped_storage() for tensor in tensors for part in parts_with_memory(tensor)]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:
-    """Bytes of tensors that this process can have on `device`: what is live now and what is free.
+    """Return the bytes that this process can use on `device`: its live bytes plus the free ones.
 
-    On a GPU that is up to the process's share of it, less what its allocator will lose to fragments.
+    On a GPU, the process's memory fraction is the limit, and `FRAGMENTATION_SHARE` is subtracted unless segments are
+    expandable.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         available = min(free + torch.cuda.memory_reserved(device), limit)
-        return available if segments_expand() else int(available * (1 - FRAGMENTS))
+        return available if has_expandable_segments() else int(available * (1 - FRAGMENTATION_SHARE))
     import psutil
 
     return static_bytes + psutil.virtual_memory().available
 
 
-# The account that torch's CPU allocator keeps while memory is profiled, with what every thread frees.
+# Allocations and frees of all threads in torch's CPU allocator, while memory is profiled.
 
 _LIBRARY = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
-_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
+_ALL_THREADS_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 
 
-_THRESHOLD = "FLAGS_caffe2_log_level"
+_LOG_LEVEL = "FLAGS_caffe2_log_level"
 _ERROR = 2
-"""c10's level of errors: 0 is information, 1 warnings."""
+"""c10's log level for errors; 0 is information, 1 warnings."""
 
 
-def _find(name: str, kind: type[Any]) -> Any:
-    """c10's variable `name`, of the ctypes class `kind`; None in a build without it."""
+def _c10_variable(name: str, kind: type[Any]) -> Any:
+    """Return c10's variable `name` as an object of the ctypes class `kind`; None in a build without it."""
     try:
         return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
     except (OSError, ValueError):
         return None
 
 
-flag: ctypes.c_bool | None = _find(_FLAG, ctypes.c_bool)
-"""The switch by which every thread enters what it takes and frees."""
-threshold: ctypes.c_int | None = _find(_THRESHOLD, ctypes.c_int)
-"""The level from which c10 writes to stderr; Python's warnings, and torch's that become such, do not ask it."""
+all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
+"""Flag that makes all threads report their allocations and frees to the profiler."""
+log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
+"""Least level of messages that c10 writes to stderr. It does not affect Python warnings."""
 
 
 @contextmanager
-def all_threads_counted() -> Iterator[None]:
-    """While open, every thread keeps the account of the CPU's allocator, and not the profiled one alone.
+def count_all_threads() -> Iterator[None]:
+    """Count allocations and frees of all threads in the CPU allocator, not of the profiled thread alone.
 
-    Gloo's threads are often the last to hold a tensor that ranks have exchanged: it would count as live for good. Where
-    `flag` is None it still does.
+    Gloo's threads are often the last to hold a tensor that ranks have exchanged, and without their frees the tensor
+    would count as live forever. If `all_threads_flag` is None, it still does.
 
-    c10 warns of each thousandth block that is freed and was taken before, from the first one on, by which nobody is
-    helped: its warnings, of which it has hardly others, are not written meanwhile; its errors are.
+    c10 warns of the first, and then of each thousandth, freed block whose allocation the profiler did not see. These
+    warnings are useless here, and c10 has hardly any others, so only its errors are written meanwhile.
     """
-    with ExitStack() as changed:
-        if flag is not None:
-            changed.enter_context(_set_to(flag, True))
-        if threshold is not None:
-            changed.enter_context(_set_to(threshold, max(_ERROR, threshold.value)))
+    with ExitStack() as stack:
+        if all_threads_flag is not None:
+            stack.enter_context(_set_to(all_threads_flag, True))
+        if log_level is not None:
+            stack.enter_context(_set_to(log_level, max(_ERROR, log_level.value)))
         yield
 
 
@@ -514,23 +525,23 @@ def _set_to(variable: Any, value: Any) -> Iterator[None]:
         variable.value = before
 
 
-def readings(profiled: profile, mark: str) -> list[int | None]:
-    """Bytes live after each event of the allocator in the profiled thread, and None for each record named `mark`.
+def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
+    """Return the live bytes after each allocator event of the profiled thread, and None for each record named `mark`.
 
-    In order of time, and relative to the start. What another thread frees shows in the next event.
+    The readings are in order of time and relative to the start. Frees of other threads show in the next event.
     """
-    found = []
-    assert profiled.kineto_results is not None  # it has ended
-    nodes: list[Any] = list(profiled.kineto_results.experimental_event_tree())
+    events = []
+    assert profiler.kineto_results is not None  # the profiler has ended
+    nodes: list[Any] = list(profiler.kineto_results.experimental_event_tree())
     while nodes:
         node = nodes.pop()
         nodes += node.children
         name = node.name
         if name == mark:
-            found.append((node.start_time_ns, None))
+            events.append((node.start_time_ns, None))
         elif name == "[memory]":
-            found.append((node.start_time_ns, node.extra_fields))
-    found.sort(key=lambda event: event[0])
-    first = next((event for _, event in found if event is not None), None)
+            events.append((node.start_time_ns, node.extra_fields))
+    events.sort(key=lambda event: event[0])
+    first = next((event for _, event in events if event is not None), None)
     start = 0 if first is None else first.total_allocated - first.alloc_size
-    return [None if event is None else event.total_allocated - start for _, event in found]
+    return [None if event is None else event.total_allocated - start for _, event in events]

@@ -1,4 +1,4 @@
-"""ModelHook: a forward hook of a whole model, and the arguments of the call that it is given."""
+"""Forward hook of a whole model (`ModelHook`), and conversion of a call's arguments to names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ModelHook:
-    """A hook of a model that copies of the model do not share: in a copy it does nothing."""
+    """Hook that is not copied with its model. The copied or unpickled hook does nothing."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -28,4 +28,4 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     parameters = list(inspect.signature(module.forward).parameters.values())[: len(args)] if args else []
     if len(parameters) < len(args) or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return None
-    return {**{p.name: given for p, given in zip(parameters, args, strict=True)}, **kwargs}
+    return {**{p.name: argument for p, argument in zip(parameters, args, strict=True)}, **kwargs}

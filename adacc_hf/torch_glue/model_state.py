@@ -1,7 +1,7 @@
 """Snapshots of the state that a model's Python code may change: numbers, containers, buffers, generators, hooks.
 
-A profile, the gradient check and torch's checkpoint run blocks more often than training does, and put back the state
-that such a run changes. The search for state starts from modules. It follows attributes, containers and objects in
+A profile, the gradient check and torch's checkpoint run blocks more often than training does, and restore the state
+that these runs change. The search for state starts from modules. It follows attributes, containers and the objects in
 them, class attributes, closures, and the globals that functions outside of libraries name.
 """
 
@@ -48,10 +48,10 @@ from adacc_hf.torch_glue.state_kinds import (
     LOCAL_ENTRIES,
     NAMES,
     NUMPY_GENERATOR,
-    ONLY_NOTICED,
     PYTHON_GENERATOR,
     SET,
     TORCH_GENERATOR,
+    UNRESTORABLE,
     VERSION,
     Globals,
     Kind,
@@ -64,11 +64,11 @@ if TYPE_CHECKING:
     from adacc_hf.torch_glue.no_trace import Tables
 
 LARGEST_COPY = 64 << 20
-"""Largest tensor, in bytes, that is copied if it is no buffer. Of a larger one only a change is noticed."""
+"""Size in bytes up to which a tensor that is no buffer is copied. A change of a larger tensor is only detected."""
 SMALL_COPY = 64 << 10
-"""The same for a tensor that requires a gradient, and within a block whose calls have changed nothing so far."""
-MANY = 4096
-"""Most items of a container that are searched. A data set has more, and blocks do not change its items."""
+"""Size limit for a tensor that requires a gradient, and for blocks whose calls have changed no state so far."""
+MAX_ITEMS = 4096
+"""Maximum size of a container whose items are searched. Data sets are larger, and blocks do not change their items."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "PIL", "_pytest", "accelerate", "adacc_hf", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub",
@@ -84,32 +84,32 @@ _ATOMS = (
 
 
 class _Search:
-    """Search for all state within reach of some objects."""
+    """Search for all state reachable from some objects."""
 
-    def __init__(self, roots: Iterable[Any], largest_copy: int, besides: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], largest_copy: int, excluded: Iterable[Any]) -> None:
         roots = list(roots)
         self._largest_copy = largest_copy
         self.is_sharded = any(isinstance(root, nn.Module) and is_sharded(root) for root in roots)
-        self.found: list[tuple[Kind, Any]] = []
+        self.records: list[tuple[Kind, Any]] = []
         """(kind, object) of each piece of state."""
         self.empty: list[dict[Any, Any]] = []
-        """Empty dicts of modules, most of them for hooks."""
+        """Empty dicts of modules, most of them dicts of hooks."""
         self.leaves: dict[int, torch.Tensor] = {}
         """Tensors that may get a gradient, by id."""
-        self._reached: dict[Any, Any] = {id(thing): thing for thing in besides}
-        self._waiting = roots
-        while self._waiting:
-            self._reach(self._waiting.pop())
+        self._visited: dict[Any, Any] = {id(obj): obj for obj in excluded}
+        self._queue = roots
+        while self._queue:
+            self._visit(self._queue.pop())
 
-    def _reach(self, thing: Any) -> None:
-        look = _look_at(type(thing))
-        if look is not None and id(thing) not in self._reached:
-            self._reached[id(thing)] = thing  # kept alive, so that no other object gets its id
-            look(self, thing)
+    def _visit(self, obj: Any) -> None:
+        visit = _visitor_of(type(obj))
+        if visit is not None and id(obj) not in self._visited:
+            self._visited[id(obj)] = obj  # kept alive, so no other object gets the same id
+            visit(self, obj)
 
-    def _add(self, kind: Kind, thing: Any, inner: Iterable[Any] = ()) -> None:
-        self.found.append((kind, thing))
-        self._waiting += inner
+    def _add(self, kind: Kind, obj: Any, inner: Iterable[Any] = ()) -> None:
+        self.records.append((kind, obj))
+        self._queue += inner
 
     def _module(self, module: nn.Module) -> None:
         entries = vars(module)
@@ -121,80 +121,80 @@ class _Search:
                 self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, value)
                 parameters = [parameter for parameter in value.values() if parameter is not None]
                 self.leaves |= {id(parameter): parameter for parameter in parameters}
-                if not self.is_sharded:  # attributes of parameters: 8-bit layers take their scales off them
+                if not self.is_sharded:  # attributes of parameters: 8-bit layers keep their scales there
                     attributes = [vars(parameter) for parameter in parameters if vars(parameter)]
-                    self.found += [(NAMES, Globals(each, each)) for each in attributes]
+                    self.records += [(NAMES, Globals(each, each)) for each in attributes]
                 if getattr(module, "max_norm", None) is not None:  # an embedding that scales its rows in forward
-                    self.found += [(CONTENT, parameter) for parameter in parameters]
+                    self.records += [(CONTENT, parameter) for parameter in parameters]
             elif name == BUFFERS:
                 self._add(ENTRIES, value)
                 for buffer in value.values():
                     self._tensor(buffer, is_buffer=True)
             else:
-                self._waiting.append(value)
-        self._waiting.append(type(module))
+                self._queue.append(value)
+        self._queue.append(type(module))
 
     def _tensor(self, tensor: torch.Tensor | None, is_buffer: bool = False) -> None:
         if tensor is None or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             self.leaves |= {} if tensor is None else {id(tensor): tensor}
             return
-        if is_buffer and id(tensor) in self._reached:
+        if is_buffer and id(tensor) in self._visited:
             return
-        self._reached[id(tensor)] = tensor
+        self._visited[id(tensor)] = tensor
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if tensor.is_meta or tensor.is_inference() or not (is_buffer or is_plain):
             return
-        most = SMALL_COPY if tensor.requires_grad else self._largest_copy
-        is_small = tensor.nbytes <= most or (is_buffer and self._largest_copy == LARGEST_COPY)
-        once = _without_repeats(tensor) if is_plain else tensor
-        can_be_copied = is_small and (not is_plain or not _overlaps(once))
-        self._add(CONTENT if can_be_copied else VERSION, once)
+        limit = SMALL_COPY if tensor.requires_grad else self._largest_copy
+        is_small = tensor.nbytes <= limit or (is_buffer and self._largest_copy == LARGEST_COPY)
+        distinct = _without_repeats(tensor) if is_plain else tensor
+        can_be_copied = is_small and (not is_plain or not _overlaps(distinct))
+        self._add(CONTENT if can_be_copied else VERSION, distinct)
 
     def _dict(self, entries: dict[Any, Any]) -> None:
-        self._add(ENTRIES, entries, entries.values() if len(entries) <= MANY else ())
+        self._add(ENTRIES, entries, entries.values() if len(entries) <= MAX_ITEMS else ())
 
     def _list(self, items: list[Any] | deque[Any]) -> None:
-        self._add(ITEMS, items, items if len(items) <= MANY else ())
+        self._add(ITEMS, items, items if len(items) <= MAX_ITEMS else ())
 
     def _set(self, items: set[Any]) -> None:
-        self._add(SET, items, items if len(items) <= MANY else ())
+        self._add(SET, items, items if len(items) <= MAX_ITEMS else ())
 
-    def _fixed(self, items: Iterable[Any]) -> None:
-        self._waiting += items
+    def _immutable(self, items: Iterable[Any]) -> None:
+        self._queue += items
 
     def _function(self, function: FunctionType) -> None:
         cells = function.__closure__ or ()
-        self._waiting += map(cell_content, cells)
-        if _is_library(function.__module__):  # a decorator, say
+        self._queue += map(cell_content, cells)
+        if _is_library(function.__module__):  # for example a decorator
             return
-        self.found += [(CELL, cell) for cell in cells]
-        self._waiting += function.__defaults__ or ()
+        self.records += [(CELL, cell) for cell in cells]
+        self._queue += function.__defaults__ or ()
         if function.__kwdefaults__:
             self._add(ENTRIES, function.__kwdefaults__, function.__kwdefaults__.values())
         if vars(function):
             self._add(ENTRIES, vars(function), vars(function).values())
         self._names(function.__globals__, _names_in(function.__code__))
 
-    def _names(self, namespace: dict[str, Any], mentioned: frozenset[str]) -> None:
-        names = Globals(namespace, mentioned)
+    def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
+        names = Globals(namespace, code_names)
         for value in names.values():
             if not isinstance(value, ModuleType):
-                self._waiting.append(value)
-            elif not _is_library(value.__name__) and (id(value), mentioned) not in self._reached:
-                self._reached[(id(value), mentioned)] = value
-                self._names(vars(value), mentioned)
+                self._queue.append(value)
+            elif not _is_library(value.__name__) and (id(value), code_names) not in self._visited:
+                self._visited[(id(value), code_names)] = value
+                self._names(vars(value), code_names)
         if names.names:
             self._add(NAMES, names)
 
     def _method(self, method: MethodType) -> None:
-        self._waiting += (method.__self__, method.__func__)
+        self._queue += (method.__self__, method.__func__)
 
     def _partial(self, call: partial[Any]) -> None:
         self._add(ENTRIES, call.keywords, call.keywords.values())
-        self._waiting += (call.func, *call.args)
+        self._queue += (call.func, *call.args)
 
     def _wrapper(self, wrapper: Any) -> None:
-        self._waiting += (getattr(wrapper, "__func__", None), getattr(wrapper, "fget", None))
+        self._queue += (getattr(wrapper, "__func__", None), getattr(wrapper, "fget", None))
 
     def _class(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -202,16 +202,16 @@ class _Search:
                 values = [value for name, value in vars(base).items() if name != "__dict__"]
                 self._add(ATTRIBUTES, base, values)
 
-    def _object(self, thing: Any) -> None:
-        if hasattr(thing, "__dict__"):
-            self._add(ENTRIES, vars(thing), vars(thing).values())
-        if slots := own_attributes(thing):
-            self._add(ATTRIBUTES, thing, slots.values())
-        self._waiting.append(type(thing))
+    def _object(self, obj: Any) -> None:
+        if hasattr(obj, "__dict__"):
+            self._add(ENTRIES, vars(obj), vars(obj).values())
+        if slots := own_attributes(obj):
+            self._add(ATTRIBUTES, obj, slots.values())
+        self._queue.append(type(obj))
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that has each element of an expanded tensor once."""
+    """Return a view that contains each element of an expanded tensor once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -219,7 +219,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements share memory, as those of `unfold` do, so that they cannot be written one by one."""
+    """Return True if elements share memory, as in a view by `unfold`, and cannot be written one by one."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > extent
 
@@ -233,106 +233,106 @@ def _names_in(code: CodeType) -> frozenset[str]:
 
 @cache
 def _is_library(module: Any) -> bool:
-    # Cython's functions have a descriptor in the place of the name.
+    # `__module__` of a Cython function is a descriptor instead of a name.
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
 
 
-def _adds(kind: Kind) -> Callable[[_Search, Any], None]:
-    return lambda search, thing: search._add(kind, thing)
+def _recording(kind: Kind) -> Callable[[_Search, Any], None]:
+    return lambda search, obj: search._add(kind, obj)
 
 
-_BY_TYPE: list[tuple[tuple[type, ...], Callable[[_Search, Any], None] | None]] = [
+_VISITORS: list[tuple[tuple[type, ...], Callable[[_Search, Any], None] | None]] = [
     (_ATOMS, None),
     ((nn.Module,), _Search._module),
     ((torch.Tensor,), _Search._tensor),
     ((dict,), _Search._dict),
     ((list, deque), _Search._list),
     ((set,), _Search._set),
-    ((tuple, frozenset), _Search._fixed),
+    ((tuple, frozenset), _Search._immutable),
     ((FunctionType,), _Search._function),
     ((MethodType,), _Search._method),
     ((partial,), _Search._partial),
     ((staticmethod, classmethod, property), _Search._wrapper),
-    ((torch.Generator,), _adds(TORCH_GENERATOR)),
-    ((random.Random,), _adds(PYTHON_GENERATOR)),
-    ((numpy.random.Generator, numpy.random.RandomState), _adds(NUMPY_GENERATOR)),
-    ((numpy.ndarray,), _adds(ARRAY)),
-    ((bytearray, array), _adds(BYTES)),
-    ((GeneratorType, itertools.count, type(iter([])), type(iter(())), type(iter(range(0)))), _adds(ITERATOR)),
+    ((torch.Generator,), _recording(TORCH_GENERATOR)),
+    ((random.Random,), _recording(PYTHON_GENERATOR)),
+    ((numpy.random.Generator, numpy.random.RandomState), _recording(NUMPY_GENERATOR)),
+    ((numpy.ndarray,), _recording(ARRAY)),
+    ((bytearray, array), _recording(BYTES)),
+    ((GeneratorType, itertools.count, type(iter([])), type(iter(())), type(iter(range(0)))), _recording(ITERATOR)),
     ((type,), _Search._class),
     ((SimpleNamespace, UserDict, UserList, PretrainedConfig), _Search._object),
 ]
 
 
-_looks: WeakKeyDictionary[type, Callable[[_Search, Any], None] | None] = WeakKeyDictionary()
+_visitor_cache: WeakKeyDictionary[type, Callable[[_Search, Any], None] | None] = WeakKeyDictionary()
 
 
-def _look_at(cls: type) -> Callable[[_Search, Any], None] | None:
-    """Return the method that searches an object of type `cls`; None if such objects hold no state."""
-    if cls not in _looks:
+def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
+    """Return the method that searches an object of type `cls`; None if objects of that type hold no state."""
+    if cls not in _visitor_cache:
         default = None if _is_library(cls.__module__) else _Search._object
-        _looks[cls] = next((look for types, look in _BY_TYPE if issubclass(cls, types)), default)
-    return _looks[cls]
+        _visitor_cache[cls] = next((visit for types, visit in _VISITORS if issubclass(cls, types)), default)
+    return _visitor_cache[cls]
 
 
 # Snapshots.
 
 
 class ModelState:
-    """Snapshot of the state within reach of `roots`: modules, functions, arguments of a call, a Trainer.
+    """Snapshot of the state reachable from `roots`: modules, functions, arguments of a call, a Trainer.
 
-    State that is reached only through `besides` is left out.
+    State that is reachable only through the `excluded` objects is left out.
     """
 
-    def __init__(self, roots: Iterable[Any], largest_copy: int = LARGEST_COPY, besides: Iterable[Any] = ()) -> None:
-        search = _Search(roots, largest_copy, besides)
+    def __init__(self, roots: Iterable[Any], largest_copy: int = LARGEST_COPY, excluded: Iterable[Any] = ()) -> None:
+        search = _Search(roots, largest_copy, excluded)
         self.leaves = list(search.leaves.values())
         """Parameters and other tensors that may get a gradient."""
         self._is_sharded = search.is_sharded
         self._empty = search.empty
-        self._records = [(kind, thing, kind.take(thing)) for kind, thing in search.found]
+        self._records = [(kind, obj, kind.take(obj)) for kind, obj in search.records]
 
     def watch_parameters(self) -> None:
-        """Notice in-place changes of parameters too."""
-        copied = {id(thing) for kind, thing, _ in self._records if kind is CONTENT}
-        watched = [leaf for leaf in self.leaves if id(leaf) not in copied and not leaf.is_inference()]
-        self._records += [(VERSION, leaf, version_of(leaf)) for leaf in watched if not self._is_sharded]
+        """Detect in-place changes of parameters too."""
+        copied_ids = {id(obj) for kind, obj, _ in self._records if kind is CONTENT}
+        leaves = [leaf for leaf in self.leaves if id(leaf) not in copied_ids and not leaf.is_inference()]
+        self._records += [(VERSION, leaf, version_of(leaf)) for leaf in leaves if not self._is_sharded]
 
     def changed(self) -> ModelState | None:
-        """Return the part of this state that differs from the present state; None if none does.
+        """Return the part of this state that differs from the present state; None if all is equal.
 
-        Raises UnrestorableError for a change that cannot be put back.
+        Raises UnrestorableError for a change that cannot be undone.
         """
         part = copy.copy(self)
         part._empty = [entries for entries in self._empty if entries]
-        part._records = [each for each in self._records if not each[0].same(each[1], each[2])]
-        for kind, thing, before in part._records:
-            if kind in ONLY_NOTICED:
-                kind.put(thing, before)
+        part._records = [record for record in self._records if not record[0].same(record[1], record[2])]
+        for kind, obj, before in part._records:
+            if kind in UNRESTORABLE:
+                kind.put(obj, before)
         return part if part._empty or part._records else None
 
     def restore(self, tables: Tables | None = None) -> None:
-        """Put this state back, except for entries that `tables` keeps."""
-        for kind, thing, before in self._records:
+        """Put this state back, except for the entries that `tables` retains."""
+        for kind, obj, before in self._records:
             has_entries = kind in (ENTRIES, LOCAL_ENTRIES)
-            kept = tables.of(thing, before) if tables is not None and has_entries else {}
-            wanted = {**before, **kept} if kept else before
-            if kind is CONTENT or not kind.same(thing, wanted):
-                kind.put(thing, wanted)
+            retained = tables.retained_entries(obj, before) if tables is not None and has_entries else {}
+            target = {**before, **retained} if retained else before
+            if kind is CONTENT or not kind.same(obj, target):
+                kind.put(obj, target)
         for entries in self._empty:
-            kept = {} if tables is None else {k: v for k, v in entries.items() if is_capturing(k, v)}
+            retained = {} if tables is None else {k: v for k, v in entries.items() if is_capturing(k, v)}
             entries.clear()
-            entries.update(kept)
+            entries.update(retained)
 
     @contextmanager
-    def back_for_a_while(self) -> Iterator[None]:
-        """While open, the model has this state. Afterwards it has its present one again."""
-        now = copy.copy(self)
-        now._records = [(kind, thing, kind.take(thing)) for kind, thing, _ in self._records]
-        now._records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]
-        now._empty = []
+    def temporarily_restored(self) -> Iterator[None]:
+        """Put this state back until the context ends, and then the present state again."""
+        present = copy.copy(self)
+        present._records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self._records]
+        present._records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]
+        present._empty = []
         self.restore()
         try:
             yield
         finally:
-            now.restore()
+            present.restore()

@@ -1,6 +1,7 @@
-"""Extra runs of a model, by a profile or the gradient check, after which its state is put back.
+"""Restoration of a model's state after extra runs, by a profile or the gradient check (`NoTrace`).
 
-The same for torch's checkpoint, which runs a block twice while its state may change once.
+Also the detection of state changes by a call (`record_state_changes`), for torch's checkpoint, which runs a block twice
+although the block's state must change once.
 """
 
 from __future__ import annotations
@@ -19,66 +20,67 @@ from adacc_hf.torch_glue.model_state import LARGEST_COPY, SMALL_COPY, ModelState
 from adacc_hf.torch_glue.private import version_of
 from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.state_kinds import is_capturing
-from adacc_hf.torch_glue.tensors import leaves_below, without_gradient_hooks
+from adacc_hf.torch_glue.tensors import gradient_leaves, without_gradient_hooks
 
 
 class Tables:
-    """Dict entries that extra runs fill with tensors that need no gradient, as rotary tables are.
+    """Tables: dict entries that runs fill with tensors without gradient, such as rotary embeddings.
 
-    An entry counts if it was absent or None before, or a tensor of another shape. All such entries stay until the last
-    run is over, since training fills them in its first step and finds them in all others. Afterwards only those stay
-    that were filled once and then only read. A count that begins with None is put back.
+    An entry is a table if it was absent or None before, or a tensor of another shape. Tables stay until the last run
+    has ended, because training too fills them in its first step and reads them in later steps. Afterwards a table stays
+    if it was filled once and then only read. An entry that later runs change, such as a counter that starts at None, is
+    restored.
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """The first new value and the versions of its tensors, by the dict's id and the name."""
-        self._others: set[tuple[int, Any]] = set()
-        """Entries that a later run has changed."""
+        self._first_values: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
+        """First value and the versions of its tensors, by (id of the dict, name)."""
+        self._changed_keys: set[tuple[int, Any]] = set()
+        """Keys of entries that a later run has changed."""
         self.has_copies = False
-        """Whether `of` has put copies in the places of tensors on the CPU."""
+        """True if `retained_entries` has replaced tensors on the CPU by copies."""
         self.is_closed = False
-        """Whether the last run is over."""
+        """True after the last run has ended."""
 
-    def of(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of `now` that stay."""
-        kept = {}
+    def retained_entries(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of `now` that must not be restored to `before`."""
+        retained = {}
         for name, value in now.items():
-            first_value = before.get(name)
+            value_before = before.get(name)
             if is_capturing(name, value):
-                kept[name] = value
+                retained[name] = value
                 continue
-            if not self.is_closed and first_value is not None and _is_another(value, first_value):
-                # The next run replaces the copy, and so frees memory where training frees it.
-                kept[name] = first_value.clone()
-                self.has_copies |= first_value.device.type == "cpu"
-            tensors = _made_tensors(value, first_value)
+            if not self.is_closed and value_before is not None and _is_replaced(value, value_before):
+                # The next run replaces the copy, and so frees memory at the same moment as in training.
+                retained[name] = value_before.clone()
+                self.has_copies |= value_before.device.type == "cpu"
+            tensors = _table_tensors(value, value_before)
             if not tensors:
                 continue
-            key, found = (id(now), name), (value, [version_of(tensor) for tensor in tensors])
-            is_new = key not in self._found
-            first = self._found.setdefault(key, found)
-            if first[0] is not value or first[1] != found[1]:
-                self._others.add(key)
-            if not self.is_closed or not (is_new or key in self._others):
-                kept[name] = value
-        return kept
+            key, versions = (id(now), name), [version_of(tensor) for tensor in tensors]
+            is_new = key not in self._first_values
+            first_value, first_versions = self._first_values.setdefault(key, (value, versions))
+            if first_value is not value or first_versions != versions:
+                self._changed_keys.add(key)
+            if not self.is_closed or not (is_new or key in self._changed_keys):
+                retained[name] = value
+        return retained
 
     def names(self) -> frozenset[tuple[int, Any]]:
-        """Return (id of the dict, name) of all entries that runs have filled."""
-        return frozenset(self._found)
+        """Return (id of the dict, name) of all tables."""
+        return frozenset(self._first_values)
 
 
-def _is_another(now: Any, before: Any) -> bool:
-    """Return True if a run has put another plain tensor of the same form in the place of `before`."""
+def _is_replaced(now: Any, before: Any) -> bool:
+    """Return True if a run has replaced the plain tensor `before` by another of the same shape, dtype and device."""
     if type(now) is not torch.Tensor or type(before) is not torch.Tensor or now is before:
         return False
-    is_alike = (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
-    return is_alike and not now.requires_grad and not before.requires_grad
+    has_same_form = (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+    return has_same_form and not now.requires_grad and not before.requires_grad
 
 
-def _made_tensors(now: Any, before: Any) -> list[torch.Tensor]:
-    """Return the tensors of `now` if it may be a table in the place of `before`, else []."""
+def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
+    """Return the tensors of an entry's value `now` if the entry may be a table, else []."""
     if isinstance(now, (tuple, list)) and before is None:
         tensors = [item for item in now if isinstance(item, torch.Tensor) and not item.requires_grad]
         return tensors if len(tensors) == len(now) else []
@@ -86,43 +88,44 @@ def _made_tensors(now: Any, before: Any) -> list[torch.Tensor]:
     return [now] if is_new and isinstance(now, torch.Tensor) and not now.requires_grad else []
 
 
-# Calls of a block that torch's checkpoint runs again in backward.
+# State changes by calls that torch's checkpoint repeats in backward.
 
-STILL = 2
-"""Calls without a change of state after which a block's larger tensors are no longer copied, only checked."""
+UNCHANGED_CALLS = 2
+"""Number of calls without a change of state after which a block's larger tensors are no longer copied, only checked."""
 
-_num_still: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
-"""Calls in a row in which a block changed no state, and the training flags of its modules then."""
+_num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
+"""Number of calls in a row in which a block changed no state, and the training flags of its modules at that time."""
 
 
 @contextmanager
-def state_before(block: nn.Module | None, *given: Any) -> Iterator[list[ModelState]]:
-    """Yield a list that gets, when the context is left, the earlier state of all that a call of `block` has changed.
+def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
+    """Yield a list that receives, at the end of the context, the earlier values of all changed state.
 
-    `given` are the called function and its arguments. Raises UnrestorableError if a change cannot be put back.
+    The state is that of `block` and of `call`, the called function and its arguments. Raises UnrestorableError if a
+    change cannot be undone.
     """
-    changed: list[ModelState] = []
+    changes: list[ModelState] = []
     flags = [] if block is None else [module.training for module in block.modules()]
-    num_still, flags_before = (0, flags) if block is None else _num_still.get(block, (0, flags))
-    is_still = num_still >= STILL and flags == flags_before
-    own = ModelState([block], SMALL_COPY if is_still else LARGEST_COPY)
-    others = ModelState(given, SMALL_COPY)
-    yield changed
-    changed += [part for part in (own.changed(), others.changed()) if part is not None]
+    num_unchanged, flags_before = (0, flags) if block is None else _num_unchanged.get(block, (0, flags))
+    is_unchanged = num_unchanged >= UNCHANGED_CALLS and flags == flags_before
+    block_state = ModelState([block], SMALL_COPY if is_unchanged else LARGEST_COPY)
+    call_state = ModelState(call, SMALL_COPY)
+    yield changes
+    changes += [part for part in (block_state.changed(), call_state.changed()) if part is not None]
     if block is not None:
-        _num_still[block] = (0 if changed else num_still + 1), flags
+        _num_unchanged[block] = (0 if changes else num_unchanged + 1), flags
 
 
-# Runs that are no part of training.
+# Runs outside of training.
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """Context that puts back, when it is left, the state that runs of a model in it have changed.
+    """Context manager that restores, at its end, the state that runs of a model inside have changed.
 
-    This covers the state within reach of `roots` (`ModelState`), the random generators, and for all parameters found
-    there `grad` and `requires_grad`. Hooks on gradients, as of DeepSpeed or of optimizers that step in backward, are
-    not called inside. Tables stay (`Tables`), since a run that fills them takes other operators. Raises
-    UnrestorableError for a change that cannot be put back.
+    The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
+    `requires_grad` of all reachable parameters. Gradient hooks, such as those of DeepSpeed or of optimizers that step
+    in backward, are not called inside. Tables stay (`Tables`), because a run that fills them calls other operators than
+    later ones. Raises UnrestorableError for a change that cannot be undone.
     """
 
     def __init__(
@@ -145,30 +148,30 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self
 
     def start_over(self) -> frozenset[Any]:
-        """Put state and generators back now, so that each run does the same. Return the names of the tables."""
+        """Restore state and generators now, so that each run does the same. Return the keys of the tables."""
         self._first_states.restore()
         self._state.restore(self._tables)
         if self._tables.has_copies:
-            with CpuMemoryMeter():  # a meter counts the free of a tensor only if it saw the allocation
+            with CpuMemoryMeter():  # a later meter counts the free of a copy only if its allocation was recorded
                 self._state.restore(self._tables)
         return self._tables.names()
 
     def has_drawn(self) -> bool:
-        """Return True if a default generator has moved since the last run started."""
-        return self._first_states.have_moved()
+        """Return True if numbers were drawn from a default generator since the last run started."""
+        return self._first_states.have_advanced()
 
-    def draw_on(self) -> None:
-        """Put state back now. This and all later runs start from the present states of the generators."""
+    def continue_random_states(self) -> None:
+        """Restore state, but not the generators. All later runs start from the generators' present states."""
         self._first_states = self._take_random_states()
         self._state.restore(self._tables)
 
-    def keep_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Put back the gradients of all leaves too that a backward from `outputs` reaches."""
-        known = {id(leaf) for leaf, _, _ in self._gradients}
-        found = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
-        self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in found]
-        self._stack.enter_context(without_gradient_hooks(found))
-        for leaf in found:
+    def protect_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Restore also the gradients of all other leaves that a backward from `outputs` reaches."""
+        protected_ids = {id(leaf) for leaf, _, _ in self._gradients}
+        leaves = [leaf for leaf in gradient_leaves(outputs) if id(leaf) not in protected_ids]
+        self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]
+        self._stack.enter_context(without_gradient_hooks(leaves))
+        for leaf in leaves:
             leaf.grad = None
 
     def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
@@ -180,8 +183,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             if error is None:
                 raise
         finally:
-            for leaf, gradient, wants_gradient in self._gradients:
+            for leaf, gradient, requires_grad in self._gradients:
                 leaf.grad = gradient
-                if leaf.requires_grad is not wants_gradient:
-                    leaf.requires_grad_(wants_gradient)
+                if leaf.requires_grad is not requires_grad:
+                    leaf.requires_grad_(requires_grad)
             self._random_states.restore()

@@ -1,6 +1,7 @@
-"""States of random generators: torch's, and those of Python and numpy, which models draw from too.
+"""States of the random generators of torch, Python and numpy.
 
-Transformers draws SpecAugment's masks from numpy, and models of users' own ask Python's dice which layer to leave out.
+Models use all of them: Transformers draws SpecAugment's masks from numpy, and some models choose layers to skip with
+Python's generator.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 
 
 class PythonStates:
-    """The states of Python's and numpy's default generators now, of which torch keeps no account."""
+    """Snapshot of the states of Python's and numpy's default generators, which torch does not save."""
 
     def __init__(self) -> None:
         self._python: Any = random.getstate()
         self._numpy: Any = numpy.random.get_state()
 
-    def have_moved(self) -> bool:
-        """Whether somebody has drawn from one of them since."""
+    def have_advanced(self) -> bool:
+        """Return True if numbers were drawn from one of the generators since the snapshot."""
         name, key, *rest = numpy.random.get_state()
         before, key_before, *rest_before = self._numpy
         is_same_numpy = (name, rest) == (before, rest_before) and numpy.array_equal(key, key_before)
@@ -35,38 +36,38 @@ class PythonStates:
         numpy.random.set_state(self._numpy)
 
     @contextmanager
-    def back_for_a_while(self) -> Iterator[None]:
-        """While open, what is drawn is what was drawn from these states on; afterwards the generators are as before."""
-        now = PythonStates()
+    def temporarily_restored(self) -> Iterator[None]:
+        """Put the generators into these states until the context ends, and then into their present states again."""
+        present = PythonStates()
         self.restore()
         try:
             yield
         finally:
-            now.restore()
+            present.restore()
 
 
 class RandomStates:
-    """The states of all default generators now: the CPU's, those of the GPUs among `devices`, Python's and numpy's.
+    """Snapshot of all default generators: of the CPU, of the GPUs among `devices`, of Python and of numpy.
 
-    A GPU's generator keeps its seed and offset on the host: to read them waits for no kernel (rule R10).
+    A GPU's generator keeps its seed and offset on the host, so reading them does not wait for kernels (rule R10).
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         indices = {_index(device) for device in devices if device.type == "cuda"}
-        # As bytes: a tensor of 5 KB would be live, and counted, for as long as this is held. By address, since tensors
-        # without memory let no operator of torch look at a real one.
+        # Stored as bytes, because a tensor of 5 KB would count as live memory. Read by address, because torch's
+        # operators on a real tensor are not available in fake mode.
         state = torch.get_rng_state()
         self._cpu = ctypes.string_at(state.data_ptr(), state.numel())
         self._cuda = {index: torch.cuda.get_rng_state(index) for index in sorted(indices)}
         self._python = PythonStates()
 
-    def have_moved(self) -> bool:
-        """Return True if somebody has drawn from one of them since."""
+    def have_advanced(self) -> bool:
+        """Return True if numbers were drawn from one of the generators since the snapshot."""
         state = torch.get_rng_state()
         return (
             ctypes.string_at(state.data_ptr(), state.numel()) != self._cpu
             or any(not torch.equal(torch.cuda.get_rng_state(index), state) for index, state in self._cuda.items())
-            or self._python.have_moved()
+            or self._python.have_advanced()
         )
 
     def restore(self) -> None:
@@ -79,51 +80,49 @@ class RandomStates:
         self._python.restore()
 
 
-_in_their_place: dict[str, Any] = {}
-"""By type of device, what stands for its default generators."""
+_replacement_generators: dict[str, Any] = {}
+"""Replacements of the default generators, by device type."""
 
 
 def generator_of(device: torch.device) -> Any:
-    """The default generator of `device`; None for devices other than CPUs and GPUs, whose states are not ours to put
-    back."""
-    if _in_their_place:
-        return _in_their_place.get(device.type)
+    """Return the default generator of `device`, or None for devices other than CPUs and CUDA GPUs."""
+    if _replacement_generators:
+        return _replacement_generators.get(device.type)
     if device.type == "cuda":
         return torch.cuda.default_generators[_index(device)]
     return torch.default_generator if device.type == "cpu" else None
 
 
 def generator_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the default generator of `device`: 5,056 bytes of a CPU's, a GPU's seed and offset in 16.
+    """Return the state of the default generator of `device`: 5,056 bytes for a CPU, 16 (seed, offset) for a GPU.
 
-    It lies on the CPU, whatever the device, and to read it waits for no kernel (rule R10): it takes a microsecond.
+    The state is on the CPU for every device. Reading it takes a microsecond and does not wait for kernels (rule R10).
     """
     generator = generator_of(device)
     return None if generator is None else generator.get_state()
 
 
 @contextmanager
-def generators_replaced(by: Mapping[str, Any]) -> Iterator[None]:
-    """While open, `by` has what stands for the default generators, by type of device: tensors without memory draw
-    nothing."""
-    _in_their_place.update(by)
+def replace_generators(by: Mapping[str, Any]) -> Iterator[None]:
+    """Replace the default generators by those in `by`, by device type. Fake tensors draw no numbers."""
+    _replacement_generators.update(by)
     try:
         yield
     finally:
-        _in_their_place.clear()
+        _replacement_generators.clear()
 
 
 @contextmanager
-def drawing_from(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """While open, the default generator of `device` draws from `state` on; afterwards it is as it was.
+def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
+    """Put the default generator of `device` into `state` until the context ends, and then restore it.
 
-    If `state` is None, leave the generator alone.
+    If `state` is None, do nothing.
     """
     if state is None:
         yield
         return
     generator = generator_of(device)
-    before = generator.clone_state()  # no tensor, which would be live beside what is drawn
+    before = generator.clone_state()  # not get_state(), whose tensor would count as live
     generator.set_state(state)
     try:
         yield
@@ -132,15 +131,15 @@ def drawing_from(state: torch.Tensor | None, device: torch.device) -> Iterator[N
 
 
 def gpus_in_use() -> list[torch.device]:
-    """The GPUs that this process may draw random numbers on; none is woken up by asking."""
+    """Return the GPUs that this process may use; [] if CUDA is not initialized, which this function does not do."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 @contextmanager
-def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """While open, whoever draws random numbers does so for itself: afterwards the generators are as they were."""
+def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the states of all generators when the context ends."""
     before = RandomStates(devices)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Kinds of state that a model's Python code may change, and how each is taken, compared and put back."""
+"""Kinds of state that a model's Python code may change, each with functions to copy, compare and restore it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ABSENT: Any = object()
 
 
 class Kind(NamedTuple):
-    """Functions for one kind of state. `same` and `put` get the object, and what `take` returned for it earlier."""
+    """Functions for one kind of state. `same` and `put` get an object, and the copy that `take` returned for it."""
 
     take: Callable[[Any], Any]
     same: Callable[[Any, Any], bool]
@@ -50,6 +50,7 @@ def _put_items(now: Any, before: Any) -> None:
 
 
 def cell_content(cell: CellType) -> Any:
+    """Return the content of a closure's cell, or a marker if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -64,10 +65,10 @@ def _put_cell(cell: CellType, before: Any) -> None:
 
 
 def own_attributes(owner: Any) -> dict[str, Any]:
-    """Return the data attributes of a class itself, or the slots of an object."""
+    """Return the data attributes in a class's own namespace, or the values of an object's slots."""
     if isinstance(owner, type):
-        is_data = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
-        return {name: value for name, value in is_data.items() if not hasattr(value, "__get__")}
+        attributes = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+        return {name: value for name, value in attributes.items() if not hasattr(value, "__get__")}
     names = [name for cls in type(owner).__mro__ for name in _slots_of(cls)]
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
@@ -88,7 +89,7 @@ def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
 
 
 class Globals:
-    """The names in a namespace that a function mentions."""
+    """Global names in a namespace that a function's code mentions."""
 
     def __init__(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         self.namespace = namespace
@@ -102,7 +103,7 @@ class Globals:
 
 
 def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    # `.data` hides the change from autograd. It never comes between a forward and its backward.
+    # `.data` hides the change from autograd, which is safe: no backward of an earlier forward follows.
     if tensor.shape == before.shape:
         tensor.data.copy_(before)
     else:
@@ -115,13 +116,13 @@ def _refuse_change(tensor: torch.Tensor, before: int) -> None:
     else:
         advice = "write into a copy if it is an argument, and make it a buffer (register_buffer) if a module holds it"
     raise UnrestorableError(
-        f"forward changes in place a tensor of size {tuple(tensor.shape)}, of which there is no copy to put back: "
+        f"forward changes a tensor of size {tuple(tensor.shape)} in place, and there is no copy to restore it from: "
         f"{advice}, or train without adacc_hf"
     )
 
 
 def _position(iterator: Any) -> Any:
-    """Return the position of an iterator, as far as it can be found out."""
+    """Return a value that changes when the iterator advances, as far as its position can be observed."""
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     if not isinstance(iterator, GeneratorType):
@@ -134,8 +135,8 @@ def _position(iterator: Any) -> Any:
 
 def _refuse_advance(iterator: Any, before: Any) -> None:
     raise UnrestorableError(
-        f"forward advances {iterator!r:.80}, which nothing can take back: keep a number or a list with an index in the "
-        f"place of this iterator, or train without adacc_hf"
+        f"forward advances {iterator!r:.80}, which cannot be undone: use a number, or a list with an index, instead of "
+        f"this iterator, or train without adacc_hf"
     )
 
 
@@ -152,7 +153,7 @@ def _put_numpy_state(generator: Any, before: bytes) -> None:
 
 
 def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries without parameters and views of them, which FSDP sets and removes around each forward."""
+    """Return the entries without parameters and their views, which FSDP sets and removes around each forward."""
     return {
         name: value
         for name, value in entries.items()
@@ -181,7 +182,7 @@ ARRAY = Kind(
 )
 BYTES = Kind(lambda now: now[:], operator.eq, lambda now, before: operator.setitem(now, slice(None), before))
 TORCH_GENERATOR = Kind(
-    torch.Generator.clone_state,  # no tensor, which would be live and counted
+    torch.Generator.clone_state,  # not get_state(), whose tensor would count as live memory
     lambda now, before: torch.equal(now.get_state(), before.get_state()),
     lambda now, before: now.set_state(before.get_state()),
 )
@@ -190,16 +191,18 @@ PYTHON_GENERATOR = Kind(
 )
 NUMPY_GENERATOR = Kind(_numpy_state, lambda now, before: _numpy_state(now) == before, _put_numpy_state)
 ITERATOR = Kind(_position, lambda now, before: _position(now) == before, _refuse_advance)
-ONLY_NOTICED = (VERSION, ITERATOR)
+UNRESTORABLE = (VERSION, ITERATOR)
+"""Kinds of which changes are detected but cannot be undone: `put` raises UnrestorableError."""
 
 
 CAPTURING = "transformers.utils.output_capturing"
-"""The module whose hooks collect hidden states. A model that returns them (LLaVA's vision tower) registers the hooks at
-its first forward, for good. They stay, as in training: else each forward would have new hooks, and new guards."""
+"""Module of the hooks that collect hidden states. A model that returns hidden states (LLaVA's vision tower) registers
+the hooks at its first forward, permanently. They are retained, as in training; otherwise each forward would have new
+hooks, and need new guards."""
 CAPTURES = "_output_capturing_hooks_installed"
-"""The attribute of a model that has registered them."""
+"""Attribute of a model that has registered these hooks."""
 
 
 def is_capturing(name: Any, value: Any) -> bool:
-    """Return True for an entry that Transformers makes once in a model that returns hidden states."""
+    """Return True for an entry that Transformers adds once to a model that returns hidden states."""
     return name == CAPTURES or getattr(value, "__module__", None) == CAPTURING

@@ -1,6 +1,7 @@
-"""Tensors that are more than they show (DTensor), and the autograd node that runs now.
+"""Functions for tensors that wrap others (DTensor, sparse, quantized), the running autograd node, and tensor norms.
 
-Operators run on the parts, so a tape knows these alone. Autograd saves the whole: what it gets back must be one again.
+Operators on a DTensor run on its local tensor, so a tape contains local tensors only. Autograd saves the DTensor, so
+the tensor returned to autograd must be a DTensor again.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ _INDICES = {
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
     torch.sparse_coo: (coo_indices,),
 }
-"""What tells where the elements of a sparse tensor are."""
+"""Methods that return the indices of a sparse tensor's elements, by layout."""
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes of tensors that are nothing else. Where hundreds pass in a step, these are asked for without a call."""
+"""Classes of plain tensors. Code that tests hundreds of tensors in a step uses this set without a function call."""
 
 
 def runs_on_parts(kind: type) -> bool:
-    """Whether operators on tensors of that class are made of others (DTensor), or wait first (what is on its way)."""
+    """Return True if operators on tensors of class `kind` run on other tensors (DTensor, AsyncCollectiveTensor)."""
     return hasattr(kind, LOCAL_TENSOR) or hasattr(kind, "trigger_wait")
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part that this rank has, once it has arrived; a plain tensor itself."""
-    return tensor if is_plain(tensor) else arrived(getattr(tensor, LOCAL_TENSOR, tensor))
+    """Return this rank's local tensor of a DTensor, after waiting for a pending collective; else `tensor` itself."""
+    return tensor if is_plain(tensor) else wait_if_async(getattr(tensor, LOCAL_TENSOR, tensor))
 
 
-def arrived(tensor: Tensor) -> Tensor:
-    """What has come, of a tensor that is on its way from other ranks; any other tensor itself."""
+def wait_if_async(tensor: Tensor) -> Tensor:
+    """Return the result of an asynchronous collective after waiting for it; any other tensor itself."""
     return tensor if is_plain(tensor) or not hasattr(tensor, "trigger_wait") else tensor.trigger_wait()
 
 
 def spec_of(tensor: Tensor) -> Any:
-    """What makes a DTensor of this rank's part of it; None for a plain tensor."""
+    """Return the spec of a DTensor (mesh, placements, shape); None for any other tensor."""
     return None if is_plain(tensor) else getattr(tensor, SPEC, None)
 
 
-def whole(local: Tensor, spec: Any) -> Tensor:
-    """The DTensor of which this rank has the part `local`; `local` itself without a `spec`."""
+def to_dtensor(local: Tensor, spec: Any) -> Tensor:
+    """Return the DTensor with the local tensor `local`; if `spec` is None, `local` itself."""
     if spec is None:
         return local
     from torch.distributed.tensor import DTensor
@@ -66,7 +67,7 @@ def whole(local: Tensor, spec: Any) -> Tensor:
 
 
 def parts_with_memory(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors whose memory `tensor` takes on this rank: of a quantized weight (torchao) codes and scales."""
+    """Return the plain tensors that hold the memory of `tensor` on this rank, such as codes and scales (torchao)."""
     local = local_of(tensor)
     if local.layout in _INDICES:
         return [_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
@@ -77,49 +78,49 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor's part on this rank; of a tensor that has none (sparse, nested) that of its elements."""
+    """Return the storage of a tensor's part on this rank; for a sparse or nested tensor, the storage of its values."""
     local = local_of(tensor)
     return (local if local.layout is torch.strided else _elements(local)).untyped_storage()
 
 
 def wraps_others(tensor: Tensor) -> bool:
-    """Whether `tensor` has no memory of its own but other tensors that it is made of."""
+    """Return True if `tensor` has no memory of its own, and consists of other tensors."""
     return not is_plain(tensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def copy_with_storage(base: torch.Tensor) -> torch.Tensor:
-    """A tensor like `base` on a copy of its whole storage."""
+    """Return a tensor like `base` on a copy of its whole storage."""
     storage = base.untyped_storage().clone()
     copy = torch.empty(0, dtype=base.dtype, device=base.device)
     return copy.set_(storage, base.storage_offset(), base.shape, base.stride())
 
 
 _CHUNK = 1 << 17
-"""Words of a storage that are mixed at once."""
-_ODD = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
-"""Odd numbers of 64 bits, half of whose bits are set, as signed integers."""
+"""Number of 64-bit words of a storage that are hashed at once."""
+_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
+"""Odd 64-bit multipliers with half of their bits set, as signed integers."""
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A hash of 64 bits of the whole storage of `tensor`: where every element lies counts.
+    """Return a 64-bit hash of the whole storage of `tensor`. It depends on the positions of the elements.
 
-    It takes no memory to speak of, where a copy would take as much as the storage.
+    In contrast to a copy of the storage, the hash needs almost no memory.
     """
     content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    num_whole = content.numel() // 8 * 8
-    words = content[:num_whole].view(torch.int64)
-    places = torch.arange(min(_CHUNK, words.numel()), device=tensor.device) * _ODD[0]
+    num_word_bytes = content.numel() // 8 * 8
+    words = content[:num_word_bytes].view(torch.int64)
+    places = torch.arange(min(_CHUNK, words.numel()), device=tensor.device) * _MULTIPLIERS[0]
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in words.split(_CHUNK):
-        mixed = (chunk ^ places[: chunk.numel()]).mul_(_ODD[1])
-        mixed ^= mixed >> 31
-        total = total * _ODD[2] + mixed.mul_(_ODD[2]).sum()
-    return hash((total.item(), bytes(content[num_whole:].tolist())))
+        hashes = (chunk ^ places[: chunk.numel()]).mul_(_MULTIPLIERS[1])
+        hashes ^= hashes >> 31
+        total = total * _MULTIPLIERS[2] + hashes.mul_(_MULTIPLIERS[2]).sum()
+    return hash((total.item(), bytes(content[num_word_bytes:].tolist())))
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """`tensor` on a copy of its storage."""
-    return whole(copy_with_storage(local_of(tensor)), spec_of(tensor))
+def clone_with_storage(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor`, which may be a DTensor, on a copy of its whole storage."""
+    return to_dtensor(copy_with_storage(local_of(tensor)), spec_of(tensor))
 
 
 def _elements(tensor: Tensor) -> Tensor:
@@ -127,32 +128,33 @@ def _elements(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is nothing but a tensor."""
+    """Return True if `tensor` is a plain tensor or parameter, and of no other subclass."""
     return type(tensor) in PLAIN
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return True if the tensor has no data and only imitates one (FakeTensor)."""
+    """Return True for a FakeTensor, which has no data."""
     return hasattr(tensor, "fake_mode")
 
 
-# Which node of autograd's graph runs now.
+# The autograd node that is running.
 #
-# torch's engine knows that of its own backward only. A backward that calls the nodes itself, as that over tensors
-# without memory does, says so here.
+# torch's engine knows the node of its own backward only. Code that calls nodes itself, such as the backward over fake
+# tensors, sets the node with `calling_node`.
 
 _called: ContextVar[Any] = ContextVar("adacc_hf_called_node", default=None)
 
 
 def current_node() -> Any:
-    """The node whose backward runs in this thread, or None outside of any backward."""
+    """Return the node whose backward is running in this thread, or None outside of any backward."""
     node = current_autograd_node()
     return _called.get() if node is None else node
 
 
 @contextmanager
-def calling(node: Any) -> Iterator[None]:
-    """While open, `node` is called by hand: unless torch's engine runs one inside, it is the current one."""
+def calling_node(node: Any) -> Iterator[None]:
+    """Set `node` as the current node while it is called without torch's engine. A node that the engine runs inside
+    takes precedence."""
     token = _called.set(node)
     try:
         yield
@@ -160,65 +162,69 @@ def calling(node: Any) -> Iterator[None]:
         _called.reset(token)
 
 
-# Backward passes that nobody trains with.
+# Backward passes outside of training steps.
 
 
-def leaves_below(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a backward from `outputs` brings gradients to, but for what functions in it run by themselves."""
-    waiting: list[Any] = [output.grad_fn for output in outputs]
-    seen, found = set(waiting), []
-    while waiting:
-        node = waiting.pop()
+def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaf tensors to which a backward from `outputs` accumulates gradients.
+
+    Leaves that are only reached by a backward inside of an autograd function are not included.
+    """
+    queue: list[Any] = [output.grad_fn for output in outputs]
+    visited, leaves = set(queue), []
+    while queue:
+        node = queue.pop()
         if node is None:
             continue
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.append(leaf)
-        following = [child for child, _ in node.next_functions if child not in seen]
-        seen.update(following)
-        waiting += following
-    return found
+            leaves.append(leaf)
+        children = [child for child, _ in node.next_functions if child not in visited]
+        visited.update(children)
+        queue += children
+    return leaves
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether anything waits for the gradient of `parameter`."""
+    """Return True if `parameter` has gradient hooks."""
     return any(getattr(parameter, kind) for kind in GRADIENT_HOOKS)
 
 
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """What waits for the gradients of `parameters` is not told of those made in here.
+    """Disable the gradient hooks of `parameters` until the context ends.
 
-    DeepSpeed's ZeRO 1 and 2 would send them to the other ranks, and an optimizer that works layer by layer (GaLore) or
-    parameter by parameter (LOMO) would move the weights.
+    With its hooks, DeepSpeed's ZeRO 1 and 2 would send the gradients to other ranks, and an optimizer that steps per
+    layer (GaLore) or per parameter (LOMO) would change the weights.
     """
-    # torch calls what the dict holds at that time; handles that remove a hook know the dict, so it stays the same one.
-    found = [
+    # The same dicts are emptied and refilled, because handles that remove a hook refer to them.
+    saved_hooks = [
         (hooks, dict(hooks))
         for parameter in parameters
         for kind in GRADIENT_HOOKS
         if (hooks := getattr(parameter, kind))
     ]
-    for hooks, _ in found:
+    for hooks, _ in saved_hooks:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in found:
+        for hooks, before in saved_hooks:
             hooks.update(before)
 
 
-# How far tensors are off, by L2 norms in double precision; those of several tensors are of all as one vector. None of
-# these synchronises.
+# Distances of tensors: L2 norms in double precision. Several tensors are treated as one vector. These functions do not
+# synchronise.
 
 NUM_PARTS, SMALLEST_PART = 64, 4096
-"""Parts of a tensor that are taken into doubles one after the other, and the least number of elements of one."""
+"""Number of parts of a tensor that are cast to double one after the other, and the least number of elements in one."""
 
 
 def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of the difference over that of `exact`.
+    """Return the L2 norm of the difference divided by the L2 norm of `exact`.
 
-    inf where the difference alone is not finite; 0 where `exact` is zero or not finite itself, which codecs keep so.
+    The result is inf if `exact` is finite and the difference is not. It is 0 if `exact` is zero or not finite, because
+    codecs preserve such tensors.
     """
     norm = l2_norm(exact)
     error = difference_norm(exact, other) / norm
@@ -227,36 +233,40 @@ def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def l2_norm(tensors: Iterable[Tensor]) -> Tensor:
-    return _joined([torch.linalg.vector_norm(part.to(_wide(part))) for tensor in tensors for (part,) in _parts(tensor)])
+    """Return the L2 norm of all `tensors` as one vector."""
+    parts = (part for tensor in tensors for (part,) in _matching_parts(tensor))
+    return _combined_norm([torch.linalg.vector_norm(part.to(_double_dtype(part))) for part in parts])
 
 
 @torch.no_grad()
 def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
-    return _joined(
+    """Return the L2 norm of the difference between two lists of tensors, each list as one vector."""
+    return _combined_norm(
         [
-            torch.linalg.vector_norm(right.to(_wide(right), copy=True).add_(left, alpha=-1))  # no sub for bool
+            # `add_`, because subtraction of bool tensors is not supported.
+            torch.linalg.vector_norm(other_part.to(_double_dtype(other_part), copy=True).add_(exact_part, alpha=-1))
             for pair in zip(exact, other, strict=True)
-            for left, right in _parts(*pair)
+            for exact_part, other_part in _matching_parts(*pair)
         ]
     )
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _double_dtype(tensor: Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def _parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The same parts of tensors of one shape; the whole ones where they do not fill their memory in one order."""
+def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Split tensors of one shape into matching parts. Tensors whose layouts differ or have gaps are not split."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
-    turned = [tensor.permute(order) for tensor in tensors]
-    if not all(tensor.is_contiguous() for tensor in turned):
+    permuted = [tensor.permute(order) for tensor in tensors]
+    if not all(tensor.is_contiguous() for tensor in permuted):
         return [tensors]
     size = max(SMALLEST_PART, -(-tensors[0].numel() // NUM_PARTS))
-    return zip(*(tensor.view(-1).split(size) for tensor in turned), strict=True)
+    return zip(*(tensor.view(-1).split(size) for tensor in permuted), strict=True)
 
 
-def _joined(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of a vector whose parts have these."""
+def _combined_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Return the norm of a vector whose parts have these norms."""
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

@@ -1,4 +1,4 @@
-"""Watchers of what a thread runs, called from a patch of torch that stands only while some thread watches."""
+"""Registry of watchers per thread, for patches of torch that are applied only while a watcher is registered."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ Watcher = TypeVar("Watcher")
 
 
 class Watchers(Generic[Watcher]):
-    """The watchers of all threads behind one patch. The patch asks for `current()`, its own thread's.
+    """Watchers of all threads for one patch of torch. The patched function calls `current()` for its thread's watcher.
 
-    The first watcher applies the patch, the last one undoes it. Code that keeps a patched function meanwhile, as Dynamo
-    does when it is first used, finds no watcher later.
+    The patch is applied when the first watcher begins, and undone when the last one ends. Code may keep a reference to
+    the patched function, as Dynamo does at its first use. Later calls of that function get None from `current()`.
     """
 
     def __init__(self, apply_patch: Callable[[], Callable[[], None]]) -> None:
-        """`apply_patch` returns the function that undoes the patch."""
+        """Set the function that applies the patch, and returns the function that undoes the patch."""
         self._apply_patch = apply_patch
         self._undo_patch: Callable[[], None]
         self._lock = Lock()
         self._by_thread: dict[int, list[Watcher]] = {}
-        """By thread; the innermost watcher comes last."""
+        """Watchers by thread id; the innermost one is last."""
 
     def current(self) -> Watcher | None:
-        """Return the innermost watcher of the thread that asks, or None."""
+        """Return the innermost watcher of the calling thread, or None."""
         watchers = self._by_thread.get(get_ident())
         return watchers[-1] if watchers else None
 
     def begin(self, watcher: Watcher) -> None:
-        """Have `watcher` watch this thread until `end`."""
+        """Register `watcher` for this thread until `end`."""
         with self._lock:
             if not self._by_thread:
                 self._undo_patch = self._apply_patch()
             self._by_thread.setdefault(get_ident(), []).append(watcher)
 
     def end(self) -> None:
-        """Take the innermost watcher of this thread off."""
+        """Remove the innermost watcher of this thread."""
         with self._lock:
             watchers = self._by_thread[get_ident()]
             watchers.pop()
@@ -49,7 +49,7 @@ class Watchers(Generic[Watcher]):
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
-        """While open, `watcher` watches this thread."""
+        """Register `watcher` for this thread until the context ends."""
         self.begin(watcher)
         try:
             yield

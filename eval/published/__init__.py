@@ -1,1 +1,1 @@
-"""Training memory that others measured and published, and what the planner says of it."""
+"""Training memory and speeds that others measured and published, and the planner's predictions for them."""

@@ -1,10 +1,10 @@
-"""What others measured: rows of data, where they stand, and the half of them that is not looked at while mending.
+"""Published measurements by others: rows of data, their sources, and the half that is held out from planner work.
 
-`rows.json` has the measurements of memory and `speeds.json` pairs of speeds, with what each source leaves unsaid and
-what was assumed for it before any prediction was made; `second_look.json` where the code that was measured proved an
-assumption about a whole source wrong: its rows are predicted once more, and both predictions are told.
-`undecidable.json` has what no assumption can complete, or whose settings the planner does not have; `models.json` the
-architectures, `sources.json` the addresses and `remains.json` what was found behind the errors that are left.
+`rows.json` has the measurements of memory, and `speeds.json` pairs of speeds. Both record what each source leaves
+unsaid, and the assumptions that were made before any prediction. `second_look.json` lists assumptions about whole
+sources that the measured code proved wrong: their rows are predicted once more, and both predictions are reported.
+`undecidable.json` has measurements that no assumption can complete, or whose settings the planner does not have.
+`models.json` has the architectures, `sources.json` the addresses, and `remains.json` the causes of remaining errors.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from transformers import PretrainedConfig
 
 FOLDER = Path(__file__).parent
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB of 2^20": 2**20}
-"""Bytes of each unit that a figure is given in."""
+"""Bytes per unit of a published figure."""
 METERS = ("allocated", "active", "reserved", "nvidia-smi")
-"""Live tensors, the same by another counter of torch's allocator, what that keeps, and what the driver sees."""
+"""Memory counters: live tensors, the same by another counter of torch's allocator, bytes kept by the allocator,
+bytes seen by the driver."""
 HELD_OUT_SEED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What was trained how."""
+    """Setting of a training: the model and how it was trained."""
 
     model: str
     precision: str
-    """As `adacc plan --dtype` has it."""
+    """Value of `adacc plan --dtype`."""
     optimizer: str
     batch: int
-    """Sequences per device and step, or per micro-batch where it `accumulates`."""
+    """Sequences per device and step, or per micro-batch if gradients are accumulated."""
     length: int
     device: str
     sharding: str
     devices: int
     checkpointing: str
-    """none, or full: torch's checkpoint around every block. Of pairs of speeds others too (speed.py)."""
+    """none, or full: torch's checkpoint around every block. Pairs of speeds have further modes (speed.py)."""
     attention: str
     head: str
-    """plain: the model's own loss; chunked: logits are never there as a whole."""
+    """plain: the model's own loss; chunked: the whole logits never exist at once."""
     lora: dict[str, Any] | None
     compact_rank: float | None
     accumulates: bool
     older: list[str]
-    """What torch or Transformers did otherwise in the version that was measured (older_versions.py)."""
+    """Behaviours of torch or Transformers in the measured version that have changed since (older_versions.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +65,14 @@ class Row(Setting):
     unit: str
     meter: str
     context_mb: float
-    """What the driver counts besides the allocator's bytes, in units of 2^20 bytes."""
+    """Bytes that the driver counts beyond the allocator's, in units of 2^20 bytes."""
     not_said: list[str]
-    """What the source leaves open."""
+    """Settings that the source does not give."""
     assumed: list[str]
-    """What was taken for that, before looking at a prediction."""
+    """Values assumed for these settings, before looking at a prediction."""
     set_aside: str | None
-    """Why it proved undecidable after all, whatever the planner says; its prediction is told and not counted."""
+    """Reason why the row is undecidable after all, independent of the prediction. The prediction is reported and not
+    counted."""
 
     @property
     def measured_bytes(self) -> int:
@@ -78,7 +80,7 @@ class Row(Setting):
 
     @property
     def counts_live_bytes(self) -> bool:
-        """Whether the meter counts tensors, not what the allocator keeps for them."""
+        """Return True if the meter counts live tensors, False if it counts bytes that the allocator keeps."""
         return self.meter in ("allocated", "active")
 
     @property
@@ -103,9 +105,9 @@ class Pair:
     name: str
     source: str
     setting: dict[str, Any]
-    """A `Setting` but for what its runs have."""
+    """Fields of a `Setting`, except those of the runs."""
     unit: str
-    """Of the runs' values: s of a step, or work in a time, of which more is faster."""
+    """Unit of the runs' values: s for seconds per step; any other unit is work per time, where more is faster."""
     base: Run
     other: Run
     not_said: list[str]
@@ -114,12 +116,12 @@ class Pair:
 
     @property
     def settings(self) -> tuple[Setting, Setting]:
-        """Of the base and of the other run."""
+        """Return the settings of the base run and of the other run."""
         return self._setting_of(self.base), self._setting_of(self.other)
 
     @property
     def measured(self) -> float:
-        """Time of the other run over that of the base, for the same amount of work."""
+        """Return the time of the other run divided by that of the base run, for the same amount of work."""
         if self.unit == "s":
             return self.other.value / self.base.value
         return self.base.value / self.other.value
@@ -130,23 +132,23 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where measurements stand."""
+    """Publication of measurements."""
 
     title: str
     url: str
     code: str
-    """Whose model code was measured: Transformers', or another, which saves other tensors."""
+    """Origin of the measured model code: Transformers, or another one, which may save other tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecondLook:
-    """What the measured code does otherwise than was assumed of all rows of a source."""
+    """Corrections of an assumption about all rows of a source, taken from the measured code."""
 
     sources: list[str]
     models: list[str] | None
-    """Only rows of these; None is all."""
+    """Models whose rows are corrected; None for all."""
     changes: dict[str, Any]
-    """New values of members of the row, of its `lora.` or its `model.`."""
+    """New values of fields of the row, of its `lora.` or of its `model.`."""
     reason: str
     url: str
 
@@ -156,7 +158,7 @@ class SecondLook:
 
 @dataclass(frozen=True, kw_only=True)
 class Undecidable:
-    """A measurement that cannot be predicted, and why."""
+    """Measurement that cannot be predicted, with the reason."""
 
     name: str
     source: str
@@ -166,24 +168,24 @@ class Undecidable:
 
 @cache
 def rows() -> dict[str, Row]:
-    """All measurements that can be predicted, by name, in the order of their file."""
-    found = [Row(**_with_all(record, Row)) for record in _read("rows.json")]
-    return {row.name: row for row in found}
+    """Return all predictable measurements by name, in the order of their file."""
+    measurements = [Row(**_check_fields(record, Row)) for record in _read("rows.json")]
+    return {row.name: row for row in measurements}
 
 
 @cache
 def pairs() -> dict[str, Pair]:
-    """All pairs of speeds by name, in the order of their file."""
-    found = []
+    """Return all pairs of speeds by name, in the order of their file."""
+    speed_pairs = []
     for record in _read("speeds.json"):
         runs = {name: Run(**record[name]) for name in ("base", "other")}
-        found.append(Pair(**{**_with_all(record, Pair), **runs}))
-    return {pair.name: pair for pair in found}
+        speed_pairs.append(Pair(**{**_check_fields(record, Pair), **runs}))
+    return {pair.name: pair for pair in speed_pairs}
 
 
 @cache
 def remains() -> dict[str, str]:
-    """What was found to lie behind an error that is left, by the name of the row or the pair."""
+    """Return the causes of remaining errors, by the name of the row or the pair."""
     return _read("remains.json")
 
 
@@ -197,8 +199,8 @@ def second_looks() -> list[SecondLook]:
     return [SecondLook(**record) for record in _read("second_look.json")]
 
 
-def looked_at_again(row: Row) -> tuple[Row, dict[str, Any]]:
-    """`row` as the code that was measured has it, and what is new of its model's configuration."""
+def apply_second_looks(row: Row) -> tuple[Row, dict[str, Any]]:
+    """Return `row` with all corrections applied, and the changes to its model's configuration."""
     changes = {name: value for look in second_looks() if look.is_for(row) for name, value in look.changes.items()}
     of_model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     of_lora = {name.removeprefix("lora."): value for name, value in changes.items() if name.startswith("lora.")}
@@ -214,19 +216,19 @@ def undecidable() -> list[Undecidable]:
 
 
 def model_config(name: str, changes: dict[str, Any] | None = None) -> PretrainedConfig:
-    """The configuration of a model of `models.json`, with `changes`."""
+    """Return the configuration of a model of `models.json`, with `changes`."""
     record = {**_read("models.json")[name], **(changes or {})}
     config_class = getattr(transformers, record.pop("config"))
     return config_class(**record, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 def held_out(names: Collection[str]) -> frozenset[str]:
-    """Half of `names`, drawn by a fixed seed: what is not looked at while the planner is mended."""
+    """Return half of `names`, drawn by a fixed seed. These are not looked at while the planner is changed."""
     return frozenset(random.Random(HELD_OUT_SEED).sample(sorted(names), len(names) // 2))
 
 
 def held_out_pairs() -> frozenset[str]:
-    """The pairs that are not looked at: those of rows that are held out, and half of the others, drawn likewise."""
+    """Return the held-out pairs: pairs of held-out rows, and half of the other pairs, drawn in the same way."""
     others = [name for name in pairs() if name not in rows()]
     return held_out(others) | (held_out(rows()) & pairs().keys())
 
@@ -235,10 +237,13 @@ def _read(file: str) -> Any:
     return json.loads((FOLDER / file).read_text(encoding="utf-8"))
 
 
-def _with_all(record: dict[str, Any], kind: type) -> dict[str, Any]:
-    """`record`, which must have just the members of `kind`. Raises ValueError for another."""
+def _check_fields(record: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Return `record` if its keys are exactly the fields of `kind`. Raise ValueError otherwise."""
     expected = {field.name for field in fields(kind)}
     if record.keys() != expected:
-        wrong = sorted(record.keys() ^ expected)
-        raise ValueError(f"row {record.get('name')!r} lacks, or has besides, {', '.join(wrong)}")
+        differing = sorted(record.keys() ^ expected)
+        raise ValueError(
+            f"row {record.get('name')!r} must have exactly the fields of {kind.__name__}: missing or "
+            f"unknown are {', '.join(differing)}"
+        )
     return record

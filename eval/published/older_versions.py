@@ -1,4 +1,4 @@
-"""What earlier versions of torch and Transformers did otherwise, for runs that were measured with those."""
+"""Behaviours of earlier versions of torch and Transformers, for predictions of runs that were measured with these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.loss import loss_utils
 
 
 class _SoftmaxWithInput(torch.autograd.Function):
-    """Softmax that keeps what it was given for backward, beside what it gives."""
+    """Softmax that saves its input for backward, in addition to its output."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, dim: int) -> torch.Tensor:
@@ -29,17 +29,17 @@ class _SoftmaxWithInput(torch.autograd.Function):
 
 
 def _softmax_before_1_11(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    # Autocast has softmax work in float32, on a copy that is then kept.
-    casts = torch.is_autocast_enabled(scores.device.type)
-    return _SoftmaxWithInput.apply(scores.to(torch.float32 if casts else dtype or scores.dtype), dim)
+    # Autocast runs softmax in float32, on a copy of the input. The copy is saved.
+    is_autocast = torch.is_autocast_enabled(scores.device.type)
+    return _SoftmaxWithInput.apply(scores.to(torch.float32 if is_autocast else dtype or scores.dtype), dim)
 
 
 def _loss_before_4_50(
     logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, ignore_index: int = -100, **_: Any
 ) -> torch.Tensor:
     logits = logits.float()
-    shifted = logits[..., :-1, :].contiguous().view(-1, vocab_size)
-    return functional.cross_entropy(shifted, labels[..., 1:].contiguous().view(-1), ignore_index=ignore_index)
+    shifted_logits = logits[..., :-1, :].contiguous().view(-1, vocab_size)
+    return functional.cross_entropy(shifted_logits, labels[..., 1:].contiguous().view(-1), ignore_index=ignore_index)
 
 
 OLDER: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -48,12 +48,12 @@ OLDER: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         loss_utils.LOSS_MAPPING, {"ForCausalLM": _loss_before_4_50}
     ),
 }
-"""By what a version did: torch before 1.11 (March 2022), and Transformers before 4.50 (March 2025)."""
+"""Patches by behaviour: of torch before 1.11 (March 2022), and of Transformers before 4.50 (March 2025)."""
 
 
 @contextmanager
-def as_in(behaviours: Sequence[str]) -> Iterator[None]:
-    """While open, torch and Transformers have these `behaviours` of earlier versions."""
+def older_behaviours(behaviours: Sequence[str]) -> Iterator[None]:
+    """Give torch and Transformers these `behaviours` of earlier versions while open."""
     with ExitStack() as stack:
         for name in behaviours:
             stack.enter_context(OLDER[name]())

@@ -1,4 +1,4 @@
-"""What the planner says of a published measurement, by the code of `adacc plan`."""
+"""Predictions for published measurements of memory, by the code of `adacc plan`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.eval.published.measurements import Row, Setting, model_config
-from adacc_hf.eval.published.older_versions import as_in
+from adacc_hf.eval.published.older_versions import older_behaviours
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
 
 CHECKPOINTING = ("none", "full")
-"""Every block keeps all that it saves, or runs under torch's checkpoint."""
+"""Modes of checkpointing: no checkpoints, or torch's checkpoint around every block."""
 
 
 def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Request:
-    """What `adacc plan` would be asked for a row, or for a run of a pair."""
+    """Return the request to `adacc plan` for a row, or for a run of a pair."""
     device = find_device(row.device)
     workload = Workload(
         config=model_config(row.model, model_changes),
@@ -35,7 +35,7 @@ def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Req
         compact_rank=row.compact_rank,
         trace=device.trace,
         sharding=Sharding(method=row.sharding, num_devices=row.devices),
-        # Nothing that is predicted depends on the prices of codecs, or on a head that the run did not have.
+        # The predictions depend neither on costs of codecs, nor on a head that the run did not have.
         adacc=AdaccConfig(actions=("retain", "recompute"), head=row.head),
     )
     return Request(
@@ -49,35 +49,40 @@ def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Req
 
 
 def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
-    """The peak of a step of `row`, its moment, what it is made of, and times by the roofline.
+    """Predict the peak of a step of `row`, its moment and parts, and times by the roofline.
 
-    What its meter shows is the peak for a meter of live bytes, and else what the allocator keeps, where that is known.
+    The prediction for a meter of live bytes is the peak. For other meters it is the allocator's kept bytes, if they can
+    be predicted.
     """
-    started = time.process_time()
+    start_s = time.process_time()
     request = request_of(row, model_changes)
-    with as_in(row.older):
+    with older_behaviours(row.older):
         static, profile = training_profile(request)
-        reserved = None if row.counts_live_bytes else allocator_bytes(request, row.checkpointing == "full")
+        reserved_bytes = None if row.counts_live_bytes else allocator_bytes(request, row.checkpointing == "full")
     outcome = outcome_of(profile, row.checkpointing)
     return {
         "status": Status.MEASURED.value,
-        **({"predicted_bytes": outcome.peak_bytes} if reserved is None else _reserved(reserved, outcome)),
+        **(
+            {"predicted_bytes": outcome.peak_bytes}
+            if reserved_bytes is None
+            else _reserved_figures(reserved_bytes, outcome)
+        ),
         "moment": outcome.peak_label,
         "head": profile.head,
         "stored_bytes": outcome.stored_bytes,
         "static": {name: nbytes for name, nbytes in asdict(static).items() if nbytes},
         "step_ms": plain_ms(profile) + outcome.overhead_ms,
-        "cpu_seconds": round(time.process_time() - started, 1),
+        "cpu_seconds": round(time.process_time() - start_s, 1),
     }
 
 
-def _reserved(reserved: int, outcome: Outcome) -> Figures:
-    """What the allocator keeps, and what of it is live at the peak."""
-    return {"predicted_bytes": reserved, "peak_bytes": outcome.peak_bytes}
+def _reserved_figures(reserved_bytes: int, outcome: Outcome) -> Figures:
+    """Return the allocator's kept bytes, and the live bytes at the peak."""
+    return {"predicted_bytes": reserved_bytes, "peak_bytes": outcome.peak_bytes}
 
 
 def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
-    """What a step of `profile` takes in a row's mode of checkpointing."""
+    """Simulate a step of `profile` under a row's mode of checkpointing."""
     if checkpointing == "full":
         return simulate_checkpointed(profile)
     return simulate_policy(profile, uniform_policy(profile, "retain"))

@@ -1,1 +1,1 @@
-"""What runners leave: records, their schemas, and what is drawn and told of them."""
+"""Records of runners: their schemas, reports and plots."""

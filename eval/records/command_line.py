@@ -1,4 +1,4 @@
-"""Options that all runners share, and the parsing of a runner's command line."""
+"""Options that all runners share, and parsing of a runner's command line."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from adacc_hf.reports.run_record import Settings
 
 
 def runner_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `adacc eval NAME`, described by the first line of its module's docstring."""
+    """Return the parser of `adacc eval NAME`, with the first line of its module's docstring as description."""
     return argparse.ArgumentParser(prog=f"adacc eval {name}", description=(doc or "").partition("\n")[0])
 
 
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, clock: bool = False
 ) -> tuple[argparse.Namespace, Settings]:
-    """Add the options that all runners share, `--clock` for those that time something, and read the command line.
+    """Add the options that all runners share, and `--clock` if `clock` is set; parse the command line.
 
-    The record has the runner's name. Raises ValueError for a device that is not there, or a clock that cannot be read.
+    The record is named after the runner. Raise ValueError for a missing device, or a clock that does not fit the
+    settings.
     """
     if clock:
         add_clock(parser)

@@ -1,4 +1,4 @@
-"""The record of a run point by point, so that a run that was cut short goes on where it stopped."""
+"""Records of runs, saved point by point, so that an interrupted run resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from adacc_hf.artifacts.files import read_json, write_json
 from adacc_hf.eval.records.records import Figures, OutOfTimeError, Status
 from adacc_hf.reports.run_record import Settings, make_record, to_json
 
-TRIED_AGAIN = (Status.ERROR.value, Status.TIMEOUT.value)
-"""What may have been the machine's fault."""
+RETRIED_STATUSES = (Status.ERROR.value, Status.TIMEOUT.value)
+"""Statuses of points that are measured again, because the failure may be the machine's."""
 
 
 class RecordError(AdaccError, ValueError):
-    """A record cannot be continued, or another run writes into its folder."""
+    """Error of a record that cannot be continued, or of a folder that another run writes to."""
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Add the option that decides what happens to points that are there already."""
+    """Add the option for points that the record has already."""
     parser.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
-        help="keep the points that the record holds already; --no-resume measures all anew (default: a record of the "
-        "same settings that was cut short is continued)",
+        help="keep the points that the record has already; --no-resume measures all again (default: continue an "
+        "interrupted record of the same settings)",
     )
 
 
 class Ledger:
-    """The points of one run, each saved as soon as it is there."""
+    """Points of one run, each saved as soon as it is measured."""
 
     def __init__(self, settings: Settings, run_info: dict[str, Any], points: dict[str, Figures]) -> None:
         self.settings = settings
@@ -46,14 +46,14 @@ class Ledger:
         self.points = points
         self._longest_s = 0.0
         self.summary: dict[str, Any] = {}
-        """What was worked out from the points, by its name in the record."""
+        """Figures derived from the points, by their keys in the record."""
 
     @classmethod
     def load(cls, path: Path) -> Ledger:
-        """The ledger of a saved record, to report on. Raises RecordError for another kind of file."""
+        """Return the ledger of a saved record, to report on. Raise RecordError for another kind of file."""
         record = read_json(path, RecordError, "record")
         if not _is_ledger(record):
-            raise RecordError(f"{path} is no record with points: name a JSON file that `adacc eval` wrote")
+            raise RecordError(f"{path} is not a record with points: pass a JSON file that `adacc eval` wrote")
         info = record["run_info"]
         shared = {name: info[name] for name in ("runner", "seed", "threads", "device")}
         summary = dict(record["train_info"])
@@ -62,32 +62,33 @@ class Ledger:
         return ledger
 
     def measure(self, key: str, measure: Callable[[], Figures]) -> Figures:
-        """The figures of point `key`: those of the record, or new ones.
+        """Return the figures of point `key` from the record, or measure them.
 
-        Raises OutOfTimeError where they may take longer than the run has left, by the longest point so far.
+        Raise OutOfTimeError if the remaining time is shorter than the longest point so far.
         """
-        if self._is_wanted(key):
+        if self._needs_measuring(key):
             start = time.monotonic()
             if start + self._longest_s > self.settings.until:
-                print(f"the time is over before {key}: the same command goes on from there", file=sys.stderr)
+                print(f"the time is over before {key}: run the same command again to continue", file=sys.stderr)
                 raise OutOfTimeError
             self.points[key] = to_json(measure())
             self._longest_s = max(self._longest_s, time.monotonic() - start)
             self._save("running")
         return self.points[key]
 
-    def _is_wanted(self, key: str) -> bool:
-        """Whether a point is missing. Where time is short, one that failed keeps none of the others from their turn."""
-        has_time = self.settings.until == math.inf
-        return key not in self.points or (has_time and self.points[key].get("status") in TRIED_AGAIN)
+    def _needs_measuring(self, key: str) -> bool:
+        """Return True if the point has to be measured. In a run with a time limit, failed points are not tried
+        again, so that others get time."""
+        is_unlimited = self.settings.until == math.inf
+        return key not in self.points or (is_unlimited and self.points[key].get("status") in RETRIED_STATUSES)
 
     def finish(self, **summary: Any) -> None:
-        """Save the whole record, with what was worked out from the points."""
+        """Save the whole record, with the figures derived from the points."""
         self.summary = to_json(summary)
         self._save("complete")
 
     def publish(self, text: str) -> None:
-        """Save the report beside the record, and print it."""
+        """Save the report next to the record, and print it."""
         path = self.settings.output
         path.with_suffix(".md").write_text(text, encoding="utf-8")
         print(f"{text}\nsaved as {path}")
@@ -99,17 +100,17 @@ class Ledger:
 
 @contextmanager
 def open_ledger(settings: Settings, run_info: dict[str, Any], resume: bool | None) -> Iterator[Ledger]:
-    """The ledger of `settings.output`, whose folder is this run's alone until the end.
+    """Open the ledger of `settings.output`, and lock its folder for this run until the end.
 
-    Raises RecordError if another run has it, or, with `resume`, if the record there has other settings.
+    Raise RecordError if another run has locked the folder, or, with `resume`, if the record there has other settings.
     """
-    with locked(settings.output.parent):
+    with lock_folder(settings.output.parent):
         empty = json.loads(json.dumps(make_record(settings, run_info, {"points": {}}, "running")))
-        yield Ledger(settings, run_info, _kept_points(settings.output, empty, resume))
+        yield Ledger(settings, run_info, _points_to_keep(settings.output, empty, resume))
 
 
-def _kept_points(path: Path, empty: dict[str, Any], resume: bool | None) -> dict[str, Figures]:
-    """The points of the record at `path` that this run keeps; `empty` is the run's own record without any."""
+def _points_to_keep(path: Path, empty: dict[str, Any], resume: bool | None) -> dict[str, Figures]:
+    """Return the points of the record at `path` that this run keeps. `empty` is this run's record without points."""
     if resume is False or not path.is_file():
         return {}
     record = read_json(path, RecordError, "record")
@@ -119,19 +120,21 @@ def _kept_points(path: Path, empty: dict[str, Any], resume: bool | None) -> dict
     if differing:
         raise RecordError(
             f"{path} cannot be continued, because it was measured with another {', '.join(differing)}: "
-            f"set what it was measured with, name another --output, or start over with --no-resume"
+            f"use the same settings, pass another --output, or start over with --no-resume"
         )
     return record["train_info"]["points"]
 
 
 def _differences(record: dict[str, Any], empty: dict[str, Any]) -> list[str]:
-    """The settings and conditions in which two records differ."""
+    """Return the names of settings and conditions in which two records differ."""
     if not _is_ledger(record):
         return ["kind of record"]
     names = sorted(record["run_info"].keys() | empty["run_info"].keys())
-    found = [name for name in names if record["run_info"].get(name) != empty["run_info"].get(name)]
-    found += [n for n in ("commit", "device", "versions") if record["meta_info"][n] != empty["meta_info"][n]]
-    return found
+    names_of_differences = [name for name in names if record["run_info"].get(name) != empty["run_info"].get(name)]
+    names_of_differences += [
+        n for n in ("commit", "device", "versions") if record["meta_info"][n] != empty["meta_info"][n]
+    ]
+    return names_of_differences
 
 
 def _is_ledger(record: Any) -> bool:
@@ -140,15 +143,15 @@ def _is_ledger(record: Any) -> bool:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep `folder` to this process; the lock goes with the process, however it ends. Raises RecordError."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock `folder` for this process; the lock ends with the process. Raise RecordError if another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RecordError(
-            f"another run writes into {folder}: wait for its end, or give this one a folder of its own with --output"
+            f"another run writes into {folder}: wait for its end, or choose another folder with --output"
         ) from None
     else:
         yield

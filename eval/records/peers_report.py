@@ -1,4 +1,4 @@
-"""The comparison with peers as Markdown and as a plot."""
+"""Report of the comparison with peers, as Markdown and as a plot."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GROUPS = {
     "adacc_compiled": "Adacc in torch.compile",
     "adacc": "Adacc",
 }
-"""What is one line in the plot: prefixes of keys, the longer first."""
+"""Lines of the plot, by prefix of the keys; longer prefixes come first."""
 
 MIB = 2**20
 
 
 def report_text(ledger: Ledger) -> str:
-    """A table of all points, two of what is read off them, and the reasons of those that have none."""
+    """Return a table of all points, tables of derived comparisons, and the reasons of points without measurement."""
     info, titles = ledger.run_info, ledger.summary["titles"]
     subject = info["subject"]
     heading = (
@@ -42,12 +42,12 @@ def report_text(ledger: Ledger) -> str:
         parts += [
             "Adacc's tokens/s over those of the fastest peer that needs no more memory:",
             markdown_table([_rivals(row, titles) for row in within]),
-            *_lost(within, titles),
+            *_slower_points(within, titles),
         ]
-    if matched := _matched(ledger):
+    if matched_rows := _matched_rows(ledger):
         parts += [
             "torch.compile against Adacc in torch.compile, which gets the other's measured peak as its budget:",
-            markdown_table(matched),
+            markdown_table(matched_rows),
         ]
     reasons = [f"- {titles[key]}: {p['reason']}" for key, p in ledger.points.items() if "reason" in p]
     return "\n\n".join([*parts, *(["Not measured:", "\n".join(reasons)] if reasons else [])]) + "\n"
@@ -84,12 +84,12 @@ def _rivals(row: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, str]
 
 
 def matched_key(rival: str) -> str:
-    """The key of Adacc's compiled point whose budget is the peak of `rival`."""
+    """Return the key of Adacc's compiled point whose budget is the peak of `rival`."""
     return f"adacc_compiled_within_{rival}"
 
 
-def _matched(ledger: Ledger) -> list[dict[str, str]]:
-    """A row for each pair of compiled points at equal peak."""
+def _matched_rows(ledger: Ledger) -> list[dict[str, str]]:
+    """Return a row for each pair of compiled points with equal peak."""
     rows = []
     for rival, title in ledger.summary["titles"].items():
         pair = [ledger.points.get(key, {}) for key in (rival, matched_key(rival))]
@@ -109,19 +109,19 @@ def _matched(ledger: Ledger) -> list[dict[str, str]]:
     return rows
 
 
-def _lost(within: list[Mapping[str, Any]], titles: Mapping[str, str]) -> Iterator[str]:
-    """Where Adacc is not the fastest."""
+def _slower_points(within: list[Mapping[str, Any]], titles: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line on the points at which Adacc is not the fastest."""
     for kind, note in (
         ("eager", ""),
         ("compiled", " (fused operators, which Adacc has in torch.compile only)"),
     ):
-        lost = [titles[row["adacc"]] for row in within if row[kind] and row[kind]["speed_ratio"] < 1.0]
-        if lost:
-            yield f"Slower than the fastest {kind} peer{note}: {', '.join(lost)}."
+        slower_titles = [titles[row["adacc"]] for row in within if row[kind] and row[kind]["speed_ratio"] < 1.0]
+        if slower_titles:
+            yield f"Slower than the fastest {kind} peer{note}: {', '.join(slower_titles)}."
 
 
 def save_plot(ledger: Ledger) -> None:
-    """Tokens per second against peak, beside the record; points of one method at several settings are joined."""
+    """Plot tokens per second against peak. Points of one method at several settings are joined."""
     series: dict[str, list[tuple[float, float]]] = {}
     for key, title in ledger.summary["titles"].items():
         point = ledger.points[key]

@@ -1,4 +1,4 @@
-"""Plots of records, one file each; needs matplotlib."""
+"""Plots of records, one file each, by matplotlib."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def curves(
     line: str = "-",
     diagonal: bool = False,
 ) -> None:
-    """Write one line with markers per series; `out_of_memory` names the x where a series has no point for that reason.
+    """Plot one line with markers per series; `out_of_memory` has the x of points that a series lacks for this reason.
 
-    A crossed marker on the x axis stands for such a place. With `line` "" the points are not joined, and with
-    `diagonal` a line shows where y equals x. Without matplotlib it says so: the record has the points.
+    A cross on the x axis marks each of these. With `line` "" the points are not joined. With `diagonal` the line y = x
+    is drawn. Without matplotlib, print how to draw the plot later from the record.
     """
     if importlib.util.find_spec("matplotlib") is None:
         print(
-            f"{path} was not drawn, for want of matplotlib: pip install 'adacc-hf[plot]'; the same command with "
-            "--resume draws it from the record",
+            f"{path} was not drawn, because matplotlib is not installed: pip install 'adacc-hf[plot]', and run the "
+            "same command with --resume, which draws it from the record",
             file=sys.stderr,
         )
         return
-    # Not pyplot, whose state would outlive the call; the non-interactive backend needs no display.
+    # pyplot has global state, so it is not used. The non-interactive backend needs no display.
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -55,6 +55,6 @@ def curves(
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")
-    # Text that can be read and searched, and nothing in the file that changes from run to run.
+    # Text stays searchable, and the file is equal from run to run.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "adacc"}):
         figure.savefig(path, metadata={"Date": None})

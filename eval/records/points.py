@@ -1,4 +1,4 @@
-"""All that was measured so far in a folder of records: one text to read, one archive to carry elsewhere."""
+"""All results so far of a folder of records: one text to read, and one archive to transfer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from adacc_hf.eval.records.ledger import RecordError
 from adacc_hf.eval.records.records import describe
 
 ARCHIVE, TEXT = "records.tar.gz", "points.md"
-"""The names of both."""
+"""Names of the archive and the text."""
 
 MOST_CHARACTERS = 300
-"""Of a point whose runner has no table yet."""
+"""Length limit of a point whose runner has no table yet."""
 
 
 def save_points(folder: Path, target: Path) -> None:
-    """Write both into `target`, each in one move: whoever is cut off meanwhile finds those of before."""
+    """Write archive and text into `target`. Each is replaced atomically, so that an interruption leaves the old file
+    intact."""
     target.mkdir(parents=True, exist_ok=True)
     archive = target / f".{ARCHIVE}"
-    with tarfile.open(archive, "w:gz") as packed:
+    with tarfile.open(archive, "w:gz") as tar:
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".json", ".md", ".svg") and path.is_file():
-                packed.add(path, path.relative_to(folder))
+                tar.add(path, path.relative_to(folder))
     archive.replace(target / ARCHIVE)
     text = target / f".{TEXT}"
     text.write_text(points_text(folder), encoding="utf-8")
@@ -34,17 +35,17 @@ def save_points(folder: Path, target: Path) -> None:
 
 
 def restore(archive: Path, folder: Path) -> None:
-    """Unpack an archive of records into `folder`. Raises RecordError for another kind of file."""
+    """Unpack an archive of records into `folder`. Raise RecordError for another kind of file."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise RecordError(f"{archive} is no archive of records: name the {ARCHIVE} of an earlier slice") from error
+        raise RecordError(f"{archive} is not an archive of records: pass the {ARCHIVE} of an earlier slice") from error
 
 
 def points_text(folder: Path) -> str:
-    """The table of each record that is complete, and the points of those that are not, the oldest first."""
+    """Return the tables of complete records and the points of the others, the oldest record first."""
     paths = sorted(folder.rglob("*.json"), key=lambda path: path.stat().st_mtime)
     return "\n\n".join(text for path in paths for text in _record_text(path)) + "\n"
 
@@ -63,8 +64,8 @@ def _record_text(path: Path) -> Iterator[str]:
     yield "\n".join(f"- {key}: {_point_text(point)}" for key, point in points.items()) or "nothing yet"
 
 
-def _compared(point: dict[str, Any]) -> str:
-    """How the point compares with plain training and checkpointing in the same rounds."""
+def _comparison_text(point: dict[str, Any]) -> str:
+    """Describe the ratios to plain training and checkpointing in the same rounds."""
     text = ""
     if "over_checkpointing" in point:
         text += f", {point['over_checkpointing']['median']:.3f} x checkpointing"
@@ -80,7 +81,7 @@ def _point_text(point: dict[str, Any]) -> str:
         cells = describe(point)
         retries = point.get("num_alloc_retries")
         text = f", {retries} allocator retries while timed" if retries else ""
-        return f"{cells['tokens/s']} tokens/s, peak {cells['peak'] or 'not measured'}{_compared(point)}{text}"
+        return f"{cells['tokens/s']} tokens/s, peak {cells['peak'] or 'not measured'}{_comparison_text(point)}{text}"
     if "reason" in point:
         return f"{point['status']}: {point['reason'][:MOST_CHARACTERS]}"
     return json.dumps(point)[:MOST_CHARACTERS]

@@ -1,7 +1,7 @@
-"""JSON Schema of records: the frame, and the figures by their names.
+"""JSON Schema of records: their structure, and figures by their names.
 
-All runners share one vocabulary: a name that ends in _bytes is a count of bytes, one in _ms a time, and so on.
-A figure that is missing shows when the table is made from the record.
+All runners share one vocabulary: a name that ends in _bytes is a count of bytes, in _ms a time, and so on. A missing
+figure is noticed when the table is rendered from the record.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def nullable(schema: Schema) -> Schema:
 
 
 def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """An object with just these members."""
+    """Return the schema of an object with exactly these members."""
     members = {**required, **(optional or {})}
     return {"type": "object", "properties": members, "required": list(required), "additionalProperties": False}
 
 
 def mapping(schema: Schema) -> Schema:
-    """An object whose members, by any name, are all like this."""
+    """Return the schema of an object whose members, with any name, all have this schema."""
     return {"type": "object", "additionalProperties": schema}
 
 
@@ -73,7 +73,7 @@ STATUS: Schema = {
         "then": {"required": ["reason"], "properties": {"status": {"enum": [status.value for status in Status]}}},
     },
 }
-"""Schema of a status: a point that was not measured has a reason, a measured one has none."""
+"""Schema of a status: a measured point has no reason, any other point has one."""
 
 DEFINITIONS: Schema = {
     "figures": {"type": "object", "patternProperties": NAMES, "additionalProperties": ANY, "allOf": [STATUS]},
@@ -113,13 +113,13 @@ RECORD: Schema = {
 
 
 def need_jsonschema() -> None:
-    """Raise ValueError where no record can be checked, before hours are measured for it."""
+    """Raise ValueError if records cannot be checked, before hours of measurements."""
     if importlib.util.find_spec("jsonschema") is None:
-        raise ValueError("records are checked with jsonschema: pip install 'adacc-hf[eval]'")
+        raise ValueError("checking records needs jsonschema: pip install 'adacc-hf[eval]'")
 
 
 def check_record(content: Any) -> None:
-    """Raises jsonschema.ValidationError, which names the place, for a record that is not as runners leave it."""
+    """Raise jsonschema.ValidationError, which names the place, for a record without the structure of runner records."""
     import jsonschema
 
     jsonschema.validate(content, RECORD, cls=jsonschema.Draft202012Validator)

@@ -1,4 +1,4 @@
-"""Two ways to compare a curve of (peak, speed) with a point: speed at equal peak, and peak at equal speed."""
+"""Comparisons of a curve of (peak, speed) with a point: speed at equal peak, and peak at equal speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A method's measured peak and speed."""
+    """Measured peak and speed of a method."""
 
     name: str
     peak_bytes: float
@@ -20,18 +20,18 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A curve beside one peer; None where the curve does not reach."""
+    """Comparison of a curve with one peer. Ratios are None outside the range of the curve."""
 
     peer: str
     compiled: bool
     speed_ratio: float | None
-    """The curve's speed at the peer's peak, over the peer's."""
+    """The curve's speed at the peer's peak, divided by the peer's speed."""
     peak_ratio: float | None
-    """The curve's peak at the peer's speed, over the peer's."""
+    """The curve's peak at the peer's speed, divided by the peer's peak."""
 
 
 def compare(curve: Sequence[Point], peers: Sequence[Point]) -> list[Comparison]:
-    """The best that the curve's points and mixtures of neighbours do, beside each peer."""
+    """Compare each peer with the best points of the curve, and with mixtures of neighbouring points."""
     best = frontier(curve)
     rows = []
     for peer in peers:
@@ -48,24 +48,25 @@ def compare(curve: Sequence[Point], peers: Sequence[Point]) -> list[Comparison]:
 
 
 def fastest_within(points: Sequence[Point], peak_bytes: float) -> Point | None:
-    """The fastest point that needs no more memory; None if all need more."""
+    """Return the fastest point with at most `peak_bytes`, None if all points need more."""
     fitting = [point for point in points if point.peak_bytes <= peak_bytes]
     return max(fitting, key=lambda point: point.speed, default=None)
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in both peak and speed, by rising peak and so by rising speed."""
-    kept: list[Point] = []
+    """Return the Pareto-optimal points by rising peak, and so by rising speed."""
+    optimal_points: list[Point] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, -point.speed)):
-        if not kept or point.speed > kept[-1].speed:
-            kept.append(point)
-    return kept
+        if not optimal_points or point.speed > optimal_points[-1].speed:
+            optimal_points.append(point)
+    return optimal_points
 
 
 def speed_at(best: Sequence[Point], peak_bytes: float) -> float | None:
-    """The speed that a frontier has at a peak; None below its least peak. More memory than its most changes nothing.
+    """Return the speed of a frontier at a peak, None below its least peak. Above its largest peak the speed is
+    constant.
 
-    Example: between (peak 10, speed 1) and (peak 20, speed 3) it is 2 at peak 15; it is 3 at peak 30.
+    Example: between (peak 10, speed 1) and (peak 20, speed 3) the speed is 2 at peak 15; at peak 30 it is 3.
     """
     if not best or peak_bytes < best[0].peak_bytes:
         return None
@@ -77,7 +78,8 @@ def speed_at(best: Sequence[Point], peak_bytes: float) -> float | None:
 
 
 def peak_at(best: Sequence[Point], speed: float) -> float | None:
-    """The peak at which a frontier has a speed; None above its greatest. Slower than its least changes nothing."""
+    """Return the peak of a frontier at a speed, None above its largest speed. Below its least speed the peak is
+    constant."""
     if not best or speed > best[-1].speed:
         return None
     for left, right in pairwise(best):

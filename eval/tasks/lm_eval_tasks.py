@@ -1,6 +1,6 @@
-"""The data sets of the paper's Table 4, and cloze passages, as tasks of lm-eval: from the hub or from local files.
+"""Data sets of the paper's Table 4, and cloze passages, as tasks of lm-eval: from the hub or from local files.
 
-Prompts, targets and metrics are lm-eval's own definitions; only where the rows come from is ours to say.
+Prompts, targets and metrics are lm-eval's own definitions. Only the origin of the rows is set here.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSource:
-    """Where a task is defined, and what a local copy of its rows looks like."""
+    """lm-eval's definition of a task, and the format of a local copy of its rows."""
 
     definition: str
     """lm-eval's file, below its folder `tasks`."""
     split: str
-    """The split that is evaluated, which names the local file."""
+    """Split that is evaluated. The local file has its name."""
     columns: tuple[str, ...]
-    """Those that prompt and target are made of."""
+    """Columns that prompt and target use."""
 
 
 LAMBADA = TaskSource(definition="lambada/lambada_openai.yaml", split="test", columns=("text",))
@@ -47,40 +47,42 @@ SOURCES = {
 PAPER_TASKS = tuple(SOURCES)
 CLOZE = "cloze"
 CLOZE_FILE = "cloze.jsonl"
-"""The passages' name in the run folder of a recipe."""
+"""Name of the file of passages in the run folder of a recipe."""
 
 
 def load_tasks(names: Sequence[str], data_dir: Path | None) -> dict[str, ConfigurableTask]:
-    """The named data sets: rows of `data_dir`/<name>/<split>.jsonl or .parquet; without `data_dir`, the hub's.
+    """Return the named data sets, with rows of `data_dir`/<name>/<split>.jsonl or .parquet; without `data_dir`, of the
+    hub.
 
-    Raises ValueError for an unknown name, wrong rows, or a hub that cannot be reached; FileNotFoundError for no file.
+    Raise ValueError for an unknown name, wrong rows or an unreachable hub, and FileNotFoundError for a missing file.
     """
     for name in names:
         if name not in SOURCES:
             raise ValueError(f"--tasks={name} is unknown; choose from {', '.join(PAPER_TASKS)}")
     if data_dir is None:
         return {name: _hub_task(name) for name in names}
-    files = {name: local_files(data_dir, name) for name in names}  # all are looked for before any is read
+    files = {name: local_files(data_dir, name) for name in names}  # all must exist before the first is read
     return {name: _local_task(name, SOURCES[name], files[name]) for name in names}
 
 
 def cloze_task(passages: Path) -> ConfigurableTask:
-    """The task of guessing the last word of each {"text": passage}, defined and counted as LAMBADA is."""
+    """Return the task of predicting the last word of each {"text": passage}, with the definition and metrics of
+    LAMBADA."""
     if not passages.is_file():
         raise FileNotFoundError(
-            f"--passages={passages} does not exist; see `adacc eval cloze --help` for how to make it"
+            f"--passages={passages} does not exist; see `adacc eval cloze --help` for how to create it"
         )
     return _local_task(CLOZE, LAMBADA, [passages])
 
 
 def local_files(data_dir: Path, name: str) -> list[Path]:
-    """The local copy of a data set: one .jsonl, one .parquet, or the hub's numbered .parquet parts."""
+    """Return the files of a local data set: one .jsonl, one .parquet, or the hub's numbered .parquet parts."""
     folder, split = data_dir / name, SOURCES[name].split
     for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*-of-*.parquet"):
         if files := sorted(folder.glob(pattern)):
             return files
     raise FileNotFoundError(
-        f"--data_dir={data_dir} holds neither {name}/{split}.jsonl nor {name}/{split}.parquet; put the data set's "
+        f"--data_dir={data_dir} has neither {name}/{split}.jsonl nor {name}/{split}.parquet; put the data set's "
         f"rows there in the hub's schema, or leave {name} out of --tasks"
     )
 
@@ -96,7 +98,7 @@ def _local_task(name: str, source: TaskSource, files: list[Path]) -> Configurabl
             "dataset_path": kind,
             "dataset_name": None,
             "dataset_kwargs": {"data_files": data_files},
-            # Declared in the definitions, though nothing is read from them without examples in the prompt.
+            # The definitions declare these splits, but without examples in the prompt nothing is read from them.
             "training_split": None,
             "validation_split": source.split if source.split == "validation" else None,
         },
@@ -104,7 +106,8 @@ def _local_task(name: str, source: TaskSource, files: list[Path]) -> Configurabl
 
 
 def _check_rows(name: str, source: TaskSource, kind: str, data_files: dict[str, list[str]]) -> None:
-    """Raises ValueError where lm-eval would only stumble over the first row. The rows are cached, and read once."""
+    """Raise ValueError for wrong rows, which lm-eval would report only at the first row. The rows are cached, so
+    they are read once."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
@@ -115,10 +118,10 @@ def _check_rows(name: str, source: TaskSource, kind: str, data_files: dict[str, 
         rows = load_dataset(kind, data_files=data_files, split=source.split)
     except DatasetGenerationError as error:
         raise ValueError(f"{first_file} could not be read as {kind} rows: {error.__cause__ or error}") from error
-    if missing := [column for column in source.columns if column not in rows.column_names]:
+    if missing_columns := [column for column in source.columns if column not in rows.column_names]:
         raise ValueError(
-            f"{first_file} has no {', '.join(missing)} (it has {', '.join(rows.column_names)}); {name} needs rows with "
-            f"{', '.join(source.columns)}, as on the hub"
+            f"{first_file} has no {', '.join(missing_columns)} (it has {', '.join(rows.column_names)}); {name} needs "
+            f"rows with {', '.join(source.columns)}, as on the hub"
         )
 
 
@@ -134,7 +137,8 @@ def _hub_task(name: str) -> ConfigurableTask:
 
 
 def _task(name: str, source: TaskSource, changes: dict[str, Any]) -> ConfigurableTask:
-    """lm-eval's definition with `changes`, zero-shot; made directly, because lm-eval's index of all tasks takes 5 s."""
+    """Return lm-eval's definition with `changes`, zero-shot. It is built directly, because lm-eval's index of all
+    tasks takes 5 s."""
     from lm_eval.api.task import ConfigurableTask
 
     definition = yaml.safe_load((definitions_folder() / source.definition).read_text(encoding="utf-8"))
@@ -142,8 +146,8 @@ def _task(name: str, source: TaskSource, changes: dict[str, Any]) -> Configurabl
 
 
 def definitions_folder() -> Path:
-    """Where lm-eval keeps its tasks. Raises ValueError where it is not installed."""
-    found = importlib.util.find_spec("lm_eval")
-    if found is None or found.origin is None:
+    """Return lm-eval's folder of tasks. Raise ValueError if lm-eval is not installed."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
         raise ValueError("this runner needs lm-eval: pip install 'adacc-hf[eval]'")
-    return Path(found.origin).parent / "tasks"
+    return Path(spec.origin).parent / "tasks"

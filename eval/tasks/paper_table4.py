@@ -10,7 +10,7 @@ PAPER_METHODS = {
     "adacc": "Adacc",
     "adacc_no_outlier": "Adacc w/o outlier",
 }
-"""The paper's titles by our names; it has no row for full checkpointing, which changes no gradient."""
+"""The paper's titles by our method names. The paper has no row for full checkpointing, which changes no gradient."""
 
 PAPER_COLUMNS = ("lambada_openai", "arc_easy", "sciq", "swag", "Ave.")
 
@@ -40,14 +40,14 @@ PAPER_TABLE4: dict[tuple[str, int], dict[str, tuple[float | None, ...]]] = {
         "adacc_no_outlier": (57.32, 43.77, 75.10, 40.17, 54.09),
     },
 }
-"""By model and batch size, in the order of PAPER_COLUMNS; None where the paper prints a dash.
+"""Accuracies by model and batch size, in the order of PAPER_COLUMNS. None where the paper prints a dash.
 
 The paper's mean counts a dash as 0.
 """
 
 
 def paper_figures() -> dict[str, dict[str, dict[str, float | None]]]:
-    """The paper's table for a record: by model and batch size, by method, by column."""
+    """Return the paper's table for a record: by model and batch size, by method, by column."""
     return {
         f"{size}, batch {batch}": {
             method: dict(zip(PAPER_COLUMNS, values, strict=True)) for method, values in methods.items()
@@ -57,7 +57,7 @@ def paper_figures() -> dict[str, dict[str, dict[str, float | None]]]:
 
 
 def paper_table_text() -> str:
-    """The paper's table as Markdown."""
+    """Return the paper's table as Markdown."""
     return markdown_table(
         [
             {"paper": f"{size}, batch {batch}, {PAPER_METHODS[method]}"}

@@ -1,4 +1,4 @@
-"""Scores of one model on several tasks as points of a record: what was asked, what is missing, how it reads."""
+"""Scores of one model on several tasks as points of a record: options, conditions, missing scores, and formatting."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def add_scoring(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--limit",
         type=positive_int,
-        help="rows of each task, the first ones; the record is marked, for trying out only",
+        help="use only the first rows of each task, for tests; the record notes the limit",
     )
     add_resume(parser)
     add_settings(parser, name)
 
 
 def task_info(tasks: Tasks, limit: int | None) -> dict[str, Any]:
-    """What scores depend on besides the model, so that a record of other rows is not gone on with."""
+    """Return the conditions of scores other than the model, so that a record of other rows is not continued."""
     return {
         "tasks": {name: {"version": task.VERSION, "rows_sha256": rows_digest(task)} for name, task in tasks.items()},
         "num_fewshot": 0,
@@ -45,7 +45,7 @@ def task_info(tasks: Tasks, limit: int | None) -> dict[str, Any]:
 
 
 def rows_digest(task: ConfigurableTask) -> str:
-    """SHA-256 over the rows that are evaluated, wherever they came from."""
+    """Return the SHA-256 of the evaluated rows, independent of their origin."""
     digest = hashlib.sha256()
     for row in task.eval_docs:
         digest.update(json.dumps(row, sort_keys=True).encode())
@@ -53,7 +53,7 @@ def rows_digest(task: ConfigurableTask) -> str:
 
 
 def score_missing(ledger: Ledger, prefix: str, source: ModelSource, tasks: Tasks, limit: int | None) -> None:
-    """Leave a point <prefix><task> for every task; the model is loaded only if one is missing."""
+    """Measure a point <prefix><task> for every task. The model is loaded only if a point is missing."""
     if all(f"{prefix}{name}" in ledger.points for name in tasks):
         return
     with language_model(source) as model:
@@ -66,7 +66,7 @@ def _point(model: HFLM, task: ConfigurableTask, limit: int | None) -> dict[str, 
 
 
 def percent(figures: Mapping[str, Any], column: str = "acc") -> str:
-    """A share with its standard error, in percent, as a table shows it.
+    """Format a share with its standard error, in percent, for a table.
 
     Example: "39.56 ± 1.00"; without a standard error "39.56"; "" for a share that the task does not have.
     """
@@ -77,7 +77,7 @@ def percent(figures: Mapping[str, Any], column: str = "acc") -> str:
 
 
 def limit_note(limit: int | None) -> str:
-    """One line that says what a limit makes of the scores; nothing without one."""
+    """Return a note that the scores are limited, "" without a limit."""
     return (
         "" if limit is None else f"LIMITED to the first {limit} rows of each task: not to be compared with whole sets"
     )

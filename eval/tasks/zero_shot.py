@@ -1,4 +1,4 @@
-"""Zero-shot accuracy of a model by lm-eval's Python API: a typed answer, and a model that is left as it was."""
+"""Zero-shot accuracy of a model by lm-eval's Python API, with typed results. The model's state is restored."""
 
 from __future__ import annotations
 
@@ -19,57 +19,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """What a model reaches on one data set; shares are fractions."""
+    """Scores of a model on one data set; shares are fractions."""
 
     acc: float
-    """Share of the rows whose right choice is the likeliest; for lambada, whose last word is greedily predicted."""
+    """Share of the rows whose correct choice has the highest likelihood; for lambada, whose last word is the greedy
+    prediction."""
     acc_stderr: float | None
     """Standard error of `acc`; None for a single row."""
     acc_norm: float | None
-    """As `acc`, by log-likelihood per character; None for lambada, which has no choices."""
+    """Like `acc`, by log-likelihood per character. None for lambada, which has no choices."""
     perplexity: float | None
-    """Of lambada's last words; None for the others, and where it is not finite (a model that diverged)."""
+    """Perplexity of lambada's last words. None for other tasks, and if it is not finite (a diverged model)."""
     num_samples: int
-    """Rows that were evaluated: under a limit, fewer than there are."""
+    """Number of evaluated rows, at most the limit."""
     num_samples_original: int
     num_fewshot: int
     version: float
-    """Of lm-eval's definition of the task."""
+    """Version of lm-eval's task definition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model to evaluate: a checkpoint folder or hub id, or a model in memory with its tokenizer."""
+    """Model to evaluate: a checkpoint folder or hub id, or a model in memory with its tokenizer."""
 
     model: str | Path | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Needed with a model in memory, and only there."""
+    """Required with a model in memory, unused otherwise."""
     device: str = "cpu"
-    """Where a checkpoint is loaded to, in the dtype that it was saved in; a model in memory stays where it is."""
+    """Device that a checkpoint is loaded to, in its saved dtype. A model in memory stays on its device."""
     batch_size: int = 8
 
 
 def evaluate(
     source: ModelSource, tasks: Mapping[str, ConfigurableTask], limit: int | None = None
 ) -> dict[str, TaskScore]:
-    """The scores on all tasks, those of `lm_eval_tasks.load_tasks` say."""
+    """Return the scores on all tasks, for example those of `lm_eval_tasks.load_tasks`."""
     with language_model(source) as model:
         return {name: score(model, task, limit) for name, task in tasks.items()}
 
 
 @contextmanager
 def language_model(source: ModelSource) -> Iterator[HFLM]:
-    """The model as lm-eval takes it, in eval mode; one in memory is back in its own mode afterwards."""
+    """Wrap the model for lm-eval, in eval mode. A model in memory gets its own modes back afterwards."""
     from lm_eval.models.huggingface import HFLM
 
     if not isinstance(source.model, PreTrainedModel):
-        yield _loaded(source)
+        yield _load_model(source)
         return
     if source.tokenizer is None:
         raise ValueError("tokenizer=None: a model in memory needs its tokenizer; pass the one it was trained with")
     modes = {module: module.training for module in source.model.modules()}
     try:
-        # A copy, because a padding token is chosen where there is none.
+        # A copy, because lm-eval sets a padding token if there is none.
         tokenizer = copy.deepcopy(source.tokenizer)
         yield HFLM(pretrained=source.model, tokenizer=tokenizer, batch_size=source.batch_size)
     finally:
@@ -77,7 +78,7 @@ def language_model(source: ModelSource) -> Iterator[HFLM]:
             module.training = training
 
 
-def _loaded(source: ModelSource) -> HFLM:
+def _load_model(source: ModelSource) -> HFLM:
     from lm_eval.models.huggingface import HFLM
 
     try:
@@ -85,16 +86,16 @@ def _loaded(source: ModelSource) -> HFLM:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"--model={source.model} could not be loaded with its tokenizer: {reason} Name a folder with both"
+            f"--model={source.model} could not be loaded with its tokenizer: {reason} Pass a folder with both"
         ) from error
 
 
 def score(model: HFLM, task: ConfigurableTask, limit: int | None = None) -> TaskScore:
-    """The score on one task, or on its first `limit` rows; nothing in it is random."""
+    """Return the score on one task, or on its first `limit` rows. The result is deterministic."""
     import lm_eval
 
     name = task.config.task
-    # Without its bootstrap: that is for perplexity only, and forks one process per core.
+    # Without lm-eval's bootstrap, which serves only perplexity and forks one process per core.
     answer = lm_eval.evaluate(
         model, {"tasks": {name: task}, "groups": {}}, limit=limit, bootstrap_iters=0, log_samples=False
     )
@@ -102,7 +103,8 @@ def score(model: HFLM, task: ConfigurableTask, limit: int | None = None) -> Task
 
 
 def accuracy_stderr(acc: float, num_samples: int) -> float | None:
-    """The standard error of a share of `num_samples` rows, from the sample's variance as lm-eval's own; None for one.
+    """Return the standard error of a share of `num_samples` rows, from the sample variance as in lm-eval; None for one
+    row.
 
     Example: 1 of 4 rows is right: the variance is 0.25 * 0.75 * 4/3 = 1/4, the standard error sqrt(1/4 / 4) = 1/4.
     """

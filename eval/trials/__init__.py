@@ -1,1 +1,1 @@
-"""What is measured, and how: models and batches, methods, gates before the clock, and processes of their own."""
+"""Parts of measurements: models and batches, methods, gradient checks before timing, and isolated processes."""

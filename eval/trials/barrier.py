@@ -1,7 +1,7 @@
-"""The gate before the clock: a method must train with the gradients that it promises.
+"""Gradient check before timing: a method must train with the gradients that it promises.
 
-The reference are the gradients of plain training on the same model and batch, or those of HF gradient checkpointing
-where plain training does not fit, or those of fewer sequences where that does not fit either.
+The reference gradients are plain training's on the same model and batch. If plain training does not fit into memory,
+they are HF gradient checkpointing's; if that does not fit either, the batch is reduced to fewer sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials.contenders import GATE_STEPS
 from adacc_hf.eval.trials.gradients import (
     MAX_GRADIENT_ERROR,
@@ -27,37 +27,39 @@ from adacc_hf.eval.trials.gradients import (
     in_host_memory,
     relative_error,
 )
-from adacc_hf.eval.trials.methods import Installed, Promise
+from adacc_hf.eval.trials.methods import InstalledMethod, Promise
 from adacc_hf.eval.trials.model_under_test import Subject, first_sequences
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import is_out_of_memory
 
 LOSS_CHANGE = 0.02
-"""How far the loss is moved each way to compare its slope with the gradient: far above the rounding of a float32 loss
-(1e-6), and small beside the loss itself."""
+"""Change of the loss, in each direction, for comparing its slope with the gradient: far above the rounding of a
+float32 loss (1e-6), and small compared with the loss."""
 
 MAX_SLOPE_ERROR = 0.05
-"""Relative. Third derivatives give about 0.01 at LOSS_CHANGE; a backward that drew other dropout masks than its
-forward is off by 0.1 and more."""
+"""Bound on the relative error of the slope. Third derivatives cause about 0.01 at LOSS_CHANGE; a backward whose
+dropout masks differ from its forward's causes 0.1 and more."""
 
 MAX_LOSS_DIFFERENCE = 0.02
-"""Relative, between losses under different dropout masks, whose own spread is below 0.01 for a batch of 1000 tokens."""
+"""Bound on the relative difference of losses under different dropout masks, whose spread is below 0.01 for a batch
+of 1000 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What plain training gives."""
+    """Reference gradients, and their noise."""
 
     name: str
     batch: Batch
     gradients: Gradients
     noise: float
-    """The most that the gradients of runs of the same step are off from the first's, relatively."""
+    """Largest relative difference of the gradients of repeated runs from those of the first run."""
 
 
 def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:
-    """The reference at the most sequences that fit. Raises torch.OutOfMemoryError if one sequence does not."""
+    """Return the reference at the largest number of sequences that fits. Raise torch.OutOfMemoryError if one does
+    not fit."""
     last: RuntimeError | None = None
     for count in halvings(len(batch["input_ids"])):
         part = first_sequences(batch, count)
@@ -80,12 +82,14 @@ def _measured_reference(subject: Subject, model: PreTrainedModel, batch: Batch, 
     if name != "plain":
         switch_checkpointing(model, on=True)
     first = in_host_memory(step_gradients(subject, model, model, batch))
-    others = (step_gradients(subject, model, model, batch) for _ in range(NOISE_RUNS - 1))
-    return Reference(name=name, batch=batch, gradients=first, noise=max(relative_error(first, one) for one in others))
+    repeated_runs = (step_gradients(subject, model, model, batch) for _ in range(NOISE_RUNS - 1))
+    return Reference(
+        name=name, batch=batch, gradients=first, noise=max(relative_error(first, other) for other in repeated_runs)
+    )
 
 
 def halvings(count: int) -> Iterator[int]:
-    """`count` and its halves, down to 1."""
+    """Yield `count` and its halves, down to 1."""
     while count >= 1:
         yield count
         count //= 2
@@ -96,52 +100,65 @@ def step_gradients(subject: Subject, model: nn.Module, call: Any, batch: Batch) 
     return compute_gradients(model, batch, subject.seed, partial(subject.loss, call))
 
 
-def check(subject: Subject, model: nn.Module, installed: Installed, reference: Reference) -> dict[str, Any]:
-    """What the gate measured, over steps from the first to the steady state. Raises RedGateError."""
+def check(subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference) -> dict[str, Any]:
+    """Check the gradients over steps from the first to the steady state, and return the figures.
+
+    Raise WrongResultError if the method does not keep its promise.
+    """
     worst = max(_step_error(subject, model, installed, reference, step) for step in range(GATE_STEPS))
-    measured = "slope_error" if installed.promise.is_own else "gradient_error"
+    error_name = "slope_error" if installed.promise.is_own else "gradient_error"
     sequences = len(reference.batch["input_ids"])
-    return {"promise": installed.promise.value, "reference": reference.name, "sequences": sequences, measured: worst}
+    return {"promise": installed.promise.value, "reference": reference.name, "sequences": sequences, error_name: worst}
 
 
-def _step_error(subject: Subject, model: nn.Module, installed: Installed, reference: Reference, step: int) -> float:
-    """How far the gradient of one step is off; the step's gradients are gone before the next. Raises RedGateError."""
-    found = step_gradients(subject, model, installed.call, reference.batch)
+def _step_error(
+    subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, step: int
+) -> float:
+    """Return the gradient error of one step. Raise WrongResultError.
+
+    The step's gradients are freed before the next step.
+    """
+    gradients = step_gradients(subject, model, installed.call, reference.batch)
     if installed.promise.is_own:
-        return _check_own_loss(subject, model, installed, reference, in_host_memory(found))
+        return _check_own_loss(subject, model, installed, reference, in_host_memory(gradients))
     return checked_error(
         reference.gradients,
-        found,
+        gradients,
         noise=reference.noise,
         rounding=ROUNDING[subject.precision] if installed.other_sums or subject.device == "cuda" else 0.0,
         is_lossy=installed.promise is Promise.LOSSY,
-        what=f"step {step + 1}, beside {reference.name}",
+        label=f"step {step + 1}, compared with {reference.name}",
     )
 
 
 def _check_own_loss(
-    subject: Subject, model: nn.Module, installed: Installed, reference: Reference, found: Gradients
+    subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, gradients: Gradients
 ) -> float:
-    """The relative error of the gradient as the slope of the loss it belongs to, under the same dropout masks.
+    """Return the relative error of the gradient as the slope of its own loss, under the same dropout masks.
 
-    Noise of relative size e in a gradient changes the slope along it by e squared: across the true gradient it adds to
-    the step and not to the loss.
+    Noise of relative size e in a gradient changes the slope along the gradient by e squared: the component of the noise
+    across the true gradient lengthens the step, and does not change the loss.
     """
     expected = reference.gradients.loss
-    if not abs(found.loss - expected) <= MAX_LOSS_DIFFERENCE * abs(expected):
-        raise RedGateError(f"the loss {found.loss:.4f} is not that of {reference.name}, {expected:.4f}")
-    squared_norm = float(sum(gradient.double().square().sum() for gradient in found.by_name.values()))
+    if not abs(gradients.loss - expected) <= MAX_LOSS_DIFFERENCE * abs(expected):
+        raise WrongResultError(
+            f"the loss {gradients.loss:.4f} differs from {expected:.4f}, the loss of {reference.name}, by more than "
+            f"{MAX_LOSS_DIFFERENCE:.0%}"
+        )
+    squared_norm = float(sum(gradient.double().square().sum() for gradient in gradients.by_name.values()))
     step = LOSS_CHANGE / squared_norm
     losses = []
-    for sign in (1.0, -2.0):  # to one side, from there to the other, and back below
-        _move(model, found, sign * step)
+    for sign in (1.0, -2.0):  # one step to one side, from there two to the other side, and below back again
+        _move(model, gradients, sign * step)
         torch.manual_seed(subject.seed)
         losses.append(float(subject.loss(installed.call, reference.batch).detach()))
-    _move(model, found, step)
+    _move(model, gradients, step)
     error = abs((losses[0] - losses[1]) / (2 * LOSS_CHANGE) - 1.0)
-    allowed = MAX_SLOPE_ERROR + (MAX_GRADIENT_ERROR**2 if installed.promise is Promise.OWN_LOSSY else 0.0)
-    if not error <= allowed:
-        raise RedGateError(f"the gradient is not the slope of the loss: relative error {error:.3g}, allowed {allowed}")
+    max_error = MAX_SLOPE_ERROR + (MAX_GRADIENT_ERROR**2 if installed.promise is Promise.OWN_LOSSY else 0.0)
+    if not error <= max_error:
+        raise WrongResultError(
+            f"the gradient is not the slope of the loss: relative error {error:.3g}, allowed {max_error}"
+        )
     return error
 
 

@@ -1,8 +1,8 @@
-"""Every way to compress that the gradient-error table compares, and how each is put around a model.
+"""Compression schemes that the gradient-error table compares, and their application to a model.
 
-By codec: every float tensor that a block saves, whatever its size, goes through that one codec in a plain pair of
-saved-tensor hooks. Parameters are left alone and masks kept exactly, as they are under every scheme. "layer-specific":
-the paper's scheme (section 3.2), as a policy that the executor runs.
+Schemes of one codec: plain saved-tensor hooks send every float tensor that a block saves, of any size, through that
+codec. Under every scheme parameters stay as they are, and masks are stored exactly. "layer-specific": the paper's
+scheme (section 3.2), as a policy that the executor runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """A codec, or the layer-specific mixture of codecs, with its options; None where there is no such option."""
+    """Codec, or the layer-specific mixture of codecs, with its options. None if the codec does not have the option."""
 
     name: str
     scale: str | None = None
@@ -42,12 +42,12 @@ class Scheme:
 
     @property
     def options(self) -> dict[str, Any]:
-        given = {"scale": self.scale, "group_size": self.group_size, "rounding": self.rounding}
-        return {name: value for name, value in given.items() if value is not None}
+        fields = {"scale": self.scale, "group_size": self.group_size, "rounding": self.rounding}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def codec_schemes() -> list[Scheme]:
-    """Every lossy codec with every combination of the options that it has."""
+    """Return every lossy codec with every combination of its options."""
     lossy = [name for name in list_codecs() if not get_codec(name).lossless]
     schemes = [scheme for name in lossy for scheme in _variants(name, set(get_codec(name).options))]
     plain_groups = [replace(scheme, name=NO_OUTLIERS) for scheme in schemes if scheme.name == "outlier_int4"]
@@ -55,25 +55,28 @@ def codec_schemes() -> list[Scheme]:
 
 
 def layer_specific_schemes() -> list[Scheme]:
-    """The scales are those of the symmetric codecs; asymmetric_int4 has "range15" wherever they are not the paper's."""
+    """Return the layer-specific schemes with every combination of options.
+
+    The scales are those of the symmetric codecs. If the scale is not the paper's, asymmetric_int4 has "range15".
+    """
     return [
         Scheme(name=LAYER_SPECIFIC, scale=scale, group_size=group_size, rounding=rounding)
         for scale, rounding, group_size in product(("paper", "signed", "max7"), ROUNDINGS, GROUP_SIZES)
     ]
 
 
-def _variants(codec: str, known: set[str]) -> Iterator[Scheme]:
-    scales = SCALES if "scale" in known else (None,)
-    roundings = ROUNDINGS if "rounding" in known else (None,)
-    group_sizes = GROUP_SIZES if "group_size" in known else (None,)
+def _variants(codec: str, option_names: set[str]) -> Iterator[Scheme]:
+    scales = SCALES if "scale" in option_names else (None,)
+    roundings = ROUNDINGS if "rounding" in option_names else (None,)
+    group_sizes = GROUP_SIZES if "group_size" in option_names else (None,)
     for scale, rounding, group_size in product(scales, roundings, group_sizes):
         scheme = Scheme(name=codec, scale=scale, group_size=group_size, rounding=rounding)
-        if takes(codec, scheme.options):
+        if accepts_options(codec, scheme.options):
             yield scheme
 
 
-def takes(codec: str, options: dict[str, Any]) -> bool:
-    """Whether these values are in the codec's range: each has scales of its own."""
+def accepts_options(codec: str, options: dict[str, Any]) -> bool:
+    """Return True if the codec accepts these option values. Each codec has scales of its own."""
     try:
         get_codec(codec, **options)
     except ValueError:
@@ -82,7 +85,7 @@ def takes(codec: str, options: dict[str, Any]) -> bool:
 
 
 def with_options(policy: Policy, scheme: Scheme) -> Policy:
-    """`policy` with the scheme's options in the place of each codec's own, where it takes them."""
+    """Return `policy` with the scheme's options replacing those of each codec that accepts them."""
     plans = tuple(
         replace(plan, choices=tuple((value, _with_options(choice, value, scheme)) for value, choice in plan.choices))
         for plan in policy.plans
@@ -92,21 +95,21 @@ def with_options(policy: Policy, scheme: Scheme) -> Policy:
 
 def _with_options(choice: Choice, value: int, scheme: Scheme) -> Choice:
     options = dict(choice.options)
-    # A seed of its own for each activation, or all would be rounded by the same noise.
-    for name, wanted in {**scheme.options, "seed": value}.items():
-        if choice.codec is not None and name in options and takes(choice.codec, {name: wanted}):
-            options[name] = wanted
+    # Each activation has a seed of its own. With one seed, all would be rounded by the same noise.
+    for name, new_value in {**scheme.options, "seed": value}.items():
+        if choice.codec is not None and name in options and accepts_options(choice.codec, {name: new_value}):
+            options[name] = new_value
     return replace(choice, options=tuple(sorted(options.items())))
 
 
 class RoundTrips:
-    """While entered, what the model's blocks save for backward goes through a scheme's codec and back."""
+    """Context manager that sends the tensors saved by the model's blocks through a scheme's codec and back."""
 
     def __init__(self, model: nn.Module, scheme: Scheme) -> None:
         self.scheme = scheme
         self.num_tensors = 0
-        """How many tensors were encoded."""
-        self._norm = self._off = 0.0
+        """Number of encoded tensors."""
+        self._norm = self._difference_norm = 0.0
         self._in_block = False
         self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._mask = get_codec("bitmask")
@@ -128,8 +131,8 @@ class RoundTrips:
 
     @property
     def error(self) -> float:
-        """Relative L2 error of what came back, everything as one vector."""
-        return self._off / self._norm
+        """Return the relative L2 error of the decoded tensors, all as one vector."""
+        return self._difference_norm / self._norm
 
     def _enter_block(self, inside: bool) -> None:
         self._in_block = inside
@@ -139,7 +142,7 @@ class RoundTrips:
         if not self._in_block or is_parameter or not tensor.is_floating_point() or self._mask.accepts(tensor):
             return tensor
         codec = self._codec(tensor)
-        # Detached: a tensor that is kept by the node that made it would never be freed.
+        # Detached: a tensor that is saved by the node that created it would never be freed.
         return codec, codec.encode(tensor), tensor.detach()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -148,7 +151,7 @@ class RoundTrips:
         codec, payload, original = packed
         restored = codec.decode(payload)
         self._norm = math.hypot(self._norm, float(l2_norm([original])))
-        self._off = math.hypot(self._off, float(difference_norm([original], [restored])))
+        self._difference_norm = math.hypot(self._difference_norm, float(difference_norm([original], [restored])))
         return restored
 
     def _codec(self, tensor: torch.Tensor) -> Codec:
@@ -158,5 +161,5 @@ class RoundTrips:
         if self.scheme.name == "outlier_int4":
             options["num_outliers"] = count_outliers(tensor)
         if "seed" in get_codec(name).options:
-            options["seed"] = self.num_tensors  # its own, or all would be rounded by the same noise
+            options["seed"] = self.num_tensors  # with one seed, all would be rounded by the same noise
         return get_codec(name, **options)

@@ -1,7 +1,7 @@
-"""Ways to keep activations, each on a model of its own, checked and then timed in turn.
+"""Methods to save activations, each on a model of its own, checked and then timed in turn.
 
-Every contender has its own copy of the model with the method installed once, so that a timed step is a step of steady
-training: nothing is installed, recorded or compiled in it. Wrong gradients are found before anything is timed.
+Every contender has its own copy of the model with the method installed once. So a timed step is a step of steady
+training, in which nothing is installed, recorded or compiled. Gradients are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from adacc_hf.torch_glue.memory import StepMemory, measure_step
 PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"
 
 GATE_STEPS = 3
-"""The first step records the blocks, the second learns the order of backward, the third is steady: all must be right.
-They warm up as well."""
+"""Steps whose gradients are checked: the first records the blocks, the second learns the order of backward, the
+third is steady. They also serve as warm-up."""
 
 
 class Contender:
-    """One method on its own copy of `model`, installed for good."""
+    """Method installed on its own copy of `model`."""
 
     def __init__(self, name: str, model: PreTrainedModel, batch: Batch, policy: Policy | None = None) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class Contender:
         if policy is not None:
             self.handle = apply_policy(self.model, policy)
         elif name == CHECKPOINTING:
-            # What `activation_checkpointing_enable` calls, under whatever name the release has for it.
+            # The function that `activation_checkpointing_enable` calls; the public name depends on the release.
             self.model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
 
     @property
@@ -64,11 +64,12 @@ class Contender:
 
     @property
     def other_sums(self) -> bool:
-        """Whether its sums are rounded otherwise than plain training's, those of the loss too: a chunked head's are."""
+        """Return True if sums are rounded differently from plain training's, also in the loss. This holds for a
+        chunked head."""
         return self.policy is not None and self.policy.head == "chunked"
 
     def step(self) -> None:
-        """One forward and backward. The optimizer, equal for all methods, is left out."""
+        """Run one forward and backward, without the optimizer, which is equal for all methods."""
         self.model(**self.batch).loss.backward()
         self.model.zero_grad(set_to_none=True)
 
@@ -80,16 +81,18 @@ class Contender:
 
 
 def uses_lossy_codec(policy: Policy) -> bool:
-    """Whether some activation comes back changed."""
+    """Return True if decoding changes any activation."""
     codecs = {(choice.codec, choice.options) for plan in policy.plans for _, choice in plan.choices}
     return any(codec is not None and not get_codec(codec, **dict(options)).lossless for codec, options in codecs)
 
 
 def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
-    """The relative gradient error of each contender against the first, the worst of some steps from the first on.
+    """Return each contender's relative gradient error against the first contender, the largest of the first GATE_STEPS
+    steps.
 
-    Raises RedGateError if a lossless one is not bit-equal, but for what two runs of the first differ by and for another
-    order of sums, or a lossy one is further off than codecs can explain.
+    Raise WrongResultError if a lossless contender is not bit-equal, except for the noise between runs of the first
+    contender and the rounding of another order of sums, or if a lossy contender's error is larger than its codecs
+    explain.
     """
     worst = dict.fromkeys((contender.name for contender in contenders), 0.0)
     for seed in range(GATE_STEPS):
@@ -102,16 +105,17 @@ def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
                 noise=noise,
                 rounding=ROUNDING["fp32"] if contender.other_sums or contender.device.type == "cuda" else 0.0,
                 is_lossy=not contender.is_lossless,
-                what=f"{contender.name}, step {seed + 1}, beside {contenders[0].name}",
+                label=f"{contender.name}, step {seed + 1}, compared with {contenders[0].name}",
             )
             worst[contender.name] = max(worst[contender.name], error)
     return worst
 
 
 def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) -> dict[str, list[float]]:
-    """Milliseconds of one step of each contender in each round.
+    """Return the milliseconds of one step of each contender in each round.
 
-    All take part in every round, so that a busy machine slows all alike; who goes first changes from round to round.
+    All contenders take part in every round, so that a busy machine slows all alike. The order rotates from round to
+    round.
     """
     order = deque(contenders)
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -123,14 +127,15 @@ def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) ->
 
 
 def step_ms(contender: Contender, clock: str) -> float:
-    """Milliseconds of one step of `contender` by `clock`."""
+    """Return the milliseconds of one step of `contender` by `clock`."""
     return 1e3 * seconds_of(contender.step, contender.device, CLOCKS[clock])
 
 
 def timing_figures(samples: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Per contender its step time, and the ratio of its median to that of plain and of HF gradient checkpointing.
+    """Return each contender's step time, and its ratios to plain training and HF gradient checkpointing.
 
-    Beside each ratio stands the spread of the ratios of single rounds, in which both met the same machine.
+    Ratios are of medians. The spread of the ratios of single rounds, with the same machine state for both, is given
+    too.
     """
     spreads = {name: Spread.of(times) for name, times in samples.items()}
     figures: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""One small model of each of four families to measure on: GPT-2, LLaMA, T5 and BERT."""
+"""One small model of each of four families for measurements: GPT-2, LLaMA, T5 and BERT."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The shape of a family's model and of its batch. The vocabulary is small, so that blocks decide the peak."""
+    """Sizes of a family's model and of its batch. The vocabulary is small, so that the blocks determine the peak."""
 
     width: int = 128
     layers: int = 4
-    """Transformer blocks in all; a T5 has half of them in its encoder."""
+    """Number of transformer blocks; a T5 has half of them in its encoder."""
     heads: int = 4
     vocabulary: int = 256
     batch: int = 4
     tokens: int = 128
 
     def batches(self, device: str = "cpu", seed: int = 0) -> Batch:
-        """Random tokens with themselves as labels; the encoder-decoder reads the same on both sides."""
+        """Return random tokens with themselves as labels. The encoder-decoder reads the same tokens on both sides."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(5, self.vocabulary, (self.batch, self.tokens), generator=generator).to(device)
         return {"input_ids": ids, "labels": ids.clone()}
@@ -80,7 +80,7 @@ def _t5(size: Size) -> PretrainedConfig:
         num_heads=size.heads,
         d_kv=size.width // size.heads,
         vocab_size=size.vocabulary,
-        decoder_start_token_id=0,  # type: ignore[call-arg]  # every configuration takes it, and declares it not
+        decoder_start_token_id=0,  # type: ignore[call-arg]  # accepted by every configuration, but not declared
     )
 
 
@@ -97,20 +97,21 @@ def _bert(size: Size) -> PretrainedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How to make a family's configuration, and the class that trains on it."""
+    """Maker of a family's configuration, and the model class."""
 
     config: Callable[[Size], PretrainedConfig]
     auto_class: type[AutoModelForCausalLM | AutoModelForSeq2SeqLM | AutoModelForMaskedLM]
 
     def model(self, size: Size, attention: str, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
-        """The model in train mode, dropout on where the family has it, without a cache of keys and values."""
+        """Return the model in train mode, with dropout if the family has it, without a cache of keys and values."""
         config = self.config(size)
         config.use_cache = False
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.auto_class.from_config(config, attn_implementation=attention)
         if self.auto_class is AutoModelForCausalLM:
-            # Transformers cannot tell it from GPT2LMHeadModel's name: it takes this one, and warns.
+            # Transformers cannot derive the loss from GPT2LMHeadModel's name: it would pick this default, with a
+            # warning.
             model.loss_type = "ForCausalLM"
         return model.to(device).train()
 
@@ -125,7 +126,7 @@ FAMILIES = {
 
 @contextmanager
 def in_precision(precision: str, device: str) -> Iterator[None]:
-    """Run under one of PRECISIONS. Raises ValueError for another name."""
+    """Enter one of PRECISIONS. Raise ValueError for another name."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown: choose from {', '.join(PRECISIONS)}")
     with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):

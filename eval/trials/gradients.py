@@ -1,4 +1,4 @@
-"""Gradients of one batch, and how far two of them are apart."""
+"""Gradients of one batch, and comparison of two gradients."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.torch_glue.memory import backward, forward_loss
 from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 
 NOISE_RUNS = 3
-"""Runs of what is expected that its noise is the worst of: two may be equal by chance."""
+"""Runs of the reference, whose largest difference is the noise. Two runs may be equal by chance."""
 
 NOISE_FACTOR = 4.0
-"""What a lossless method may differ by, in units of what plain training differs by from run to run: nothing on a CPU,
-and on a GPU the order of atomic additions, of which two runs are a small sample."""
+"""Accepted difference of a lossless method, in units of the noise between runs of plain training. The noise is 0 on
+a CPU. On a GPU it comes from the order of atomic additions, of which two runs are a small sample."""
 
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}
-"""Relative difference, by precision, that another order of sums may make: the units of float32 and bfloat16 are 1e-7
-and 8e-3, and what is rounded differently averages out over a gradient. On a GPU, whose atomic additions come in any
-order, two runs may differ by it that other two do not."""
+"""Accepted relative difference due to another order of sums, by precision. The units of float32 and bfloat16 are
+1e-7 and 8e-3, and rounding errors average out over a gradient. On a GPU with its arbitrary order of atomic
+additions, some pairs of runs differ by this much and others not at all."""
 
 MAX_GRADIENT_ERROR = 0.5
-"""Relative L2 error from which lossy codecs count as broken. INT4 on everything gives 0.1 to 0.2, and the gradient of
-another batch is at 1.3."""
+"""Relative L2 error at which lossy codecs count as broken. INT4 on everything gives 0.1 to 0.2, and the gradient of
+another batch differs by 1.3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The loss and, by name, the gradient of every parameter."""
+    """Loss, and gradients of all parameters by name."""
 
     loss: torch.Tensor
     by_name: dict[str, torch.Tensor]
@@ -42,9 +42,9 @@ class Gradients:
 def compute_gradients(
     model: nn.Module, batch: Batch, seed: int, loss_of: Callable[[Batch], torch.Tensor] | None = None
 ) -> Gradients:
-    """Run one forward, the model's or `loss_of`, and backward with dropout drawn from `seed`.
+    """Run one forward, of the model or by `loss_of`, and backward, with dropout drawn from `seed`.
 
-    The model is left without gradients.
+    Afterwards the model has no gradients.
     """
     torch.manual_seed(seed)
     loss = forward_loss(model, batch) if loss_of is None else loss_of(batch)
@@ -55,57 +55,60 @@ def compute_gradients(
 
 
 def in_host_memory(gradients: Gradients) -> Gradients:
-    """A copy that takes nothing of a device, where a step may need all there is."""
+    """Return a copy in host memory, because a step may need the whole device memory."""
     return Gradients(gradients.loss.cpu(), {name: tensor.cpu() for name, tensor in gradients.by_name.items()})
 
 
-def first_difference(expected: Gradients, found: Gradients) -> str | None:
-    """The name of the first thing that is not bit-equal, the loss or a parameter; None if all is."""
-    if not torch.equal(expected.loss.to(found.loss.device), found.loss):
+def first_difference(expected: Gradients, actual: Gradients) -> str | None:
+    """Return the name of the first parameter (or "the loss") that is not bit-equal, None if all are equal."""
+    if not torch.equal(expected.loss.to(actual.loss.device), actual.loss):
         return "the loss"
-    if expected.by_name.keys() != found.by_name.keys():
+    if expected.by_name.keys() != actual.by_name.keys():
         return "the set of parameters with a gradient"
-    return next((name for name, own, other in _pairs(expected, found) if not torch.equal(own, other)), None)
+    return next((name for name, own, other in _pairs(expected, actual) if not torch.equal(own, other)), None)
 
 
-def relative_error(expected: Gradients, found: Gradients) -> float:
-    """L2 norm of the difference of the whole gradients over that of the expected one, in double precision.
+def relative_error(expected: Gradients, actual: Gradients) -> float:
+    """Return the L2 norm of the difference of the whole gradients over the norm of the expected one, in double
+    precision.
 
-    Infinite if they are of different parameters. Computed where `found` is: a GPU takes no time for what keeps a core
-    busy for seconds.
+    Return infinity if the gradients have different parameters. The computation runs on the device of `actual`, because
+    a GPU does in no time what keeps a CPU core busy for seconds.
     """
-    if expected.by_name.keys() != found.by_name.keys():
+    if expected.by_name.keys() != actual.by_name.keys():
         return math.inf
-    norms = [(difference_norm([own], [other]), l2_norm([own])) for _, own, other in _pairs(expected, found)]
-    off, length = (torch.linalg.vector_norm(torch.stack(some)) for some in zip(*norms, strict=True))
-    return float(off / length)
+    norms = [(difference_norm([own], [other]), l2_norm([own])) for _, own, other in _pairs(expected, actual)]
+    difference, expected_norm = (torch.linalg.vector_norm(torch.stack(parts)) for parts in zip(*norms, strict=True))
+    return float(difference / expected_norm)
 
 
-def _pairs(expected: Gradients, found: Gradients) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The gradients of each parameter, the expected one brought to the other: one at a time, for want of memory."""
-    for name, other in found.by_name.items():
+def _pairs(expected: Gradients, actual: Gradients) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the two gradients of each parameter, the expected one moved to the device of the other, one at a time to
+    save memory."""
+    for name, other in actual.by_name.items():
         yield name, expected.by_name[name].to(other.device), other
 
 
 def checked_error(
-    expected: Gradients, found: Gradients, *, noise: float, rounding: float, is_lossy: bool, what: str
+    expected: Gradients, actual: Gradients, *, noise: float, rounding: float, is_lossy: bool, label: str
 ) -> float:
-    """The relative error of the whole gradient of `what`. Raises RedGateError if it is more than the method explains.
+    """Return the relative error of the whole gradient. Raise WrongResultError if the method does not explain the error.
 
-    noise: the relative error between two runs of what is expected. rounding: what another order of sums may add. Both 0
-    ask for the very bits of any loss, and of a gradient without lossy codecs.
+    noise: relative error between two runs of the reference. rounding: accepted error of another order of sums. If both
+    are 0, the loss must be bit-equal, and without lossy codecs the gradient too. label: step and method, for the
+    message.
     """
-    exact = NOISE_FACTOR * noise + rounding
-    difference = first_difference(expected, found)
-    if difference is None:
+    max_exact_error = NOISE_FACTOR * noise + rounding
+    first_differing = first_difference(expected, actual)
+    if first_differing is None:
         return 0.0
-    error = relative_error(expected, found)
-    loss_error = abs(float(found.loss) / float(expected.loss) - 1.0)
-    allowed = MAX_GRADIENT_ERROR if is_lossy else exact
-    # An error of 0 is one too small for the sum of squares.
-    if not (allowed and error <= allowed and loss_error <= exact):
-        raise RedGateError(
-            f"{what}: {difference} differs: relative error of the whole gradient {error:.3g}, allowed {allowed:.3g}; "
-            f"of the loss {loss_error:.3g}, allowed {exact:.3g}"
+    error = relative_error(expected, actual)
+    loss_error = abs(float(actual.loss) / float(expected.loss) - 1.0)
+    max_error = MAX_GRADIENT_ERROR if is_lossy else max_exact_error
+    # An error of 0 can be a difference too small for the sum of squares.
+    if not (max_error and error <= max_error and loss_error <= max_exact_error):
+        raise WrongResultError(
+            f"{label}: {first_differing} differs: relative error of the whole gradient {error:.3g}, "
+            f"allowed {max_error:.3g}; of the loss {loss_error:.3g}, allowed {max_exact_error:.3g}"
         )
     return error

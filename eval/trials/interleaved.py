@@ -1,7 +1,7 @@
-"""Methods on copies of one model, timed in turn: plain training and checkpointing take part in every round.
+"""Timing of methods on copies of one model, in turn: plain training and checkpointing take part in every round.
 
-All copies share the parameters and the optimizer, so that their number costs no memory. What a machine's clock or its
-other users do meets all methods of a round alike.
+All copies share the parameters and the optimizer, so that more copies take no more memory. Changes of the machine's
+clock or load affect all methods of a round alike.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf.eval.records.clock import CLOCKS
-from adacc_hf.eval.records.records import Figures, share_of_what_can_be_won
+from adacc_hf.eval.records.records import Figures, share_of_possible_gain
 from adacc_hf.eval.trials.barrier import Reference, check, reference_gradients
-from adacc_hf.eval.trials.methods import HEADLINE_METHODS, Bench, Budget, Installed
+from adacc_hf.eval.trials.methods import HEADLINE_METHODS, Bench, Budget, InstalledMethod
 from adacc_hf.eval.trials.model_under_test import Subject
 from adacc_hf.eval.trials.trial import check_limit, memory_figures, num_alloc_retries, warm_up
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
 
 CEILING, FLOOR = "none", "full"
-"""The methods between which is what can be won: plain training, and checkpointing."""
+"""Methods whose speeds bound the possible gain: plain training, and checkpointing."""
 
 
 def run_interleaved(
@@ -40,13 +40,13 @@ def run_interleaved(
     clock: str = "wall",
     threads: int = 1,
 ) -> Figures:
-    """What one method decided, its gate, its peak, and the time of its steps in turn with those of CEILING and FLOOR.
+    """Run one method: return its decisions, gradient check, peak, and step times in turn with CEILING and FLOOR.
 
-    A later call in the same process finds the model and what was installed on its copies. Raises as `run_trial` does.
+    Later calls in the same process reuse the model and the methods installed on its copies. Raise like `run_trial`.
     """
     torch.set_num_threads(threads)
     arena = arena_of(tuple(subject.items()))
-    # The ceiling alone has no round with the floor, which takes time to enter: the first figure comes first.
+    # Measuring the ceiling does not wait for installing the floor, so that the first figure comes early.
     names = list(dict.fromkeys([CEILING] if method == CEILING else [CEILING, FLOOR, method]))
     for name in names[:-1]:
         arena.try_enter(name)
@@ -57,20 +57,21 @@ def run_interleaved(
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A method in force on its own copy of the model."""
+    """Method installed on its own copy of the model."""
 
-    installed: Installed
+    installed: InstalledMethod
     figures: Figures
 
 
 class Arena:
-    """A subject's model, and the methods that were installed on copies of it."""
+    """A subject's model, and the methods installed on copies of it."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.model = subject.model()
         self.batch = subject.example()
-        # Steps take what they take at any rate, and at 0 the weights stay those that the gate's reference is of.
+        # A learning rate of 0 keeps the weights of the gradient check's reference; the cost of a step does not depend
+        # on it.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         self.device = torch.device(subject.device)
         self.entrants: dict[str, Entrant] = {}
@@ -79,7 +80,7 @@ class Arena:
         self.reference: Reference = reference_gradients(subject, self.model, self.batch)
 
     def try_enter(self, name: str) -> None:
-        """Install a method that others are compared with. Where it fails they go without."""
+        """Install a reference method. If that fails, the others are measured without it."""
         if name not in self._failed:
             try:
                 self.enter(name, None)
@@ -87,32 +88,32 @@ class Arena:
                 self._failed.add(name)
 
     def enter(self, name: str, budget: Budget | None) -> Figures:
-        """Install a method, check its gradients and measure its peak. Raises as `run_trial` does."""
+        """Install a method, check its gradients and measure its peak. Raise like `run_trial`."""
         if name not in self.entrants:
             try:
-                self.entrants[name] = self._entered(name, budget)
+                self.entrants[name] = self._install(name, budget)
             finally:
-                self._tidy()
+                self._free_memory()
         return dict(self.entrants[name].figures)
 
-    def _entered(self, name: str, budget: Budget | None) -> Entrant:
-        self._tidy()
+    def _install(self, name: str, budget: Budget | None) -> Entrant:
+        self._free_memory()
         model = self._shared_copy()
         bench = self._bench(model)
         installed = HEADLINE_METHODS[name].install(bench, budget)
         gate = check(self.subject, model, installed, self.reference)
-        self._tidy()
+        self._free_memory()
         figures: Figures = {"decided": installed.facts, "gate": gate, **memory_figures(bench, installed)}
         return Entrant(installed=installed, figures=figures)
 
     def race(self, names: Sequence[str], rounds: int, clock: str) -> Figures:
-        """The times of the last of `names`, and beside them those of the others in the same rounds."""
+        """Time the last of `names`, in rounds with the others; return its times and the comparison with theirs."""
         now = CLOCKS[clock]
         order = deque(name for name in names if name in self.entrants)
         own = names[-1]
         seconds: dict[str, list[float]] = {name: [] for name in order}
         retries = 0
-        for name in order:  # not timed: after `_tidy` memory is taken from the device again
+        for name in order:  # not timed: after `_free_memory` the device allocates anew
             self._step(name)
         for _ in tqdm(range(rounds), desc=f"{own}, in turn", unit="round", leave=False):
             for name in order:
@@ -136,12 +137,12 @@ class Arena:
         return Bench(subject=self.subject, model=model, batch=self.batch, optimizer=self.optimizer)
 
     def _shared_copy(self) -> PreTrainedModel:
-        """A copy of the model whose parameters and buffers are the model's own."""
+        """Return a copy of the model that shares the model's parameters and buffers."""
         shared = [*self.model.parameters(), *self.model.buffers()]
         return copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared})
 
-    def _tidy(self) -> None:
-        """Give back what the last method left: its peak is not the next one's."""
+    def _free_memory(self) -> None:
+        """Free the memory of the last method, and reset the peak for the next one."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -150,31 +151,32 @@ class Arena:
 
 @lru_cache(maxsize=1)
 def arena_of(subject: tuple[tuple[str, Any], ...]) -> Arena:
-    """The arena of a subject's fields, which this process has one of at most."""
+    """Return the arena of a subject's fields. A process has at most one."""
     return Arena(Subject(**dict(subject)))
 
 
 def comparison(seconds: Mapping[str, Sequence[float]], own: str) -> dict[str, Any]:
-    """How a method's steps compare with those of CEILING and FLOOR, where these took part: ratios of speeds in a round.
+    """Return the ratios of speeds to CEILING and FLOOR in the same rounds, if these took part.
 
-    Medians over the rounds, in which all met the same machine; so is the share that is worked out from them.
+    All figures are medians over rounds, in which the machine's state was equal for all; the share won follows from
+    them.
     """
     if own == CEILING or FLOOR not in seconds:
         return {}
     floor_ms = {"checkpointing_step_ms": _spread_ms(seconds[FLOOR])} if own != FLOOR else {}
-    found: dict[str, Any] = {**floor_ms, "over_checkpointing": _ratios(seconds, own)}
+    figures: dict[str, Any] = {**floor_ms, "over_checkpointing": _ratios(seconds, own)}
     if CEILING in seconds:
         ceiling = _ratios(seconds, CEILING)
-        found |= {"plain_step_ms": _spread_ms(seconds[CEILING]), "plain_over_checkpointing": ceiling}
-        own_part, ceiling_part = 1 / found["over_checkpointing"].median, 1 / ceiling.median
-        found["share_won"] = share_of_what_can_be_won(1.0, ceiling_part, own_part)
-    return found
+        figures |= {"plain_step_ms": _spread_ms(seconds[CEILING]), "plain_over_checkpointing": ceiling}
+        own_part, ceiling_part = 1 / figures["over_checkpointing"].median, 1 / ceiling.median
+        figures["share_won"] = share_of_possible_gain(1.0, ceiling_part, own_part)
+    return figures
 
 
 def _ratios(seconds: Mapping[str, Sequence[float]], own: str) -> Spread:
-    """The speed of a method over that of FLOOR in the same round."""
-    return Spread.of([floor / mine for floor, mine in zip(seconds[FLOOR], seconds[own], strict=True)])
+    """Return the speed of a method divided by that of FLOOR in the same round."""
+    return Spread.of([floor_s / own_s for floor_s, own_s in zip(seconds[FLOOR], seconds[own], strict=True)])
 
 
 def _spread_ms(seconds: Sequence[float]) -> Spread:
-    return Spread.of([1e3 * one for one in seconds])
+    return Spread.of([1e3 * step_s for step_s in seconds])

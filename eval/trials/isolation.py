@@ -1,9 +1,9 @@
-"""One measurement in a process of its own: what it leaves behind, or breaks, ends with it.
+"""Measurements in a process of their own: leftover memory and broken state end with the process.
 
     python -m adacc_hf.eval.trials.isolation
 
-reads {"function": "module:name", "arguments": {...}, "result": "file"} from standard input, one a line, as a `Worker`
-writes them.
+reads orders {"function": "module:name", "arguments": {...}, "result": "file"} from standard input, one per line. A
+`Worker` writes them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from adacc_hf.eval.records.records import Figures, Status
 
 
 class CannotRunError(AdaccError):
-    """A method needs a device or a package that is not here."""
+    """Error of a method that needs a device or a package that this machine does not have."""
 
 
 class OverLimitError(AdaccError):
-    """The step takes more memory than the limit. `figures` say how much."""
+    """Error of a step that takes more memory than the limit. `figures` has the bytes."""
 
     def __init__(self, message: str, figures: Figures) -> None:
         super().__init__(message)
@@ -40,11 +40,12 @@ class OverLimitError(AdaccError):
 
 
 def run_here(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
-    """What `function(**arguments)` measured, with its status, and the reason where it is not MEASURED.
+    """Run `function(**arguments)` in this process. Return its figures with a status, and the reason if it is not
+    MEASURED.
 
-    In this process, so that nothing is timed out.
+    In this process there is no timeout.
     """
-    from adacc_hf.eval.records.records import RedGateError
+    from adacc_hf.eval.records.records import WrongResultError
     from adacc_hf.torch_glue.memory import is_out_of_memory
 
     try:
@@ -53,30 +54,30 @@ def run_here(function: Callable[..., Figures], arguments: Figures, timeout_s: fl
         return {"status": Status.OUT_OF_MEMORY.value, "reason": str(error), **error.figures}
     except InfeasibleBudgetError as error:
         return failure(Status.OUT_OF_MEMORY, error)
-    except RedGateError as error:
+    except WrongResultError as error:
         return failure(Status.RED, error)
     except CannotRunError as error:
         return failure(Status.CANNOT_RUN, error)
-    except Exception as error:  # whatever a peer raises is its result, not the end of the table
+    except Exception as error:  # a peer's exception is its result, and must not end the table
         return failure(Status.OUT_OF_MEMORY if is_out_of_memory(error) else Status.ERROR, error)
 
 
 def failure(status: Status, error: Exception | str) -> Figures:
-    """The figures of a measurement that gave none: its status and the reason."""
+    """Return the figures of a failed measurement: its status and the reason."""
     name = "" if isinstance(error, (str, AdaccError)) else f"{type(error).__name__}: "
     return {"status": status.value, "reason": f"{name}{' '.join(str(error).split())}"[:600]}
 
 
 def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
-    """As `run_here`, in a new process that is ended, with all it started, after `timeout_s` seconds."""
+    """Run like `run_here`, in a new process. After `timeout_s` seconds, end the process and its children."""
     with Worker() as worker:
         return worker(function, arguments, timeout_s)
 
 
 class Worker:
-    """Runs orders as `run_isolated` does, in one process as long as none fails: each finds what those before built.
+    """Process that runs orders one after the other. Each order can reuse what earlier ones built.
 
-    After an error or a timeout the next order gets a new process: the old one's device may be of no use any more.
+    After an error or a timeout the next order gets a new process, because the old one's device may be unusable.
     """
 
     def __init__(self) -> None:
@@ -99,14 +100,14 @@ class Worker:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            with suppress(BrokenPipeError):  # its last words tell more
+            with suppress(BrokenPipeError):  # its error output explains more
                 process.stdin.write(json.dumps({"function": name, "arguments": arguments, "result": str(result)}))
                 process.stdin.write("\n")
                 process.stdin.flush()
             if not select.select([process.stdout], [], [], timeout_s)[0]:
                 return failure(Status.TIMEOUT, f"no result after {timeout_s:g} s: raise --timeout")
             if not process.stdout.readline():
-                return failure(Status.ERROR, _last_words(process.wait(), self._path("errors").read_text()))
+                return failure(Status.ERROR, _exit_reason(process.wait(), self._path("errors").read_text()))
             figures = json.loads(result.read_text(encoding="utf-8"))
             return figures
         finally:
@@ -127,7 +128,7 @@ class Worker:
     def _end(self) -> None:
         if self._process is not None:
             end_process(self._process)
-            with suppress(BrokenPipeError):  # of an order that nobody read
+            with suppress(BrokenPipeError):  # an order that was not read
                 self._process.__exit__(None, None, None)
             self._process = None
 
@@ -141,7 +142,7 @@ def end_process(process: subprocess.Popen[Any]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _last_words(code: int, errors: str) -> str:
+def _exit_reason(code: int, errors: str) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}; SIGKILL usually means that the machine ran out of memory"
     lines = [line for line in errors.splitlines() if line.strip()]
@@ -149,11 +150,11 @@ def _last_words(code: int, errors: str) -> str:
 
 
 def main() -> int:
-    """Run the orders on standard input, one a line, write their figures, and say so after each."""
-    # What an order prints is none of the parent's concern.
+    """Run the orders on standard input, one per line; write their figures, and reply after each."""
+    # Output of an order must not mix with the replies: redirect standard output to standard error.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _follow(os.getppid())
+    _exit_with_parent(os.getppid())
     for line in sys.stdin:
         order = json.loads(line)
         module, _, name = order["function"].partition(":")
@@ -163,8 +164,8 @@ def main() -> int:
     return 0
 
 
-def _follow(parent: int) -> None:
-    """End this process group when its parent is gone, so that a killed run leaves nothing computing."""
+def _exit_with_parent(parent: int) -> None:
+    """End this process group when its parent has ended, so that a killed run leaves no computing process behind."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -177,4 +178,4 @@ def _follow(parent: int) -> None:
 if __name__ == "__main__":
     from adacc_hf.eval.trials import isolation
 
-    sys.exit(isolation.main())  # the imported module's classes, which the functions raise, not those of __main__
+    sys.exit(isolation.main())  # so that the functions raise the imported module's classes, not those of __main__

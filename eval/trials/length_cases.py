@@ -1,4 +1,4 @@
-"""Small models whose batches have another size at every step, and what makes these batches: bytes of real text."""
+"""Small models for training on batches whose size changes at every step, and makers of these batches."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from adacc_hf import AdaccConfig
 from adacc_hf.eval.trials.workload import Batch, random_text
 
 MODES = {"Adacc": AdaccConfig(), "Adacc lossless": AdaccConfig(actions=("retain", "recompute"))}
-"""Ways to meet a budget, by their title: every action, or those that leave gradients bit-equal."""
+"""Configurations that meet a budget, by title: all actions, or only the actions that leave gradients bit-equal."""
 
 Size = tuple[int, ...]
-"""What differs from batch to batch: tokens; of T5 also the decoder's; of Qwen2-VL also an image's rows and columns of
-tokens."""
+"""Sizes that change from batch to batch: tokens; for T5 also the decoder's tokens; for Qwen2-VL also the rows and
+columns of an image's tokens."""
 
 VOCABULARY = 260
-"""Bytes, and the tokens that stand for images."""
+"""Byte values, and the special tokens of images."""
 IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = range(256, VOCABULARY)
 PATCH, MERGED, FRAMES = 4, 2, 2
-"""Of Qwen2-VL: pixels along the side of a patch, patches along that of a token, frames in a patch."""
+"""Image sizes of Qwen2-VL: pixels along the side of a patch, patches along the side of a token, frames in a patch."""
 MEL_BINS, SOUND_TOKENS = 80, 128
-"""Of Whisper, which takes sounds of one length only."""
+"""Sound sizes of Whisper, whose sounds have one fixed length."""
 IGNORED = -100
-"""The label of a token that the loss leaves out."""
+"""Label of a token that the loss ignores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large models and batches are, and for how many steps they train."""
+    """Sizes of models and batches, and the number of training steps."""
 
     width: int = 128
     layers: int = 4
-    """Blocks in all; of what has an encoder, half of them are there."""
+    """Number of blocks; in a model with an encoder, half of them are in the encoder."""
     heads: int = 4
     batch: int = 2
     shortest: int = 40
@@ -49,62 +49,63 @@ class Scale:
     steps: int = 60
 
     def lengths(self, generator: torch.Generator) -> list[int]:
-        """A number of tokens for each step, no two alike: one from each of equal parts of the range, in random order.
+        """Draw a number of tokens for each step, no two equal: one from each of `steps` equal parts of the range,
+        shuffled.
 
-        So their median is about their mean, and the median step is about that of a batch of the mean length. Raises
-        ValueError if there are fewer lengths than steps.
+        Their median is close to their mean, so the median step time is close to that of a batch of the mean length.
+        Raise ValueError if the range has fewer lengths than steps.
         """
         span = self.longest + 1 - self.shortest
         if span < self.steps:
             raise ValueError(
-                f"steps={self.steps}: there are {span} lengths from {self.shortest} to {self.longest} and none may "
-                f"come twice: ask for {span} steps or fewer"
+                f"steps={self.steps}: each step needs a length of its own, and there are {span} lengths from "
+                f"{self.shortest} to {self.longest}: ask for {span} steps or fewer"
             )
         bounds = [self.shortest + span * step // self.steps for step in range(self.steps + 1)]
-        drawn = [int(torch.randint(low, high, (), generator=generator)) for low, high in pairwise(bounds)]
-        return [drawn[place] for place in torch.randperm(self.steps, generator=generator)]
+        sorted_lengths = [int(torch.randint(low, high, (), generator=generator)) for low, high in pairwise(bounds)]
+        return [sorted_lengths[index] for index in torch.randperm(self.steps, generator=generator)]
 
 
 def middle(sizes: Sequence[Size]) -> Size:
-    """The one size that stands for all of `sizes`: their mean."""
+    """Return the mean of `sizes`, the fixed size that is compared with all of them."""
     return tuple(round(statistics.mean(column)) for column in zip(*sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthCase:
-    """A model, and its batches of any size."""
+    """A model, and the maker of its batches of any size."""
 
     title: str
     model_class: str
-    """Of Transformers."""
+    """Name of a class of Transformers."""
     settings: Callable[[Scale], dict[str, Any]] = field(repr=False)
-    """Of its configuration; all else is the default, dropout too."""
+    """Settings of the model's configuration; all others keep their defaults, dropout too."""
     batch: Callable[[Scale, Size, torch.Generator], Batch] = field(repr=False)
     sizes: Callable[[Sequence[int], torch.Generator], list[Size]] = field(
         default=lambda lengths, generator: [Size((length,)) for length in lengths], repr=False
     )
-    """Makes sizes of as many numbers of tokens."""
+    """Function from numbers of tokens to sizes."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """What the model is built with besides."""
+    """Further arguments of the model's constructor."""
 
     def model(self, scale: Scale, device: str, seed: int) -> PreTrainedModel:
-        """The model in train mode; weights depend on the seed alone, torch's generator is left as it was."""
+        """Return the model in train mode. The weights depend on the seed alone; torch's generator keeps its state."""
         model_class = getattr(transformers, self.model_class)
         config = model_class.config_class(**self.settings(scale), use_cache=False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = model_class._from_config(config, attn_implementation="sdpa", **self.options)
         if self.model_class == "GPT2LMHeadModel":
-            model.loss_type = "ForCausalLM"  # Transformers cannot tell it from the name: it takes this one, and warns
+            model.loss_type = "ForCausalLM"  # the default, which Transformers would pick with a warning
         return model.to(device).train()
 
     def draw(self, scale: Scale, seed: int) -> list[Size]:
-        """The size of each step's batch, no two alike."""
+        """Draw the size of each step's batch, no two equal."""
         generator = torch.Generator().manual_seed(seed)
         return self.sizes(scale.lengths(generator), generator)
 
     def make_batch(self, scale: Scale, size: Size, device: str, seed: int) -> Batch:
-        """A batch with labels; every seed gives other values of the same shapes."""
+        """Return a batch with labels. Another seed gives other values of the same shapes."""
         batch = self.batch(scale, size, torch.Generator().manual_seed(seed))
         return {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -115,7 +116,8 @@ def _text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
 
 
 def _padded_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
-    """Text whose first row is as long as the batch, and whose others are between half of that and one token less."""
+    """Return text whose first row has full length; the other rows end between half the length and one token before
+    it."""
     (length,) = size
     ends = torch.randint(length // 2, length, (scale.batch, 1), generator=generator)
     ends[0] = length
@@ -133,7 +135,7 @@ def _two_texts(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
 
 def _two_lengths(lengths: Sequence[int], generator: torch.Generator) -> list[Size]:
     order = torch.randperm(len(lengths), generator=generator).tolist()
-    return [(length, lengths[place]) for length, place in zip(lengths, order, strict=True)]
+    return [(length, lengths[index]) for length, index in zip(lengths, order, strict=True)]
 
 
 def _sound_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
@@ -142,7 +144,7 @@ def _sound_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Bat
 
 
 def _image_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
-    """Text with one image in each row, right after its first token."""
+    """Return text with one image in each row, right after the first token."""
     length, rows, columns = size
     ids = random_text(scale.batch, length, generator)
     ids[:, 1 : 1 + rows * columns] = IMAGE_TOKEN
@@ -158,7 +160,7 @@ def _image_and_text(scale: Scale, size: Size, generator: torch.Generator) -> Bat
 
 
 def _with_image(lengths: Sequence[int], generator: torch.Generator) -> list[Size]:
-    """Images of any sides that take up no more than half of the text."""
+    """Return sizes of images with random sides that take up at most half of the text."""
     sizes: list[Size] = []
     for length in lengths:
         longest = max(2, math.isqrt(length // 2))
@@ -231,11 +233,11 @@ def _whisper(scale: Scale) -> dict[str, Any]:
 def _qwen2_vl(scale: Scale) -> dict[str, Any]:
     eighth = scale.width // scale.heads // 8
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2 * eighth, eighth, eighth]}
-    seeing = {"hidden_size": scale.width, "embed_dim": scale.width, "num_heads": scale.heads, "mlp_ratio": 4}
-    cut = {"in_channels": 3, "patch_size": PATCH, "spatial_merge_size": MERGED, "temporal_patch_size": FRAMES}
+    vision_sizes = {"hidden_size": scale.width, "embed_dim": scale.width, "num_heads": scale.heads, "mlp_ratio": 4}
+    patch_sizes = {"in_channels": 3, "patch_size": PATCH, "spatial_merge_size": MERGED, "temporal_patch_size": FRAMES}
     return {
         "text_config": {**_grouped(scale), "model_type": "qwen2_vl_text", "rope_parameters": rope, "use_cache": False},
-        "vision_config": {**seeing, **cut, "depth": scale.layers // 2},
+        "vision_config": {**vision_sizes, **patch_sizes, "depth": scale.layers // 2},
         "image_token_id": IMAGE_TOKEN,
         "video_token_id": VIDEO_TOKEN,
         "vision_start_token_id": VISION_START,
@@ -268,4 +270,4 @@ LENGTH_CASES = {
         sizes=_with_image,
     ),
 }  # fmt: skip
-"""By the name on the command line. The window of Mistral's binds at half of the sizes."""
+"""Cases by their name on the command line. Mistral's sliding window is shorter than half of the sizes."""

@@ -1,4 +1,4 @@
-"""The memory limit of a run: the device's, or what `--limit` says."""
+"""The memory limit of a run: the device's memory, or `--limit`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.units import parse_bytes
 
 CPU_LIMIT = "256MiB"
-"""Where no limit is given on a CPU, whose own memory says nothing: plain training of the demo ends at batch 2 in it."""
+"""Default limit on a CPU, whose own memory is no useful limit: plain training of the demo fits up to batch 2."""
 
-BLOCKS_SHARE = {"cpu": 0.0, "cuda": 0.01}
-"""What a GPU's allocator may count beyond the bytes of tensors, as a part of them: it gives them out in blocks."""
+ROUNDING_SHARE = {"cpu": 0.0, "cuda": 0.01}
+"""Bytes that a GPU's allocator may count beyond the tensors' bytes, as a fraction: it allocates in blocks."""
 
 
-def keeps_to(nbytes: int, budget: int, device: str) -> bool:
-    """Whether bytes that were measured on `device` are no more than `budget`, but for the allocator's blocks."""
-    return nbytes <= budget * (1.0 + BLOCKS_SHARE[device])
+def fits_budget(nbytes: int, budget: int, device: str) -> bool:
+    """Return True if the bytes measured on `device` are at most `budget`, up to the allocator's rounding."""
+    return nbytes <= budget * (1.0 + ROUNDING_SHARE[device])
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     """Add the option that limits the memory of a training step."""
     parser.add_argument(
         "--limit",
-        help=f"memory that a training step may take, say 16GiB (default: all of the GPU; {CPU_LIMIT} of counted live "
-        "tensors on a CPU)",
+        help=f"memory limit of a training step, for example 16GiB (default: all of the GPU; on a CPU {CPU_LIMIT} of "
+        "live tensors)",
     )
 
 
 def limit_bytes(arguments: argparse.Namespace) -> int:
-    """The limit in bytes. Raises ValueError for a text that is no size."""
+    """Return the limit in bytes. Raise ValueError for a text that is not a size."""
     if arguments.limit is not None:
         return parse_bytes(arguments.limit, "--limit")
     if arguments.device == "cuda":
@@ -40,5 +40,6 @@ def limit_bytes(arguments: argparse.Namespace) -> int:
 
 
 def budget_bytes(limit: int, device: str) -> int:
-    """The budget for Adacc under a limit: on a GPU less the margin of "auto", whose segments expand in measurements."""
+    """Return Adacc's budget under a limit: on a GPU the limit minus the margin of "auto" (expandable segments are on
+    in measurements)."""
     return limit if device == "cpu" else int(limit * (1.0 - AdaccConfig().memory_margin))

@@ -1,4 +1,4 @@
-"""Optimizers of low rank, and what they are compared with, as the Trainer takes them."""
+"""Low-rank optimizers, and their references, as methods for the Trainer."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from adacc_hf.eval.trials.isolation import CannotRunError
 from adacc_hf.eval.trials.peer_methods import missing_package
 
 ADACC_SHARE = 0.5
-"""Of what a step stores, the share that Adacc has for it where it joins CompAct."""
+"""Adacc's budget in combination with CompAct, as a fraction of the bytes that a step stores."""
 PLAIN_RATE, LOW_RANK_RATE = 3e-3, 1e-2
-"""Learning rates of AdamW, and of what scales its step down: the latter is that of all three papers."""
+"""Learning rates of AdamW, and of methods that scale their step down (the value of all three papers)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankMethod:
-    """An optimizer, with Adacc beside it or not."""
+    """Optimizer, with or without Adacc."""
 
     title: str
     rate: float = LOW_RANK_RATE
     transformers: str | None = None
-    """Transformers' name of the optimizer; None is AdamW."""
+    """Name of the optimizer in Transformers. None for AdamW."""
     options: Mapping[str, float | str] = field(default_factory=dict)
-    """Transformers' `optim_args` besides the rank, or CompactFactory's settings."""
+    """Transformers' `optim_args` other than the rank, or CompactFactory's settings."""
     part: float = 0.25
-    """The rank, as a part of the layers' inputs."""
+    """Rank, as a fraction of the layers' inputs."""
     is_compact: bool = False
     adacc_share: float | None = None
     package: str | None = None
-    """What it needs besides this project."""
+    """Package that the method needs in addition."""
 
     @property
     def callbacks(self) -> list[TrainerCallback]:
@@ -45,7 +45,7 @@ class LowRankMethod:
         return [AdaccCallback(AdaccConfig(memory_budget=self.adacc_share, tracking="off"))]
 
     def check(self) -> None:
-        """Raise CannotRunError where a package is missing."""
+        """Raise CannotRunError if a package is missing."""
         if self.package is not None and (missing := missing_package(self.package)):
             raise CannotRunError(missing)
 
@@ -58,7 +58,7 @@ class LowRankMethod:
         callbacks: list[TrainerCallback] | None = None,
         **arguments: Any,
     ) -> Trainer:
-        """A Trainer of `model` by this method, with the papers' settings."""
+        """Return a Trainer of `model` by this method, with the papers' settings."""
         self.check()
         settings: dict[str, Any] = {
             "learning_rate": self.rate,
@@ -72,10 +72,10 @@ class LowRankMethod:
             settings |= {
                 "optim": self.transformers,
                 "optim_args": ", ".join(f"{name}={value}" for name, value in options.items()),
-                # As GaLore's authors choose: all linear layers of attention and MLP.
+                # The choice of GaLore's authors: all linear layers of attention and MLP.
                 "optim_target_modules": r".*(attn|attention|mlp|intermediate|output)\..*",
             }
-        compact: Any = None  # a factory, which Trainer's type does not tell of
+        compact: Any = None  # a factory, which Trainer's type annotation does not include
         if self.is_compact:
             rate = arguments.get("learning_rate", self.rate)
             compact = CompactFactory, {"rank": self.part, "lr": rate, **self.options}
@@ -114,9 +114,9 @@ METHODS = {
         title="CompAct n/4 with Adacc", is_compact=True, part=0.25, adacc_share=ADACC_SHARE
     ),
 }
-"""By the name that a record has for them. n is the width of the model, and of a layer's inputs for CompAct."""
+"""Methods by their name in records. n is the width of the model; for CompAct, the width of a layer's inputs."""
 
 
-def made_by(trainer: Trainer) -> torch.optim.Optimizer:
-    """The optimizer of `trainer`, which makes it as it would to train."""
+def optimizer_of(trainer: Trainer) -> torch.optim.Optimizer:
+    """Return the optimizer that `trainer` creates for training."""
     return trainer.create_optimizer()

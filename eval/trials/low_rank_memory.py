@@ -1,4 +1,7 @@
-"""Live bytes and time of whole steps by optimizers of low rank, on LLaMA shapes. Each runs in a process of its own."""
+"""Live bytes and times of whole training steps with low-rank optimizers, on LLaMA shapes.
+
+Each measurement runs in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,22 @@ from adacc_hf.estimate.planning import Request, plan
 from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials.isolation import CannotRunError, run_here
-from adacc_hf.eval.trials.low_rank import METHODS, made_by
+from adacc_hf.eval.trials.low_rank import METHODS, optimizer_of
 from adacc_hf.eval.trials.workload import Batch, random_text
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
 from adacc_hf.torch_glue.memory import MemoryMeter, backward, forward_loss, static_bytes
 
 ADACC = "adacc"
-"""AdamW with Adacc, at the peak of another method."""
+"""Method name of AdamW with Adacc, whose budget is the peak of another method."""
 STEPS_BEFORE = 2
-"""The first makes the optimizer's state, and GaLore's subspaces; in the second, Adacc's codecs learn their channels."""
+"""Steps before measuring. The first creates the optimizer's state and GaLore's subspaces; in the second, Adacc's
+codecs find their outlier channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """A LLaMA and its batch."""
+    """Sizes of a LLaMA and its batch."""
 
     width: int
     inner: int
@@ -68,18 +72,18 @@ class LlamaShape:
 
 
 @dataclass(kw_only=True)
-class Trained:
-    """A model that trains by one method."""
+class LowRankTraining:
+    """Model in training by one method."""
 
     model: LlamaForCausalLM
     batch: Batch
     optimizer: torch.optim.Optimizer
     policy: Policy | None = None
     first_peak_bytes: int = field(init=False)
-    """Of the first step, which makes the optimizer's state."""
+    """Peak of the first step, which creates the optimizer's state."""
 
     def step(self) -> None:
-        """Forward, backward, optimizer step."""
+        """Run forward, backward and optimizer step."""
         backward(forward_loss(self.model, self.batch))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -88,34 +92,34 @@ class Trained:
         return static_bytes(self.model, self.batch, self.optimizer)
 
     def peak_bytes(self) -> int:
-        """Most bytes live at any moment of a step."""
+        """Return the most bytes live at any moment of a step."""
         live_bytes = self.static_bytes()
         with MemoryMeter.for_device(torch.device("cpu")) as meter:
             self.step()
         return live_bytes + meter.peak_bytes
 
 
-def install(shape: LlamaShape, method: str, budget_bytes: int | None, seed: int) -> Trained:
-    """A model in its steady state by `method`; ADACC keeps to `budget_bytes`.
+def install(shape: LlamaShape, method: str, budget_bytes: int | None, seed: int) -> LowRankTraining:
+    """Return a model in its steady state under `method`. With ADACC, `budget_bytes` is the budget.
 
-    Raises CannotRunError without the package that it needs, and InfeasibleBudgetError.
+    Raise CannotRunError if a package is missing, and InfeasibleBudgetError.
     """
-    chosen = METHODS["plain" if method == ADACC else method]
+    low_rank_method = METHODS["plain" if method == ADACC else method]
     model = shape.model(seed)
     with tempfile.TemporaryDirectory() as folder:
         arguments: dict[str, Any] = {"use_cpu": True, "save_strategy": "no", "seed": seed}
-        optimizer = made_by(chosen.trainer(model, folder, **arguments))
-    trained = Trained(model=model, batch=shape.example(seed), optimizer=optimizer)
-    trained.first_peak_bytes = trained.peak_bytes()
-    budget = budget_bytes if method == ADACC else chosen.adacc_share
+        optimizer = optimizer_of(low_rank_method.trainer(model, folder, **arguments))
+    training = LowRankTraining(model=model, batch=shape.example(seed), optimizer=optimizer)
+    training.first_peak_bytes = training.peak_bytes()
+    budget = budget_bytes if method == ADACC else low_rank_method.adacc_share
     if budget is not None:
         config = AdaccConfig()
-        profile = profile_model(model, trained.batch, config, optimizer)
-        trained.policy = solve_policy(profile, budget, config)
-        apply_policy(model, trained.policy, config)
+        profile = profile_model(model, training.batch, config, optimizer)
+        training.policy = solve_policy(profile, budget, config)
+        apply_policy(model, training.policy, config)
     for _ in range(STEPS_BEFORE - 1):
-        trained.step()
-    return trained
+        training.step()
+    return training
 
 
 def measure_shape(
@@ -129,43 +133,46 @@ def measure_shape(
     seed: int = 0,
     threads: int = 1,
 ) -> Figures:
-    """The "memory" of whole steps of `methods` on the shape cut to `layers`, and "plans" of the whole model.
+    """Measure the "memory" of whole steps of `methods` on the shape cut to `layers`; predict "plans" for the whole
+    model.
 
-    Adacc's budget is the peak of `peer`, which comes before it. `parts` has the rank that is planned, by method: a part
-    of the inputs, or None for AdamW.
+    Adacc's budget is the peak of `peer`, which is measured before it. `parts` has the planned rank of each method, as a
+    fraction of the inputs, or None for AdamW.
     """
     torch.set_num_threads(threads)
-    whole = LlamaShape(**shape)
-    cut = replace(whole, layers=layers, batch=batch)
+    full_shape = LlamaShape(**shape)
+    cut_shape = replace(full_shape, layers=layers, batch=batch)
     memory: dict[str, Figures] = {}
     for method in methods:
         budget = memory[peer].get("peak_bytes") if method == ADACC else None
-        memory[method] = run_here(step_memory, {"shape": cut, "method": method, "budget_bytes": budget, "seed": seed})
-    planned = replace(whole, batch=plan_batch)
-    plans = {method: plan_peak(planned, part, "fp32") for method, part in parts.items()}
-    return {"memory": memory, "plans": plans, "bf16_plan": plan_peak(planned, None, "bf16")}
+        memory[method] = run_here(
+            step_memory, {"shape": cut_shape, "method": method, "budget_bytes": budget, "seed": seed}
+        )
+    planned_shape = replace(full_shape, batch=plan_batch)
+    plans = {method: plan_peak(planned_shape, part, "fp32") for method, part in parts.items()}
+    return {"memory": memory, "plans": plans, "bf16_plan": plan_peak(planned_shape, None, "bf16")}
 
 
 def step_memory(shape: LlamaShape, method: str, budget_bytes: int | None, seed: int) -> Figures:
-    """Bytes at rest and the peak of a whole step of one method."""
-    trained = install(shape, method, budget_bytes, seed)
+    """Measure the static bytes and the peak of a whole step of one method."""
+    training = install(shape, method, budget_bytes, seed)
     return {
-        "static_bytes": trained.static_bytes(),
-        "peak_bytes": trained.peak_bytes(),
-        "first_peak_bytes": trained.first_peak_bytes,
+        "static_bytes": training.static_bytes(),
+        "peak_bytes": training.peak_bytes(),
+        "first_peak_bytes": training.first_peak_bytes,
     }
 
 
 def plan_peak(shape: LlamaShape, part: float | None, precision: str) -> Figures:
-    """The peak that `adacc plan` tells of plain training, or of CompAct's at a part of the inputs.
+    """Predict by `adacc plan` the peak of plain training, or of CompAct with a rank of `part` of the inputs.
 
-    Our layers share one projection among q, k and v, and among gate and up; the paper's have one each, which stores
-    three times r numbers more for each token and block.
+    In this project q, k and v share one projection, and so do gate and up. In the paper each has a projection of its
+    own, which stores 3 * rank more numbers for each token and block.
     """
     workload = Workload(
         config=shape.config, device=find_device("h200"), precision=PRECISIONS[precision], compact_rank=part
     )
-    planned = plan(
+    answer = plan(
         Request(
             model="llama",
             workload=workload,
@@ -175,34 +182,36 @@ def plan_peak(shape: LlamaShape, part: float | None, precision: str) -> Figures:
             find_largest=False,
         )
     )
-    peak_bytes = planned.forecasts["plain"].peak_bytes
+    peak_bytes = answer.forecasts["plain"].peak_bytes
     rank = 0 if part is None else round(part * shape.width)
-    own = 3 * rank * workload.precision.compute.itemsize * shape.batch * shape.tokens * shape.layers
-    return {"shared_peak_bytes": peak_bytes, "peak_bytes": peak_bytes + own}
+    separate_projection_bytes = (
+        3 * rank * workload.precision.compute.itemsize * shape.batch * shape.tokens * shape.layers
+    )
+    return {"shared_peak_bytes": peak_bytes, "peak_bytes": peak_bytes + separate_projection_bytes}
 
 
 def time_steps(
     shape: Figures, methods: list[str], peer: str, rounds: int, clock: str, seed: int = 0, threads: int = 1
 ) -> Figures:
-    """Milliseconds of whole steps of `methods` in turn, and of Adacc at the peak of `peer`, which is among them.
+    """Time whole steps of `methods` in turn, in milliseconds, and of Adacc at the peak of `peer`, one of them.
 
     Methods whose package is missing are left out.
     """
     torch.set_num_threads(threads)
-    what = LlamaShape(**shape)
-    found = {}
+    llama_shape = LlamaShape(**shape)
+    trainings = {}
     for name in methods:
         with suppress(CannotRunError):
-            found[name] = install(what, name, None, seed)
-    peaks = {name: trained.peak_bytes() for name, trained in found.items()}
-    found[ADACC] = install(what, ADACC, peaks[peer], seed)
-    peaks[ADACC] = found[ADACC].peak_bytes()
-    samples: dict[str, list[float]] = {name: [] for name in found}
-    order = deque(found)
+            trainings[name] = install(llama_shape, name, None, seed)
+    peaks = {name: training.peak_bytes() for name, training in trainings.items()}
+    trainings[ADACC] = install(llama_shape, ADACC, peaks[peer], seed)
+    peaks[ADACC] = trainings[ADACC].peak_bytes()
+    samples: dict[str, list[float]] = {name: [] for name in trainings}
+    order = deque(trainings)
     now = CLOCKS[clock]
     for _ in range(rounds):
         for name in order:
-            samples[name].append(_ms(found[name].step, now))
+            samples[name].append(_ms(trainings[name].step, now))
         order.rotate(1)
     base = samples["plain"]
     return {
@@ -212,22 +221,23 @@ def time_steps(
                 "of_plain": statistics.median(times) / statistics.median(base),
                 "of_plain_by_round": Spread.of([own / other for own, other in zip(times, base, strict=True)]),
                 "peak_bytes": peaks[name],
-                **_drawing(found[name], now),
+                **_drawing(trainings[name], now),
             }
         )
         for name, times in samples.items()
     }
 
 
-def _drawing(trained: Trained, now: Callable[[], float]) -> Figures:
-    """The time of a step in which GaLore finds its subspaces, and after how many steps the next such one comes."""
-    projectors = [state["projector"] for state in trained.optimizer.state.values() if "projector" in state]
+def _drawing(training: LowRankTraining, now: Callable[[], float]) -> Figures:
+    """Return the time of a step in which GaLore computes its subspaces, and the number of steps between two of
+    these."""
+    projectors = [state["projector"] for state in training.optimizer.state.values() if "projector" in state]
     if not projectors:
         return {}
     gap = projectors[0].update_proj_gap
     for projector in projectors:
         projector.update_proj_gap = 1
-    return {"drawing_ms": _ms(trained.step, now), "drawing_gap": gap}
+    return {"drawing_ms": _ms(training.step, now), "drawing_gap": gap}
 
 
 def _ms(step: Callable[[], None], now: Callable[[], float]) -> float:

@@ -1,6 +1,6 @@
-"""Ways to keep activations, by name: the paper's five, Adacc without loss, and those that share a headline.
+"""Methods to save activations, by name: the paper's five, lossless Adacc, and the methods of the headline.
 
-A method is installed once, on a model that has trained a step, so that the optimizer's state is there to be counted.
+A method is installed once, on a model that has trained one step, so that the optimizer's state exists and is counted.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Budget = str | float | int
 
 
 class Promise(str, Enum):
-    """What a method promises about gradients, which is what it is held to before it is timed."""
+    """A method's promise about its gradients, which is checked before timing."""
 
     EXACT = "exact"
-    """Those of plain training, bit for bit."""
+    """Plain training's gradients, bit for bit."""
     LOSSY = "lossy"
-    """Those of plain training, as far as codecs allow; the loss is equal."""
+    """Plain training's gradients, up to the codecs' error; the loss is equal."""
     OWN_RANDOMNESS = "own_randomness"
-    """Those of its own loss: it draws other dropout masks than plain training, and rounds differently."""
+    """Gradients of its own loss: it draws other dropout masks than plain training, and rounds differently."""
     OWN_LOSSY = "own_lossy"
-    """Those of its own loss, as far as codecs allow."""
+    """Gradients of its own loss, up to the codecs' error."""
 
     @property
     def is_own(self) -> bool:
-        """Whether there are no gradients of plain training to compare with."""
+        """Return True if plain training's gradients are no reference for this method."""
         return self in (Promise.OWN_RANDOMNESS, Promise.OWN_LOSSY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a method is installed on."""
+    """Model, batch and optimizer that a method is installed on."""
 
     subject: Subject
     model: PreTrainedModel
@@ -59,21 +59,21 @@ class Bench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Installed:
-    """A method in force."""
+class InstalledMethod:
+    """Method installed on a model."""
 
     call: nn.Module | Callable[..., Any]
-    """What is called in place of the model; shares its parameters."""
+    """Callable in place of the model; it shares the model's parameters."""
     promise: Promise
     other_sums: bool = False
-    """Whether it adds up in another order than plain training, so that the promise holds but for rounding."""
+    """True if the method sums in another order than plain training, so that its promise holds up to rounding."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the method decided, for the record."""
+    """The method's decisions, for the record."""
 
 
 def measure_steady_step(bench: Bench, call: Callable[..., Any]) -> tuple[int, int]:
-    """Static bytes, and the peak of a whole training step in the steady state, static bytes included."""
-    for _ in range(2):  # the first calls at a shape record it
+    """Measure the static bytes, and the peak of a whole training step in the steady state, static bytes included."""
+    for _ in range(2):  # the first two calls at a shape are recorded
         bench.subject.train_step(call, bench.batch, bench.optimizer)
     live_bytes = static_bytes(bench.model, bench.batch, bench.optimizer)
     with MemoryMeter.for_device(torch.device(bench.subject.device)) as meter:
@@ -81,30 +81,30 @@ def measure_steady_step(bench: Bench, call: Callable[..., Any]) -> tuple[int, in
     return live_bytes, live_bytes + meter.peak_bytes
 
 
-Install = Callable[[Bench, Budget | None], Installed]
+Install = Callable[[Bench, Budget | None], InstalledMethod]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to keep activations."""
+    """A way to save activation memory."""
 
     title: str
     install: Install
-    """Installs it on a bench within a budget."""
+    """Function that installs the method on a bench within a budget."""
     takes_budget: bool = False
     obstacle: Callable[[str], str | None] = lambda device: None
-    """Why it cannot run on a device; None if it can."""
+    """Function from a device to the reason why the method cannot run there, or None."""
 
 
-def install_plain(bench: Bench, budget: Budget | None) -> Installed:
-    """Plain training."""
-    return Installed(call=bench.model, promise=Promise.EXACT)
+def install_plain(bench: Bench, budget: Budget | None) -> InstalledMethod:
+    """Install nothing: plain training."""
+    return InstalledMethod(call=bench.model, promise=Promise.EXACT)
 
 
-def install_checkpointing(bench: Bench, budget: Budget | None, **options: Any) -> Installed:
-    """The checkpointing of Transformers, as TrainingArguments switch it on."""
+def install_checkpointing(bench: Bench, budget: Budget | None, **options: Any) -> InstalledMethod:
+    """Install the checkpointing of Transformers, as TrainingArguments enable it."""
     switch_checkpointing(bench.model, on=True, **options)
-    return Installed(call=bench.model, promise=Promise.EXACT)
+    return InstalledMethod(call=bench.model, promise=Promise.EXACT)
 
 
 def install_policy(
@@ -112,13 +112,13 @@ def install_policy(
     budget: Budget | None,
     config: AdaccConfig,
     solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy,
-) -> Installed:
-    """A policy solved for this bench. Raises InfeasibleBudgetError."""
+) -> InstalledMethod:
+    """Solve a policy for this bench and install it. Raise InfeasibleBudgetError."""
     with bench.subject.autocast():
         profile = profile_model(bench.model, bench.batch, config, bench.optimizer)
     policy = solve(profile, config.memory_budget if budget is None else budget, config)
     apply_policy(bench.model, policy, config)
-    return Installed(
+    return InstalledMethod(
         call=bench.model,
         promise=Promise.LOSSY if uses_lossy_codec(policy) else Promise.EXACT,
         other_sums=policy.head == "chunked",
@@ -135,7 +135,7 @@ def install_policy(
 
 
 def adacc(title: str, **config: Any) -> Method:
-    """Adacc under a config."""
+    """Return the method Adacc with these settings of AdaccConfig."""
     return Method(title=title, install=partial(install_policy, config=AdaccConfig(**config)), takes_budget=True)
 
 
@@ -155,15 +155,15 @@ LOSSLESS = adacc("Adacc, lossless", actions=("retain", "recompute"))
 
 
 def quantize_within(profile: Profile, budget: Budget, config: AdaccConfig) -> Policy:
-    """The naive policy for as many blocks, the first ones first, as it takes to keep to `budget`; for all at most."""
+    """Quantize as many blocks naively as the budget requires, in order from the first; at most all of them."""
     limit = ResolvedBudget.resolve(budget, profile, config)
-    plain, coded = uniform_policy(profile, "retain"), quantize_everything(profile)
+    plain, quantized = uniform_policy(profile, "retain"), quantize_everything(profile)
     names = [block.name for block in profile.blocks]
     policy = plain
     for number in range(len(names) + 1):
-        plans = [(coded if i < number else plain).plan_of(name) for i, name in enumerate(names)]
+        plans = [(quantized if i < number else plain).plan_of(name) for i, name in enumerate(names)]
         policy = policy_of_plans(profile, plans)
-        if (policy.predicted_peak_bytes if limit.of_peak else policy.predicted_stored_bytes) <= limit.nbytes:
+        if (policy.predicted_peak_bytes if limit.limits_peak else policy.predicted_stored_bytes) <= limit.nbytes:
             break
     return policy
 
@@ -175,10 +175,10 @@ PAPER_METHODS = {
     "adacc": ADACC,
     "adacc_no_outlier": adacc("Adacc w/o outlier", outliers=False),
 }
-"""The paper's names on the command line, in the order of its tables."""
+"""The paper's methods by their names on the command line, in the order of its tables."""
 
 METHODS = {**PAPER_METHODS, "adacc_lossless": LOSSLESS}
-"""Those, and Adacc where no bit may change."""
+"""The paper's methods, and lossless Adacc."""
 
 HEADLINE_METHODS = {
     "none": PLAIN,
@@ -192,4 +192,4 @@ HEADLINE_METHODS = {
     ),
     "adacc_in_floor": replace(ADACC, title="Adacc at checkpointing's peak"),
 }
-"""What can be won, how much of it is, and what else may win some: all within one budget, but the last."""
+"""The bounds of the possible gain, Adacc, and the alternatives. All run within one budget, except the last."""

@@ -1,4 +1,4 @@
-"""What a trial measures: a model by preset, the shape of its batch, its precision, and one training step of it."""
+"""Subject of a trial: a model by preset, the shape of its batch, its precision, and its training step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from adacc_hf.torch_glue.memory import backward, forward_loss
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_DEFAULT = 1024
-"""Tokens per sequence where neither the user nor a shorter context says otherwise: the paper's GPT models."""
+"""Default tokens per sequence, that of the paper's GPT models; models with a shorter context get their context
+length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model and its batch; every trial of one subject sees the same weights and tokens."""
+    """Model and its batch. All trials of one subject have the same weights and tokens."""
 
     preset: str
-    """A preset's name, or a hub id or folder of a config."""
+    """Name of a preset, or hub id or folder of a config."""
     batch: int
     tokens: int
     device: str = "cpu"
@@ -37,25 +38,26 @@ class Subject:
     seed: int = 0
 
     def model(self) -> PreTrainedModel:
-        """The model in train mode; weights depend on the seed alone, torch's generator is left as it was."""
+        """Return the model in train mode. The weights depend on the seed alone; torch's generator keeps its state."""
         config = load_config(self.preset)
-        # As in training: a cache of keys and values costs time, and checkpointing switches it off.
+        # As in training: a cache of keys and values costs time, and checkpointing disables it.
         config.use_cache = False
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = fresh_model(config, self.attention)
         if not config.is_encoder_decoder:
             model.loss_type = "ForCausalLM"
-        # The decorator around it in Transformers has no type that knows of self.
+        # Transformers' decorator around `to` has a type without self.
         return model.to(self.device).train()  # type: ignore[arg-type]
 
     def example(self) -> Batch:
-        """[B, T] ids and labels: bytes of the standard library's text, at places that depend on the seed."""
+        """Return [B, T] ids and labels: bytes of the standard library's text, from positions that depend on the
+        seed."""
         ids = random_text(self.batch, self.tokens, torch.Generator().manual_seed(self.seed)).to(self.device)
         return {"input_ids": ids, "labels": ids.clone()}
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What forward runs under."""
+        """Return the context manager of the forward pass."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device, dtype=torch.bfloat16)
@@ -65,14 +67,14 @@ class Subject:
             return forward_loss(model, batch)
 
     def train_step(self, model: nn.Module | Callable[..., Any], batch: Batch, optimizer: torch.optim.Optimizer) -> None:
-        """Forward, backward, optimizer step."""
+        """Run forward, backward and optimizer step."""
         backward(self.loss(model, batch))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a subject, but for the size of its batch."""
+    """Add the options that define a subject, except its batch size."""
     parser.add_argument("--preset", default="demo", help="preset, or hub id or folder of a config (default: demo)")
     parser.add_argument(
         "--tokens",
@@ -84,7 +86,8 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 
 def subject_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a Subject that the command line gives. Raises ValueError for what the preset cannot do."""
+    """Return the fields of a Subject from the command line. Raise ValueError for options that the preset does not
+    support."""
     config = load_config(arguments.preset)
     longest = context_length(config) or LONGEST_DEFAULT
     tokens = checked_seq_len(min(longest, LONGEST_DEFAULT) if arguments.tokens is None else arguments.tokens, config)
@@ -99,5 +102,5 @@ def subject_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def first_sequences(batch: Batch, count: int) -> Batch:
-    """The first `count` rows of every tensor."""
+    """Return the first `count` rows of every tensor."""
     return {name: tensor[:count] for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""A LLaMA whose norms and gates are kernels that write by address, so that no dispatcher sees what they fill."""
+"""LLaMA whose norms and gates are kernels that write by address, so that dispatchers do not see these writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 
 def opaque_llama(width: int, layers: int, vocabulary: int) -> LlamaForCausalLM:
-    """Return a LLaMA in train mode on the CPU, each RMSNorm and SwiGLU of it an autograd Function over such kernels."""
+    """Return a LLaMA in train mode on the CPU. Each RMSNorm and SwiGLU is an autograd Function over kernels by
+    address."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -54,7 +55,7 @@ class _Mlp(nn.Module):
 
 
 def _numbers(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous float32 tensor, which writing to shows no operator."""
+    """Return a NumPy view on the memory of a contiguous float32 tensor. Writing to the view runs no torch operator."""
     pointer = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
     return np.ctypeslib.as_array(pointer).reshape(tuple(tensor.shape))
 
@@ -82,13 +83,13 @@ class NormByAddress(Function):
 
 
 class GateByAddress(Function):
-    """silu(a) * b."""
+    """Autograd Function of silu(a) * b."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(a)
-        given = _numbers(a)
-        np.divide(given, 1 + np.exp(-given), out=_numbers(out))
+        gate = _numbers(a)
+        np.divide(gate, 1 + np.exp(-gate), out=_numbers(out))
         np.multiply(_numbers(out), _numbers(b), out=_numbers(out))
         ctx.save_for_backward(a, b)
         return out

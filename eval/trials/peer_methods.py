@@ -1,6 +1,6 @@
-"""What else saves activation memory for the same Transformers model, installed as its own users would.
+"""Other ways to save activation memory for the same Transformers model, installed as their own users would.
 
-Each says what it lacks on a device, so that a table can show the reason in its row.
+Each method can give the reason why it cannot run on a device; the table shows the reason in its row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adacc_hf.eval.trials.methods import (
     PLAIN,
     Bench,
     Budget,
-    Installed,
+    InstalledMethod,
     Method,
     Promise,
     install_checkpointing,
@@ -32,12 +32,13 @@ from adacc_hf.eval.trials.methods import (
 from adacc_hf.torch_glue.compat import FLAG, FUNCTION, SETTER, GradientCheckpointingLayer
 
 COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
-"""Settings of `activation_memory_budget`: the share of what the compiler's default saves. At 0 it saves inputs only."""
+"""Values of `activation_memory_budget`: fractions of the bytes that the compiler saves by default. At 0 only inputs
+are saved."""
 
 MATCH_ROUNDS = 4
-"""Compilations in search of the share whose peak is a rival's."""
+"""Compilations in the search for the share whose peak equals a rival's."""
 MATCH_SLACK = 0.03
-"""Part of the rival's peak that may be left unused: more would be a handicap of our own making."""
+"""Fraction of the rival's peak that may stay unused. More would be a self-made handicap."""
 MIN_SHARE = 0.01
 
 XFORMERS_BUDGETS = (0.25, 0.5, 0.75)
@@ -53,20 +54,20 @@ SAVED_OPERATORS = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Matrix products and fused attention: what selective checkpointing usually saves. Not attention with dropout: a second
-forward that leaves it out draws other masks after it."""
+"""Operators whose outputs selective checkpointing usually saves: matrix products and fused attention. Attention with
+dropout is recomputed: if a second forward skipped it, later operators would draw other dropout masks."""
 
 
-def install_offload(bench: Bench, budget: Budget | None) -> Installed:
-    """Checkpointing whose saved block inputs live in host memory."""
+def install_offload(bench: Bench, budget: Budget | None) -> InstalledMethod:
+    """Install checkpointing that offloads the saved block inputs to host memory."""
     return install_checkpointing(bench, budget, offload=True)
 
 
-def install_selective(bench: Bench, budget: Budget | None) -> Installed:
-    """torch's eager selective checkpointing around each block, saving SAVED_OPERATORS."""
+def install_selective(bench: Bench, budget: Budget | None) -> InstalledMethod:
+    """Install torch's eager selective checkpointing around each block, saving the outputs of SAVED_OPERATORS."""
     contexts = partial(create_selective_checkpoint_contexts, _save_products)
     getattr(bench.model, SETTER)(True, partial(checkpoint, use_reentrant=False, context_fn=contexts))
-    return Installed(call=bench.model, promise=Promise.EXACT)
+    return InstalledMethod(call=bench.model, promise=Promise.EXACT)
 
 
 def _save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -79,22 +80,23 @@ def _has_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0) > 0.0
 
 
-def install_trl_offloading(bench: Bench, budget: Budget | None) -> Installed:
-    """trl's activation offloading, entered around forward as its trainers do."""
+def install_trl_offloading(bench: Bench, budget: Budget | None) -> InstalledMethod:
+    """Install trl's activation offloading, entered around forward as in its trainers."""
     from trl.models.activation_offloading import OffloadActivations
 
     def call(**batch: torch.Tensor) -> Any:
         with OffloadActivations():
             return bench.model(**batch)
 
-    return Installed(call=call, promise=Promise.EXACT)
+    return InstalledMethod(call=call, promise=Promise.EXACT)
 
 
-def install_xformers(bench: Bench, budget: Budget | None, share: float) -> Installed:
-    """xformers' selective checkpointing: each block gets the policy that its solver finds for `share` of its memory.
+def install_xformers(bench: Bench, budget: Budget | None, share: float) -> InstalledMethod:
+    """Install xformers' selective checkpointing: its solver finds each block's policy for `share` of the block's
+    memory.
 
-    xformers solves for positional arguments alone, and a block of Transformers takes keywords: its checkpoint function
-    stands where Transformers' own would, which gets them bound.
+    The solver of xformers takes positional arguments only, and a block of Transformers takes keywords. So the
+    checkpoint function of xformers replaces the one of Transformers, which is called with the keywords bound.
     """
     from xformers.checkpoint import checkpoint as selective
     from xformers.checkpoint import get_optimal_checkpoint_policy
@@ -113,22 +115,22 @@ def install_xformers(bench: Bench, budget: Budget | None, share: float) -> Insta
     for block in blocks:
         setattr(block, FUNCTION, checkpoint_function())
         setattr(block, FLAG, True)
-    return Installed(call=bench.model, promise=Promise.EXACT)
+    return InstalledMethod(call=bench.model, promise=Promise.EXACT)
 
 
-def install_compiled(bench: Bench, budget: Budget | None, share: float) -> Installed:
-    """torch.compile with a budget for activations."""
+def install_compiled(bench: Bench, budget: Budget | None, share: float) -> InstalledMethod:
+    """Install torch.compile with a budget for activations."""
     import torch._functorch.config as functorch_config
 
     functorch_config.activation_memory_budget = share
-    return Installed(call=torch.compile(bench.model), promise=Promise.OWN_RANDOMNESS)
+    return InstalledMethod(call=torch.compile(bench.model), promise=Promise.OWN_RANDOMNESS)
 
 
-def install_adacc_compiled(bench: Bench, budget: Budget | None) -> Installed:
-    """torch.compile with our partitioner, which may compress too.
+def install_adacc_compiled(bench: Bench, budget: Budget | None) -> InstalledMethod:
+    """Install torch.compile with Adacc's partitioner, which may also compress.
 
-    A whole number is what a whole step may take: the largest share that keeps to it is looked for. Raises
-    OverLimitError if none does.
+    An integer budget bounds the peak of a whole step: the largest share within it is searched. Raise OverLimitError if
+    no share fits.
     """
     from adacc_hf.compiler import AdaccPartitioner
     from adacc_hf.compiler.backend import InstalledPartitioner, adacc
@@ -136,43 +138,45 @@ def install_adacc_compiled(bench: Bench, budget: Budget | None) -> Installed:
     if isinstance(budget, float):
         options: dict[str, Any] = {"memory_budget": budget}
         compiled = torch.compile(bench.model, backend=adacc, options=options)
-        return Installed(call=compiled, promise=Promise.OWN_LOSSY)
-    assert isinstance(budget, int), "peers give fractions, or bytes that were measured"
+        return InstalledMethod(call=compiled, promise=Promise.OWN_LOSSY)
+    assert isinstance(budget, int), "peers pass fractions, or measured bytes"
     installed = InstalledPartitioner(AdaccPartitioner(memory_budget=1.0))
     compiled = torch.compile(bench.model)
-    with _learning_nothing(bench.optimizer):
+    with _zero_learning_rates(bench.optimizer):
         share = _share_within(bench, compiled, installed, budget)
-    return Installed(call=compiled, promise=Promise.OWN_LOSSY, facts={"share": share})
+    return InstalledMethod(call=compiled, promise=Promise.OWN_LOSSY, facts={"share": share})
 
 
 def _share_within(bench: Bench, call: Callable[..., Any], installed: Any, budget_bytes: int) -> float:
-    """The share of the compiler's default bytes, now in force, at which a step's peak comes closest below a budget."""
-    fitting, share, peak_bytes = None, 1.0, 0
+    """Set the share of the compiler's default bytes whose step peak is closest below the budget, and return it."""
+    fitting_share, share, peak_bytes = None, 1.0, 0
     for _ in range(MATCH_ROUNDS):
         installed.partitioner.start_over(share)
         installed.compile_again()
         _, peak_bytes = measure_steady_step(bench, call)
-        left = budget_bytes - peak_bytes
-        if left >= 0:
-            fitting = share
-            if share >= 1.0 or left <= MATCH_SLACK * budget_bytes:
+        unused_bytes = budget_bytes - peak_bytes
+        if unused_bytes >= 0:
+            fitting_share = share
+            if share >= 1.0 or unused_bytes <= MATCH_SLACK * budget_bytes:
                 return share
         policy = installed.partitioner.policy
-        margin = 0 if left >= 0 else MATCH_SLACK / 3 * policy.plain_bytes
-        share = min(1.0, max((policy.stored_bytes + left - margin) / policy.plain_bytes, MIN_SHARE))
-    if fitting is None:
+        margin = 0 if unused_bytes >= 0 else MATCH_SLACK / 3 * policy.plain_bytes
+        share = min(1.0, max((policy.stored_bytes + unused_bytes - margin) / policy.plain_bytes, MIN_SHARE))
+    if fitting_share is None:
         raise OverLimitError(
-            f"no share of torch.compile's bytes that was tried keeps to {format_bytes(budget_bytes)}",
+            f"no share of torch.compile's bytes fits into {format_bytes(budget_bytes)}: the last of {MATCH_ROUNDS} "
+            f"tried has a peak of {format_bytes(peak_bytes)}",
             {"peak_bytes": peak_bytes},
         )
-    installed.partitioner.start_over(fitting)
+    installed.partitioner.start_over(fitting_share)
     installed.compile_again()
-    return fitting
+    return fitting_share
 
 
 @contextmanager
-def _learning_nothing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Steps that take all their memory and leave the weights as they are: gradients are compared with earlier ones."""
+def _zero_learning_rates(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Set learning rates to 0 while open. Steps take all their memory, but the weights stay valid for comparing
+    gradients."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -183,24 +187,24 @@ def _learning_nothing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["lr"] = rate
 
 
-def need_host_memory_elsewhere(device: str) -> str | None:
-    return "activations are in host memory already: run it with --device cuda" if device == "cpu" else None
+def offload_obstacle(device: str) -> str | None:
+    return "activations are in host memory already: run this method with --device cuda" if device == "cpu" else None
 
 
-def need_trl(device: str) -> str | None:
+def trl_obstacle(device: str) -> str | None:
     if device == "cpu":
-        return "trl moves activations from an accelerator to the host: run it with --device cuda"
+        return "trl offloads activations from an accelerator to the host: run this method with --device cuda"
     return missing_package("trl")
 
 
-def need_xformers(device: str) -> str | None:
+def xformers_obstacle(device: str) -> str | None:
     if device == "cpu":
-        return "xformers times operators with CUDA's clock: run it with --device cuda"
+        return "xformers times operators on a CUDA device: run this method with --device cuda"
     return missing_package("xformers") or missing_package("scipy")
 
 
 def missing_package(name: str) -> str | None:
-    """What to do about a package that is not installed; None if it is."""
+    """Return how to install the package if it is missing, else None."""
     return None if importlib.util.find_spec(name) else f"{name} is not installed: pip install 'adacc-hf[peers]'"
 
 
@@ -220,15 +224,15 @@ PEERS: dict[str, Method] = {
     "plain": PLAIN,
     "checkpointing": CHECKPOINTING,
     "checkpointing_offload": Method(
-        title="HF checkpointing with offload", install=install_offload, obstacle=need_host_memory_elsewhere
+        title="HF checkpointing with offload", install=install_offload, obstacle=offload_obstacle
     ),
-    "trl_offloading": Method(title="trl activation offloading", install=install_trl_offloading, obstacle=need_trl),
+    "trl_offloading": Method(title="trl activation offloading", install=install_trl_offloading, obstacle=trl_obstacle),
     "selective": Method(title="selective checkpointing (products, attention)", install=install_selective),
     **{
         f"xformers_{share:g}": Method(
             title=f"xformers at {share:.0%} of a block",
             install=partial(install_xformers, share=share),
-            obstacle=need_xformers,
+            obstacle=xformers_obstacle,
         )
         for share in XFORMERS_BUDGETS
     },
@@ -236,4 +240,4 @@ PEERS: dict[str, Method] = {
     "adacc": ADACC,
     **ADACC_VARIANTS,
 }
-"""By the name that a record has for them."""
+"""Methods by their name in records."""

@@ -1,4 +1,7 @@
-"""Models trained by the recipe, each in a process of its own: eval measures what recipes make, and imports none."""
+"""Trainings by the recipe, each in a process of its own.
+
+So eval can measure models of recipes without importing recipes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from adacc_hf.eval.records.ledger import RecordError
 
 
 class TrainingFailedError(AdaccError):
-    """The recipe ended with another exit status than 0; it has said why."""
+    """Error of a recipe that ended with an exit status other than 0; its output has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +32,27 @@ class RecipeRun:
 
     method: str
     folder: Path
-    """Its run folder. A checkpoint in it is gone on with, so nothing but this very run may write there."""
+    """Run folder. The run resumes from a checkpoint in the folder, so only the same run may write there."""
     options: Sequence[str]
-    """All other options, as on its command line."""
+    """All other command-line options."""
     threads: int = 1
     """CPU threads of torch."""
 
     def train(self) -> dict[str, Any]:
-        """What training reached, by its last record. Raises TrainingFailedError."""
+        """Train, and return the figures of the last record. Raise TrainingFailedError."""
         checkpoint = last_checkpoint(self.folder)
         command = [sys.executable, str(recipe_path()), "--method", self.method, "--output_dir", str(self.folder)]
         command += ["--report", "false", *self.options]
         command += ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
-        with _held(self.folder) as lock:
-            # The training process holds the lock too, so that one whose parent was killed is not joined by a second.
+        with _lock_run_folder(self.folder) as lock:
+            # The training process inherits the lock. If its parent is killed, no second training can start in the
+            # folder.
             environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
             status = subprocess.run(command, env=environment, pass_fds=[lock], check=False).returncode
         if status != 0:
-            raise TrainingFailedError(f"{' '.join(command)} ended with status {status}; its last lines say why")
+            raise TrainingFailedError(
+                f"{' '.join(command)} ended with status {status}: see the last lines of its output"
+            )
         return self._figures(checkpoint)
 
     def _figures(self, checkpoint: Path | None) -> dict[str, Any]:
@@ -57,13 +63,14 @@ class RecipeRun:
             "final_train_loss": metrics["final_train_loss"],
             "validation_loss": metrics["eval_loss"],
             "gone_on_from": checkpoint.name if checkpoint else None,
-            # What the policy did at the end of training; a method without one keeps or recomputes everything.
+            # Actions of the policy at the end of training. A method without a policy saves or recomputes everything.
             "actions": dict(Policy.load(policy).action_counts()) if policy.is_file() else None,
         }
 
 
 def recipe_path() -> Path:
-    """The recipe in the source checkout that this package is imported from. Raises ValueError outside of one."""
+    """Return the recipe in the source checkout that this package is imported from. Raise ValueError if there is
+    none."""
     path = Path(adacc_hf.__file__).resolve().parents[1] / "recipes" / "gpt2_pile.py"
     if not path.is_file():
         raise ValueError(
@@ -74,14 +81,14 @@ def recipe_path() -> Path:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest whole checkpoint of a run folder; its trainer_state.json is written last."""
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    """Return the latest complete checkpoint of a run folder. Its trainer_state.json is written last."""
+    complete_checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(complete_checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[int]:
-    """The descriptor of a lock on the folder. Raises RecordError where a training process has it."""
+def _lock_run_folder(folder: Path) -> Iterator[int]:
+    """Lock the folder, and yield the descriptor of the lock. Raise RecordError if a training process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -89,7 +96,7 @@ def _held(folder: Path) -> Iterator[int]:
         yield descriptor
     except BlockingIOError:
         raise RecordError(
-            f"{folder} is still being trained into by an earlier run: wait for its end, or end that process"
+            f"{folder} is locked by the training of an earlier run: wait for its end, or end that process"
         ) from None
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Training by the Trainer on the bytes of a text, and the validation losses on the way."""
+"""Training with the Trainer on the bytes of a text, with validation losses along the way."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from adacc_hf.eval.trials.model_under_test import Subject
 from adacc_hf.eval.trials.workload import library_bytes
 
 HELD_OUT = 0.1
-"""Share of the text, its end, that is for validation alone."""
+"""Fraction of the text, at its end, that is used for validation only."""
 
 SAVED_AFTER_STEPS = 200
-"""Shorter trainings are not worth a checkpoint on the way: they are started anew."""
+"""Steps between checkpoints. Shorter trainings save none: if interrupted, they start again."""
 
 
 class ByteSequences(Dataset[dict[str, torch.Tensor]]):
-    """`count` sequences of bytes at places of the text that depend on the seed; labels are the inputs."""
+    """Data set of `count` sequences of bytes at positions of the text that depend on the seed. Labels equal inputs."""
 
     def __init__(self, text: torch.Tensor, tokens: int, count: int, seed: int) -> None:
         self.text, self.tokens = text, tokens
@@ -41,7 +41,7 @@ class ByteSequences(Dataset[dict[str, torch.Tensor]]):
 
 
 def read_text(path: str | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 training text and validation text. Raises ValueError for a file too short to train on."""
+    """Return training text and validation text in uint8. Raise ValueError if the file is too short to train on."""
     text = library_bytes() if path is None else torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
     split = int(len(text) * (1.0 - HELD_OUT))
     if min(split, len(text) - split) < tokens:
@@ -61,20 +61,20 @@ def train_curve(
     text: str | None = None,
     threads: int = 1,
 ) -> Figures:
-    """The validation losses of one training, [(step, loss)], and its last training loss.
+    """Train once. Return the validation losses [(step, loss)], and the training losses.
 
-    `folder` holds the Trainer's checkpoints, from which a training that was cut short goes on; it is gone at the end.
+    `folder` has the Trainer's checkpoints, from which an interrupted training resumes. It is deleted at the end.
     """
     torch.set_num_threads(threads)
-    what = Subject(**subject)
-    training, validation = read_text(text, what.tokens)
+    trial_subject = Subject(**subject)
+    training, validation = read_text(text, trial_subject.tokens)
     callbacks, overrides = method_callbacks(method, str(budget))
-    torch.manual_seed(what.seed)
+    torch.manual_seed(trial_subject.seed)
     trainer = Trainer(
-        model=what.model(),
-        args=_arguments(what, folder, steps, eval_every, learning_rate, overrides),
-        train_dataset=ByteSequences(training, what.tokens, steps * what.batch, what.seed),
-        eval_dataset=ByteSequences(validation, what.tokens, eval_sequences, what.seed + 1),
+        model=trial_subject.model(),
+        args=_arguments(trial_subject, folder, steps, eval_every, learning_rate, overrides),
+        train_dataset=ByteSequences(training, trial_subject.tokens, steps * trial_subject.batch, trial_subject.seed),
+        eval_dataset=ByteSequences(validation, trial_subject.tokens, eval_sequences, trial_subject.seed + 1),
         callbacks=callbacks,
     )
     checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None

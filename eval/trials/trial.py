@@ -1,4 +1,7 @@
-"""One point of a table: a method on a subject, checked, its peak measured, then timed. Runs in a process of its own."""
+"""One point of a table: a method on a subject, with gradients checked, peak measured, and steps timed.
+
+Each trial runs in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials import methods, peer_methods
 from adacc_hf.eval.trials.barrier import check, reference_gradients
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError
-from adacc_hf.eval.trials.methods import Bench, Budget, Installed, Method
+from adacc_hf.eval.trials.methods import Bench, Budget, InstalledMethod, Method
 from adacc_hf.eval.trials.model_under_test import Subject, first_sequences
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
@@ -23,7 +26,7 @@ from adacc_hf.torch_glue.compat import switch_checkpointing
 FAMILIES: dict[str, dict[str, Method]] = {"paper": methods.METHODS, "peers": peer_methods.PEERS}
 
 MEMORY = ("static_bytes", "peak_bytes", "reserved_bytes")
-"""The figures of a trial that are bytes."""
+"""Figures of a trial that are counted in bytes."""
 
 
 def run_trial(
@@ -37,27 +40,27 @@ def run_trial(
     threads: int = 1,
     gate: bool = True,
 ) -> Figures:
-    """Peak bytes and, with `rounds`, the time of whole training steps of one method, once its gradients are right.
+    """Check the gradients of one method, measure its peak bytes, and with `rounds` time whole training steps.
 
-    `subject` has the fields of a Subject. Raises RedGateError, OverLimitError, CannotRunError, InfeasibleBudgetError
+    `subject` has the fields of a Subject. Raise WrongResultError, OverLimitError, CannotRunError, InfeasibleBudgetError
     and torch.OutOfMemoryError.
     """
     torch.set_num_threads(threads)
-    what, chosen = Subject(**subject), FAMILIES[family][method]
-    if obstacle := chosen.obstacle(what.device):
+    trial_subject, trial_method = Subject(**subject), FAMILIES[family][method]
+    if obstacle := trial_method.obstacle(trial_subject.device):
         raise CannotRunError(obstacle)
-    _limit_device(what.device, limit_bytes)
-    model, batch = what.model(), what.example()
+    _limit_device(trial_subject.device, limit_bytes)
+    model, batch = trial_subject.model(), trial_subject.example()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    bench = Bench(subject=what, model=model, batch=batch, optimizer=optimizer)
+    bench = Bench(subject=trial_subject, model=model, batch=batch, optimizer=optimizer)
     warm_up(bench)
-    reference = reference_gradients(what, model, batch) if gate else None
-    installed = chosen.install(bench, budget)
+    reference = reference_gradients(trial_subject, model, batch) if gate else None
+    installed = trial_method.install(bench, budget)
     figures: Figures = {"decided": installed.facts}
     if reference is not None:
-        figures["gate"] = check(what, model, installed, reference)
-    if what.device == "cuda":
-        torch.cuda.empty_cache()  # what the gate and the profile took is not the method's
+        figures["gate"] = check(trial_subject, model, installed, reference)
+    if trial_subject.device == "cuda":
+        torch.cuda.empty_cache()  # memory of the gradient check and of profiling is not the method's
     figures |= memory_figures(bench, installed)
     check_limit(figures, limit_bytes)
     if rounds:
@@ -66,25 +69,26 @@ def run_trial(
 
 
 ALLOCATOR_ROOM = 0.1
-"""Part of the limit that the allocator may keep beyond it. It refuses a request by the bytes that it has from the
-device, free blocks included, and unmaps and maps these again first: at the brim in each step, which a limit that is
-ours should not cost. Whether a step keeps to the limit is judged by its live bytes."""
+"""Fraction of the limit that the allocator may keep beyond the limit. The allocator counts free blocks when it
+refuses a request, and first unmaps and maps them again. Close to the limit this happens in every step, a cost that
+an artificial limit should not cause. A step's live bytes decide whether the limit is met."""
 
 
 def _limit_device(device: str, limit_bytes: int | None) -> None:
-    """Have a GPU refuse what is far more than the limit, as a smaller one would."""
+    """Make a GPU refuse allocations far beyond the limit, like a smaller GPU."""
     if device == "cuda" and limit_bytes is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (1.0 + ALLOCATOR_ROOM) * limit_bytes / total))
 
 
 def num_alloc_retries(device: torch.device) -> int:
-    """Return how often a GPU's allocator gave back its free blocks to serve a request: each time takes milliseconds."""
+    """Return the number of times that a GPU's allocator freed its cached blocks to serve a request. Each takes
+    milliseconds."""
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else 0
 
 
 def warm_up(bench: Bench) -> None:
-    """One step under checkpointing, on one sequence: it makes the optimizer's state, and fits where anything does."""
+    """Run one step under checkpointing on one sequence: it creates the optimizer's state with the least memory."""
     switch_checkpointing(bench.model, on=True)
     try:
         bench.subject.train_step(bench.model, first_sequences(bench.batch, 1), bench.optimizer)
@@ -92,7 +96,7 @@ def warm_up(bench: Bench) -> None:
         switch_checkpointing(bench.model, on=False)
 
 
-def memory_figures(bench: Bench, installed: Installed) -> Figures:
+def memory_figures(bench: Bench, installed: InstalledMethod) -> Figures:
     """Measure the bytes of whole training steps in the steady state."""
     static_bytes, peak_bytes = methods.measure_steady_step(bench, installed.call)
     figures = {"static_bytes": static_bytes, "peak_bytes": peak_bytes}
@@ -102,15 +106,14 @@ def memory_figures(bench: Bench, installed: Installed) -> Figures:
 
 
 def check_limit(figures: Figures, limit_bytes: int | None) -> None:
-    """Raise OverLimitError, with the bytes among `figures`, where a step takes more than the limit."""
+    """Raise OverLimitError with the bytes among `figures` if a step takes more than the limit."""
     if limit_bytes is not None and figures["peak_bytes"] > limit_bytes:
         text = f"the step takes {format_bytes(figures['peak_bytes'])}, the limit is {format_bytes(limit_bytes)}"
         raise OverLimitError(text, {name: value for name, value in figures.items() if name in MEMORY})
 
 
-def _speed_figures(bench: Bench, installed: Installed, rounds: int, now: Callable[[], float]) -> Figures:
-    """Tokens per second over `rounds` whole training steps, after those of the gate and the memory, and how often the
-    allocator had to give back blocks meanwhile."""
+def _speed_figures(bench: Bench, installed: InstalledMethod, rounds: int, now: Callable[[], float]) -> Figures:
+    """Time `rounds` whole training steps in the steady state. Return tokens per second and the allocator's retries."""
     step = partial(bench.subject.train_step, installed.call, bench.batch, bench.optimizer)
     device = torch.device(bench.subject.device)
     retries = num_alloc_retries(device)

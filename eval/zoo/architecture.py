@@ -1,4 +1,4 @@
-"""One architecture that is checked: a tiny random configuration of a model class of Transformers, and its batches."""
+"""Architectures to check: tiny random configurations of model classes of Transformers, and their batches."""
 
 from __future__ import annotations
 
@@ -11,56 +11,57 @@ import transformers
 
 DROPOUT = 0.1
 Batch = dict[str, Any]
-"""Tensors, and what else the model is to be told."""
+"""Keyword arguments of the model: tensors, and options."""
 MakeBatch = Callable[[torch.Generator], Batch]
 Table = Mapping[str, Mapping[str, tuple[str, Mapping[str, Any], MakeBatch]]]
-"""By family and model type: the model class, the settings of its configuration, and what makes its batches."""
+"""Model class, settings of its configuration, and maker of its batches, by family and model type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One row of the table: what to build and what to feed it."""
+    """Row of the table of architectures: a model configuration and its batches."""
 
     name: str
-    """The model type of Transformers."""
+    """Model type in Transformers."""
     family: str
     model_class: str
     config_class: str
     settings: Mapping[str, Any]
     batch: MakeBatch = field(repr=False)
     block_classes: tuple[str, ...] | None = None
-    """Its layers, where they are no GradientCheckpointingLayer of Transformers."""
+    """Classes of its blocks, if they do not derive from GradientCheckpointingLayer of Transformers."""
 
     def build(self, seed: int = 0) -> transformers.PreTrainedModel:
-        """The model in train mode with random weights: dropout on, caches off, sdpa where it has it."""
+        """Return the model in train mode with random weights: dropout on, caches off, sdpa if it is supported."""
         torch.manual_seed(seed)
         config = getattr(transformers, self.config_class)(**self.settings)
         for part in _configs(config):
-            _set_up(part, given=_names(self.settings))
+            _set_defaults(part, explicit_names=_names(self.settings))
         return getattr(transformers, self.model_class)._from_config(config).train()
 
     def make_batch(self, seed: int) -> Batch:
-        """A batch with labels; every seed gives other values of the same shapes."""
+        """Return a batch with labels. Another seed gives other values of the same shapes."""
         return self.batch(torch.Generator().manual_seed(seed))
 
 
 def _configs(config: Any) -> list[Any]:
-    """`config` and every configuration inside it: T5's decoder reads `use_cache` from a copy of its own."""
+    """Return `config` and all configurations nested in it: T5's decoder reads `use_cache` from a copy of its own."""
     parts = [value for value in vars(config).values() if isinstance(value, transformers.PretrainedConfig)]
     return [config, *(inner for part in parts for inner in _configs(part))]
 
 
 def _names(settings: Mapping[str, Any]) -> set[str]:
-    """The names that `settings` and the mappings in it give a value to."""
+    """Return the names of all settings, including those of nested mappings."""
     inner = [_names(value) for value in settings.values() if isinstance(value, Mapping)]
     return set(settings).union(*inner)
 
 
-def _set_up(config: Any, given: set[str]) -> None:
-    """Switch caches off, and every dropout on that the settings do not name; layerdrop, which skips blocks, off."""
+def _set_defaults(config: Any, explicit_names: set[str]) -> None:
+    """Turn off caches and layerdrop (which skips blocks), and turn on every dropout, except rates among
+    `explicit_names`."""
     config.use_cache = False
     for name, value in vars(config).items():
-        is_rate = isinstance(value, (int, float)) and not isinstance(value, bool) and name not in given
+        is_rate = isinstance(value, (int, float)) and not isinstance(value, bool) and name not in explicit_names
         if is_rate and "layerdrop" in name:
             setattr(config, name, 0.0)
         elif is_rate and ("dropout" in name or "pdrop" in name):

@@ -1,4 +1,4 @@
-"""The architectures that are checked, as one table: tiny random configurations of Transformers' own model classes."""
+"""Table of all checked architectures: tiny random configurations of Transformers' own model classes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BLOCK_CLASSES = {
 
 
 def _config_class(model_class: str) -> str:
-    """The configuration of a model class, as Transformers names it on the class itself."""
+    """Return the name of the configuration class of a model class."""
     return getattr(transformers, model_class).config_class.__name__
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every architecture of the table, by name, in the table's order."""
+    """Return all architectures by name, in the table's order."""
     return {
         name: Architecture(
             name=name,

@@ -1,4 +1,4 @@
-"""Tiny architectures that read text with experts or with states."""
+"""Tiny architectures for text with mixtures of experts or recurrent states."""
 
 from __future__ import annotations
 

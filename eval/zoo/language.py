@@ -1,4 +1,4 @@
-"""Tiny architectures that read text with images or sounds in it."""
+"""Tiny architectures for text with images or sounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adacc_hf.eval.zoo.parts import (
 )  # fmt: skip
 
 IMAGE_TOKEN, SOUND_TOKEN = 96, 97
-"""Placeholders for what is seen and heard; text never has them."""
+"""Placeholder tokens of images and sounds, which do not occur in text."""
 NAMED_TOKENS = {"vision_start_token_id": 97, "vision_end_token_id": 98, "video_token_id": 99}
 PIXELS = (BATCH, 3, 16, 16)
 PATCHES, PATCH_VALUES = BATCH * 16, 3 * 2 * 4 * 4
@@ -36,7 +36,8 @@ PATCHES, PATCH_VALUES = BATCH * 16, 3 * 2 * 4 * 4
 def with_images(
     num_places: int, pixels: tuple[int, ...], derived: Callable[[torch.Tensor], Batch] = lambda ids: {}
 ) -> MakeBatch:
-    """What makes texts with one image each, as `num_places` tokens; `derived` adds tensors that follow from the ids."""
+    """Return a maker of texts with one image each, as `num_places` tokens. `derived` adds tensors computed from the
+    ids."""
 
     def make(generator: torch.Generator) -> Batch:
         ids = tokens(generator)
@@ -52,7 +53,7 @@ def _image_places(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _patched(ids: torch.Tensor) -> Batch:
-    """One image of 1 x 4 x 4 patches in each text."""
+    """Return the tensors for one image of 1 x 4 x 4 patches in each text."""
     return {"image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH), "mm_token_type_ids": _image_places(ids)}
 
 
@@ -61,7 +62,7 @@ def _sized(ids: torch.Tensor) -> Batch:
 
 
 def _tiled(ids: torch.Tensor) -> Batch:
-    """Masks of images of one tile, where two would fit."""
+    """Return the masks of images of one tile, with room for two."""
     return {
         "aspect_ratio_ids": torch.ones(BATCH, 1, dtype=torch.long),
         "aspect_ratio_mask": torch.tensor([[[1, 0]]] * BATCH),
@@ -70,39 +71,40 @@ def _tiled(ids: torch.Tensor) -> Batch:
 
 
 def _in_rows(ids: torch.Tensor) -> Batch:
-    """Where the patches of one image of 4 x 4 lie in each text."""
+    """Return the positions of the patches of one 4 x 4 image in each text."""
     places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(BATCH, 16, 2)
     return {"image_position_ids": places, "mm_token_type_ids": _image_places(ids)}
 
 
 def _masked(ids: torch.Tensor) -> Batch:
-    """One image of 4 x 4 patches in each text, with nothing to mask."""
+    """Return the tensors for one image of 4 x 4 patches in each text, with an all-ones mask."""
     sizes, mask = torch.tensor([[4, 4]] * BATCH), torch.ones(BATCH, 16, dtype=torch.long)
     return {"spatial_shapes": sizes, "pixel_attention_mask": mask}
 
 
 def image_patches(generator: torch.Generator) -> Batch:
-    """Flattened patches, each with its row and column before its values, and the text to be read off them."""
+    """Return flattened patches, each with its row and column before its values, and the text to predict from them."""
     places = torch.cartesian_prod(torch.arange(1.0, 5.0), torch.arange(1.0, 5.0)).expand(BATCH, 16, 2)
     values = torch.randn(BATCH, 16, 48, generator=generator)
     return {"flattened_patches": torch.cat([places, values], dim=-1), "labels": tokens(generator)}
 
 
 def with_sounds(num_places: int, derived: Mapping[str, torch.Tensor]) -> MakeBatch:
-    """What makes texts with one sound of 16 frames each, as `num_places` tokens, and `derived` besides."""
+    """Return a maker of texts with one sound of 16 frames each, as `num_places` tokens, and with the tensors
+    `derived`."""
 
     def make(generator: torch.Generator) -> Batch:
         ids = tokens(generator)
         ids[:, 1 : 1 + num_places] = SOUND_TOKEN
         features = torch.randn(BATCH, 8, 16, generator=generator)
-        given = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-        return {**given, "input_features": features, **derived}
+        text = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        return {**text, "input_features": features, **derived}
 
     return make
 
 
 def spectra_and_text(generator: torch.Generator) -> Batch:
-    """Texts with one sound of 16 spectra each, as eight tokens."""
+    """Return texts with one sound of 16 spectra each, as eight tokens."""
     batch = with_sounds(8, {"input_features_mask": torch.ones(BATCH, 8, dtype=torch.bool)})(generator)
     return {**batch, "input_features": torch.randn(BATCH, 16, 8, generator=generator)}
 
@@ -112,7 +114,7 @@ def _text(model_type: str, sizes: Mapping[str, Any] = GROUPED, /, **settings: An
 
 
 FOUR = {**IMAGE, "patch_size": 8}
-"""An image of four patches."""
+"""Settings of an image of four patches."""
 CLIP = {**FOUR, "model_type": "clip_vision_model"}
 SIGLIP = {**IMAGE, "model_type": "siglip_vision_model", "vision_use_head": False}
 SIGLIP_OF_FOUR = {**SIGLIP, "patch_size": 8}

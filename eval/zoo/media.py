@@ -1,4 +1,4 @@
-"""Tiny architectures that look or listen."""
+"""Tiny architectures for images, videos and sounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tiny architectures are made of: sizes that their configurations share, and batches."""
+"""Shared parts of tiny architectures: settings of configurations, and makers of batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BATCH, TOKENS, TARGETS, VOCABULARY = 2, 16, 12, 100
 
 
 def tokens(generator: torch.Generator, length: int = TOKENS) -> torch.Tensor:
-    """[BATCH, length] tokens that are none of the special ones."""
+    """Draw [BATCH, length] tokens without special tokens."""
     return torch.randint(5, VOCABULARY - 5, (BATCH, length), generator=generator)
 
 
@@ -20,7 +20,7 @@ def text(generator: torch.Generator) -> Batch:
 
 
 def padded_text(generator: torch.Generator) -> Batch:
-    """Text whose second sentence ends in four padding tokens."""
+    """Return text whose second sequence ends in four padding tokens."""
     ids, mask = tokens(generator), torch.ones(BATCH, TOKENS, dtype=torch.long)
     ids[1, -4:], mask[1, -4:] = 0, 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

@@ -1,4 +1,4 @@
-"""Tiny architectures that read text: decoders, encoders, and both at once."""
+"""Tiny architectures for text: decoders, encoders, and encoder-decoders."""
 
 from __future__ import annotations
 

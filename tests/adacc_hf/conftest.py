@@ -386,7 +386,7 @@ def every_plan_of(kind):
             yield Plan(kind=kind.digest, choices=tuple(choices.items()))
     if BlockAction.CHECKPOINT not in kind.block_actions or not kind.slots:
         return
-    menus = [[None, *(o for o in v.codecs if o.lossless or kind.bears_coded_inputs)] for v in kind.inputs]
+    menus = [[None, *(o for o in v.codecs if o.lossless or kind.allows_lossy_inputs)] for v in kind.inputs]
     for menu in itertools.product(*menus):
         options = zip(kind.inputs, menu, strict=True)
         yield checkpoint_plan(kind, {v.index: Choice.compress(o) for v, o in options if o is not None})

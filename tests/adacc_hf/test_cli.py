@@ -59,7 +59,7 @@ def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
 
 def test_report_names_the_profile_that_is_missing(files, tmp_path: Path, capsys) -> None:
     Path(files[1]).unlink()
-    assert "name it by --profile" in refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
+    assert "pass it with --profile" in refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
 
 
 def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, capsys) -> None:
@@ -144,7 +144,7 @@ def test_file_that_is_not_json_is_one_line(tmp_path: Path, capsys) -> None:
 def test_a_file_that_is_no_history_is_one_line(files, tmp_path: Path, capsys, content: str) -> None:
     (tmp_path / HISTORY_FILE).write_text(content)
     message = refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
-    assert f"{HISTORY_FILE} is no history of a run: name the {HISTORY_FILE} that it left by --history" in message
+    assert f"{HISTORY_FILE} is not the history of a run: pass the run's {HISTORY_FILE} with --history" in message
 
 
 def test_missing_matplotlib_is_one_line(files, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -85,7 +85,7 @@ def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward
 def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):
     """What nobody else reads may be overwritten, and torch's own operators never do that."""
     batch, copies = toy_batch(), []
-    for name in ("copied", "copy_with_storage"):
+    for name in ("clone_with_storage", "copy_with_storage"):
         original = getattr(call_module, name)
         monkeypatch.setattr(call_module, name, lambda x, original=original: copies.append(x) or original(x))
     for forward, number in [

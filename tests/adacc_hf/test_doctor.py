@@ -1,4 +1,4 @@
-"""What `adacc doctor` finds, and what it advises."""
+"""Findings and advice of `adacc doctor`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from adacc_hf import doctor
 from adacc_hf.cli import main
 
 
-def found(what: str) -> doctor.Finding:
-    (finding,) = [finding for finding in doctor.examine() if finding.what == what]
+def examine(subject: str) -> doctor.Finding:
+    """Return the finding about `subject`."""
+    (finding,) = [finding for finding in doctor.examine() if finding.subject == subject]
     return finding
 
 
@@ -32,14 +33,14 @@ def test_advice_stands_below_what_it_is_about(monkeypatch, capsys):
         "ok  a   well",
         "!!  bc  slow",
         "        do it",
-        "1 of 2 could be better",
+        "1 of 2 checks have advice",
     ]
 
 
 def test_without_a_compiler_codecs_are_slow(monkeypatch):
-    assert found("codecs").advice is None
+    assert examine("codecs").advice is None
     monkeypatch.setattr("adacc_hf.kernels._cpu.library", lambda: None)
-    assert "g++" in found("codecs").advice
+    assert "g++" in examine("codecs").advice
 
 
 def test_a_package_that_is_missing_is_named_with_the_version_asked_for(monkeypatch):
@@ -47,23 +48,23 @@ def test_a_package_that_is_missing_is_named_with_the_version_asked_for(monkeypat
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor, "version", version)
-    assert "pip install 'highspy>=1.9'" in found("highspy").advice
+    assert "pip install 'highspy>=1.9'" in examine("highspy").advice
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ADACC_HF_PROFILES", str(tmp_path / "file" / "profiles"))
-    assert "ADACC_HF_PROFILES" in found("prices").advice
+    assert "ADACC_HF_PROFILES" in examine("profiles").advice
 
 
 def test_without_matplotlib_and_triton(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    assert "adacc_hf[plot]" in found("pictures").advice
+    assert "adacc_hf[plot]" in examine("pictures").advice
 
 
 def test_a_host_that_is_slow_to_launch(monkeypatch):
     monkeypatch.setattr(doctor, "SLOW_HOST_US", 0.0)
-    assert "larger batches" in found("host").advice
+    assert "larger batches" in examine("host").advice
 
 
 @pytest.mark.parametrize("expands", [True, False])
@@ -73,8 +74,8 @@ def test_a_gpu(monkeypatch, expands, major):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
-    monkeypatch.setattr("adacc_hf.torch_glue.memory.segments_expand", lambda: expands)
-    findings = {finding.what: finding for finding in doctor._on_gpu(torch.device("cuda"))}
-    assert findings["device"].found.startswith("Some GPU, 80 GiB")
+    monkeypatch.setattr("adacc_hf.torch_glue.memory.has_expandable_segments", lambda: expands)
+    findings = {finding.subject: finding for finding in doctor._on_gpu(torch.device("cuda"))}
+    assert findings["device"].status.startswith("Some GPU, 80 GiB")
     assert (findings["allocator"].advice is None) == expands
     assert (findings["attention"].advice is None) == (major < 9)

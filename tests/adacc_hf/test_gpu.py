@@ -201,10 +201,10 @@ def test_dropout_is_recomputed_at_any_rate(rate, dtype):
     recording = Recording("block", block, (given,), {})
     recording.run(lambda x: block(x).exp())
     recorder = recording.recorder
-    tape = TapeCache(verify).verified(recorder)
+    tape = TapeCache(verify).verified_tape(recorder)
     recording.close()
     dropped = next(op for op in tape.operators if op.short_name == "native_dropout_backward")
-    assert set(dropped.made()) <= tape.recomputable
+    assert set(dropped.results()) <= tape.recomputable
 
 
 @pytest.mark.gpu
@@ -216,9 +216,9 @@ def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatc
     given = torch.randn(4, 8, 64, device="cuda", requires_grad=True)
     recording = Recording("block", block, (given,), {})
     recording.run(lambda x: block(x).exp())
-    tape = TapeCache(verify).verified(recording.recorder)
+    tape = TapeCache(verify).verified_tape(recording.recorder)
     recording.close()
-    made = {op.short_name: set(op.made()) for op in tape.operators}
+    made = {op.short_name: set(op.results()) for op in tape.operators}
     assert made["convolution"].isdisjoint(tape.recomputable) == is_timed
     assert made["exp"] <= tape.recomputable or is_timed
 

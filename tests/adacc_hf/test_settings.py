@@ -304,11 +304,12 @@ def test_the_policy_is_followed_when_weights_are_frozen(tiny_gpt2, padded_batch,
             *strategy.entries.recorded.values(),
         )  # the first is of the profile's family
     assert not [record for record in caplog.records if record.name.startswith("adacc_hf")]
-    kept = set(after.compiled.tape.saved_values())
-    assert kept < set(before.compiled.tape.saved_values())
-    others = {v for v in after.compiled.store.retained - kept if not after.compiled.tape.is_generator_state(v)}
+    plan = after.execution_plan
+    kept = set(plan.tape.saved_values())
+    assert kept < set(before.execution_plan.tape.saved_values())
+    others = {v for v in plan.store.retained - kept if not plan.tape.is_generator_state(v)}
     assert others <= {0}  # the block's input is always had
-    assert all((v in after.compiled.needs) == (planned[v].action.value != "retain") for v in kept & planned.keys())
+    assert all((v in plan.needs) == (planned[v].action.value != "retain") for v in kept & planned.keys())
 
 
 def test_another_attention_in_mid_training(tiny_gpt2, padded_batch, assert_same_training):
@@ -724,7 +725,7 @@ def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
         counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
         assert len(strategy.entries.sized) == most
         assert len(strategy.entries.recorded) <= most
-        assert len(handle.library._tapes) <= most + symbolic_tape.ENOUGH_RECORDS
+        assert len(handle.tape_cache._tapes) <= most + symbolic_tape.ENOUGH_RECORDS
     assert_flat(counts)
 
 
@@ -752,7 +753,7 @@ def test_lengths_that_no_family_serves_stay_flat(toy_model, monkeypatch):
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, lengths, batch_of, (200, 299))
         assert len(strategy.entries.recorded) == len(strategy.tapes) == most
-        *_, untraced = handle.library._seen[strategy.name].values()
+        *_, untraced = handle.tape_cache._records[strategy.name].values()
         assert untraced.is_given_up
     assert_flat(counts)
 
@@ -771,7 +772,7 @@ def test_ever_new_sizes_stay_flat(toy_model, monkeypatch):
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, sizes, batch_of, (200, len(sizes) - 1))
         assert len(strategy.entries.sized) <= symbolic_tape.MOST_SIZES
-        assert len(handle.library._compiled) <= symbolic_tape.MOST_SIZES + len(strategy.entries.recorded) + 1
+        assert len(handle.tape_cache._plans) <= symbolic_tape.MOST_SIZES + len(strategy.entries.recorded) + 1
     assert_flat(counts)
 
 

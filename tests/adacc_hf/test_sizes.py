@@ -19,7 +19,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.parts import VOCABULARY, padded_text, two_texts
-from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
 from adacc_hf.solve.simple_policies import random_policy
 from adacc_hf.tape.execution_plan import encode_view
@@ -77,7 +77,7 @@ class Pair:
         return {"loss": loss.detach(), "generator": torch.get_rng_state(), **found}
 
 
-class Recorder(Plainly):
+class Recorder(PlainStrategy):
     """The strategy that leaves a record of a block's call in `tapes`."""
 
     expects_outer_hooks = True
@@ -93,7 +93,7 @@ class Recorder(Plainly):
         return result
 
 
-class RoundTrips(Plainly):
+class RoundTrips(PlainStrategy):
     """The strategy that has a block's backward read what codecs make of what it saved.
 
     `tape` is a record of the call, which tells what the saved tensors are; `codecs` are by value.
@@ -146,7 +146,7 @@ class CodecPair(Pair):
 
     def plain_step(self, batch, seed):
         for function in self.installation.functions.values():
-            function.strategy = Plainly()
+            function.strategy = PlainStrategy()
         return self.step(self.plain, batch, seed)
 
     def oracle_step(self, batch, seed):

@@ -207,7 +207,7 @@ def test_inputs_of_a_block_whose_operators_depend_on_data_are_kept_exact(toy_mod
     profile = profile_model(toy_model(reads_data, num_blocks=3), toy_batch(64), AdaccConfig(min_compress_bytes=0))
     (kind,) = profile.kinds
     assert kind.untrusted
-    assert not kind.bears_coded_inputs
+    assert not kind.allows_lossy_inputs
     assert all(not column.plan.places for column in build_block_model(kind, AdaccConfig()).checkpoints)
 
 
@@ -232,7 +232,7 @@ def test_blocks_of_all_actions_train_as_plain_ones(tiny_gpt2, token_batch, seed,
             if step in (2, 4):
                 handle.replace(mixed())
             assert all(map(torch.equal, gradients(model, batch, step), expected))
-        assert not handle.library.fallbacks
+        assert not handle.tape_cache.fallbacks
     assert IDLE_KIND not in {plan.kind for plan in mixed().plans}
 
 

@@ -21,11 +21,11 @@ ENOUGH = 0.9
 BREAKS: list[tuple[str, str, str]] = [
     # What a step takes, and which policies keep to a budget.
     ("adacc_hf/artifacts/memory_simulator.py", "outside + self.live_bytes, loss", "outside, loss"),
-    ("adacc_hf/artifacts/block_walk.py", "get(root, -1), released.get(slot, math.inf))", "get(root, -1), 0)"),
-    ("adacc_hf/artifacts/block_walk.py", "sorted(operators - done)", "sorted(operators)"),
-    ("adacc_hf/artifacts/size_model.py", "STEP ** math.ceil(math.log", "STEP ** math.floor(math.log"),
+    ("adacc_hf/artifacts/block_walk.py", "get(root, -1), releases.get(slot, math.inf))", "get(root, -1), 0)"),
+    ("adacc_hf/artifacts/block_walk.py", "sorted(operators - replayed)", "sorted(operators)"),
+    ("adacc_hf/artifacts/size_model.py", "math.ceil(math.log(size", "math.floor(math.log(size"),
     ("adacc_hf/artifacts/config.py", "* (1 - config.memory_margin)", "* (1 + config.memory_margin)"),
-    ("adacc_hf/solve/search.py", "self._stored(least) > budget.nbytes", "self._stored(least) >= budget.nbytes"),
+    ("adacc_hf/solve/search.py", "_stored_bytes(least) > budget.nbytes", "_stored_bytes(least) >= budget.nbytes"),
     ("adacc_hf/solve/solver.py", "least = min(errors", "least = max(errors"),
     # What is measured.
     ("adacc_hf/price/model_recorder.py", "if error > DEGRADED_ERROR}", "if error > 1e9}"),
@@ -42,7 +42,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
     ("adacc_hf/price/profiler.py", "(gradient_accumulation_steps - 1 +", "(gradient_accumulation_steps +"),
     ("adacc_hf/price/optimizer_memory.py", "sum(len(slots) * twin", "sum(twin"),
-    ("adacc_hf/torch_glue/memory.py", "most = max(most, live)", "most = live"),
+    ("adacc_hf/torch_glue/memory.py", "maximum = max(maximum, live)", "maximum = live"),
     # What is recorded, replayed and compared.
     ("adacc_hf/tape/replay_check.py", "return same_bits(replayed, recorded)", "return True"),
     (
@@ -50,8 +50,8 @@ BREAKS: list[tuple[str, str, str]] = [
         "environment[old] = copy_with_storage(at_hand[old])",
         "environment[old] = at_hand[old]",
     ),
-    ("adacc_hf/tape/symbolic_tape.py", "if before not in (None, outline):", "if False:"),
-    ("adacc_hf/tape/tape_cache.py", "self._refused.setdefault(family.base.structure, set()).update(values)", "pass"),
+    ("adacc_hf/tape/symbolic_tape.py", "if before not in (None, digest):", "if False:"),
+    ("adacc_hf/tape/tape_cache.py", "self._refused.setdefault(symbolic_tape.base.structure, set()).update(values)", "pass"),
     ("adacc_hf/run/policy_handle.py", "self._chunk_head(head is not None and head.is_on)", "self._chunk_head(False)"),
     ("adacc_hf/head/chunked_loss.py", "total / (target != ignore_index).sum()", "total / target.numel()"),
     ("adacc_hf/head/chunked_loss.py", "padded[:, classes:] = -torch.inf", "padded[:, classes:] = 0.0"),
@@ -60,11 +60,11 @@ BREAKS: list[tuple[str, str, str]] = [
     ("kernels/_symmetric.py", "(magnitude >= TINY_PEAK) &", ""),
     ("kernels/_symmetric.py", "codes[:half] | (codes[half:] << 4)", "codes[half:] | (codes[:half] << 4)"),
     # A run.
-    ("adacc_hf/adapt/step_timer.py", "return int(TIGHTER * min(", "return int(min("),
-    ("adacc_hf/adapt/step_timer.py", "            parameter.grad = gradient\n", "            pass\n"),
+    ("adacc_hf/adapt/oom_retry.py", "return int(TIGHTER * min(", "return int(min("),
+    ("adacc_hf/adapt/oom_retry.py", "            parameter.grad = gradient\n", "            pass\n"),
     ("adacc_hf/adapt/policy_selection.py", "if gain <= MIN_GAIN * now_ms:", "if gain <= 0:"),
-    ("adacc_hf/adapt/fallback_stats.py", "2 * self._num_left > self._num_ran", "self._num_left > self._num_ran"),
-    ("adacc_hf/adapt/full_recompute.py", "if all(of_all_ranks(not left_out)):", "if True:"),
+    ("adacc_hf/adapt/diverged_batches.py", "2 * self._num_diverged >", "self._num_diverged >"),
+    ("adacc_hf/adapt/full_recompute.py", "if all(gather_from_all_ranks(not skipped_blocks)):", "if True:"),
     # Annexes.
     ("adacc_hf/compiler/knapsack.py", "[(x, -ms) for x, ms", "[(x, ms) for x, ms"),
     ("adacc_hf/compiler/compress_pass.py", ".permute(back),)", ",)"),

@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 import adacc_hf.adapt.outlier_tracking as tracking_module
 import adacc_hf.adapt.policy_builder as maker_module
-import adacc_hf.adapt.policy_selection as judging_module
+import adacc_hf.adapt.policy_selection as selection_module
 from adacc_hf import AdaccCallback, Policy, Profile
 from adacc_hf.artifacts.files import POLICY_FILE, PRICES_FILE, PROFILE_FILE
 from adacc_hf.reports.explain import explain_policy
@@ -28,14 +28,14 @@ def counting_steps(monkeypatch):
             self.step = state.global_step + 1
 
     clock = Clock()
-    original = tracking_module.Findings.add_count
+    original = tracking_module.Measurements.add_count
 
     def counting(*args):
         if clock.step not in clock.steps:
             clock.steps.append(clock.step)
         return original(*args)
 
-    monkeypatch.setattr(tracking_module.Findings, "add_count", counting)
+    monkeypatch.setattr(tracking_module.Measurements, "add_count", counting)
     return clock
 
 
@@ -63,7 +63,7 @@ def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(tra
                 for block in model.transformer.h:
                     block.ln_2.bias.data[[5, 40, 41]] = 30.0
 
-    for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
+    for module in (maker_module, selection_module):  # not the solver, whose choice depends on the prices of the day
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     train([callback, PlantOutlier()], max_steps=7)
@@ -84,7 +84,7 @@ def test_a_policy_goes_with_the_prices_that_it_was_made_from(train, tmp_path, mo
             for block in model.transformer.h:
                 block.ln_2.bias.data.zero_()[: state.global_step % 3] = 30.0
 
-    for module in (maker_module, judging_module):
+    for module in (maker_module, selection_module):
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 5}

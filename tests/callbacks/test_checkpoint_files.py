@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-import adacc_hf.adapt.policy_builder as maker_module
+import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback, AdaccConfig, AdaccError, Policy, PolicyMismatchError, Profile
 from adacc_hf.adapt.checkpoint_files import (
     Saved,
@@ -22,9 +22,9 @@ from adacc_hf.adapt.checkpoint_files import (
     save_files,
     save_in_checkpoint,
 )
-from adacc_hf.adapt.policy_cache import SizePolicy
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, with_more_memory
 from adacc_hf.adapt.replanner import Replanner
+from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -40,8 +40,8 @@ def profilings(monkeypatch):
         calls.append(1)
         return original(*args, **kwargs)
 
-    original = maker_module.estimate_profile
-    monkeypatch.setattr(maker_module, "estimate_profile", counting)
+    original = profiler_module.estimate_profile
+    monkeypatch.setattr(profiler_module, "estimate_profile", counting)
     return calls
 
 
@@ -178,7 +178,7 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
     (record,) = load_from_checkpoint(folder, 0.6).shape_policies
     resumed = SizePolicy(None, Replanner(record.profile, record.policy, config), None)
     assert resumed.replanner.searched == profile
-    resumed.go_on(record)
+    resumed.resume(record)
     assert (resumed.replanner.profile, resumed.replanner.searched) == (prices, searched)
 
 

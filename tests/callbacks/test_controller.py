@@ -12,13 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
-import adacc_hf.adapt.policy_builder as maker_module
 import adacc_hf.adapt.replanner as rectifier_module
+import adacc_hf.adapt.run_profiler as profiler_module
 import adacc_hf.adapt.run_state as one_run_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
-from adacc_hf.adapt.controller import Controller
 from adacc_hf.adapt.phases import AdaptivePhase
+from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_selection import ReplanResult
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
@@ -99,13 +99,13 @@ def test_other_lengths_get_policies_of_their_own_where_the_first_batch_leaves_bl
 
 def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(make_trainer, monkeypatch):
     unplanned = []
-    original = Controller.choose
+    original = PolicyChoice.choose
 
-    def choose(controller, shapes, nbytes):
-        original(controller, shapes, nbytes)
-        unplanned.append(controller._in_force.size_policy is None)
+    def choose(choice, shapes, nbytes):
+        original(choice, shapes, nbytes)
+        unplanned.append(choice.current is None)
 
-    monkeypatch.setattr(Controller, "choose", choose)
+    monkeypatch.setattr(PolicyChoice, "choose", choose)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     run_lengths(make_trainer, [24, 20, 32, 17, 30, 9, 32, 25, 11], [callback])
     assert len(unplanned) == 9
@@ -146,18 +146,18 @@ def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_roo
         run_lengths(make_trainer, [15, 16, 16, 13, 13, 16], [callback], model=make_model())
         said = [event for event in events(callback, "memory") if "may take more than" in event.get("reason", "")]
         assert [event["step"] for event in said] == expected
-        assert all("what they need is told to 50%" in event["reason"] for event in said)
+        assert all("is exact to 50% only" in event["reason"] for event in said)
 
 
 def refuse_profiles_of(length, monkeypatch):
-    original = maker_module.profile_model
+    original = profiler_module.profile_model
 
     def profile(model, batch, *args, **kwargs):
         if batch["input_ids"].shape[1] == length:
             raise torch.OutOfMemoryError("no room to profile")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(maker_module, "profile_model", profile)
+    monkeypatch.setattr(profiler_module, "profile_model", profile)
 
 
 def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(
@@ -344,7 +344,9 @@ def test_half_changed_gradients_are_not_tried_again(make_trainer, lossless):
     trainer = make_trainer(
         [AdaccCallback(**lossless)], trainer_class=SecondMicroBatch, max_steps=6, gradient_accumulation_steps=2
     )
-    with pytest.raises(torch.OutOfMemoryError, match=r"not tried again: .* gradients are half changed"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"not tried again: .* has changed gradients of earlier micro-batches in place"
+    ):
         trainer.train()
 
 
@@ -353,7 +355,9 @@ def test_gradients_that_hooks_have_used_are_not_made_again(make_trainer, lossles
     """DeepSpeed has sent them to the other ranks, an optimizer that steps inside backward has moved the weights."""
     trainer = make_trainer([AdaccCallback(**lossless)], trainer_class=failing((4, "backward")), max_steps=6)
     handle = getattr(next(trainer.model.parameters()), hook)(lambda _: None)
-    with pytest.raises(torch.OutOfMemoryError, match=r"not tried again: hooks have used some of its gradients"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"not tried again: hooks have used gradients of the failed backward"
+    ):
         trainer.train()
     handle.remove()
 
@@ -362,16 +366,16 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
     """A step that runs out of memory while the solver looks for a policy within the old budget."""
 
     def stale(profile, policy, *_):
-        return ReplanResult(policy=policy, reason="what fits the old budget", searched=True)
+        return ReplanResult(policy=policy, reason="fits the old budget", has_solved=True)
 
-    monkeypatch.setattr(rectifier_module, "judged", stale)
+    monkeypatch.setattr(rectifier_module, "replan", stale)
     callback = AdaccCallback(**lossless, takeover_steps=3)
 
     class SolveFromStep3(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
                 controller = callback.session.phase.controller
-                controller._solve_from(3, controller.shown)
+                controller.replanning.start(3, controller.shown)
 
     trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
     trainer.train()
@@ -388,8 +392,8 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
                 controller = callback.session.phase.controller
-                budgets = {s.shapes: s.replanner.memory_budget for s in controller.shape_policies.all}
-                noted.append((controller.memory_budget, budgets))
+                budgets = {s.shapes: s.replanner.memory_budget for s in controller.choice.cache.all}
+                noted.append((controller.context.memory_budget, budgets))
 
     class Failing(failing((23, "forward")), InOrder):
         """Runs out of memory at 16 tokens."""
@@ -440,7 +444,7 @@ class SpikeLoss(Trainer):
 @pytest.mark.parametrize("degraded", [True, False], ids=["degraded", "healthy"])
 def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_trainer, monkeypatch, caplog, degraded):
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
-    for module in ("adapt.policy_maker", "adapt.judging"):
+    for module in ("adapt.policy_builder", "adapt.policy_selection"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     degrade = [SpoilCodec(monkeypatch, 8)] if degraded else []
     trainer = make_trainer([callback, *degrade], trainer_class=SpikeLoss, max_steps=13)
@@ -456,21 +460,21 @@ def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_
     assert (named > 0) == degraded
     assert all(event["gradient_error"] <= DEGRADED_ERROR for event in events(callback, "tracking")[-1:])
     assert ("switched off for GPT2Block" in guard["verdict"]) == degraded
-    assert any("it is switched off for them" in message for message in caplog.messages) == degraded
+    assert any("it is switched off for GPT2Block" in message for message in caplog.messages) == degraded
 
 
 @pytest.mark.parametrize("step", [4, 20], ids=["before-it-has-a-policy", "after"])
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
     """Batches of 16 tokens have a policy of their own once they come; those of 32 have a degraded gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
-    for module in ("adapt.policy_maker", "adapt.told_policies", "adapt.judging"):
+    for module in ("adapt.policy_builder", "adapt.extrapolated_policies", "adapt.policy_selection"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 
     class Note(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if isinstance(callback.session.phase, AdaptivePhase):
-                shape_policies = callback.session.phase.controller.shape_policies.all
+                shape_policies = callback.session.phase.controller.choice.cache.all
                 policies[state.global_step] = [s.replanner.policy for s in shape_policies]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step + 2}
@@ -573,13 +577,13 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     """As if the profiler had missed so many bytes in every phase of the step."""
     from adacc_hf.adapt.profile_updates import with_more_memory
 
-    original = maker_module.profile_model
+    original = profiler_module.profile_model
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)
     make_trainer([probe], max_steps=6).train()
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
-    monkeypatch.setattr(maker_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed))
+    monkeypatch.setattr(profiler_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed))
     budget = honest["peak_bytes"] - missed
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     make_trainer([callback], max_steps=8).train()
@@ -587,7 +591,7 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     assert memory[0]["corrected"]
     assert memory[0]["measured_peak_bytes"] - memory[0]["peak_bytes"] == pytest.approx(missed, rel=0.2)
     (change, *_) = events(callback, "change")
-    assert change["reason"].startswith("more memory: the old actions would need ")
+    assert change["reason"].startswith("over budget: the old actions need ")
     # A normal step under the new policy shows that it keeps to the budget, as predicted.
     assert memory[-1]["step"] > change["step"]
     assert memory[-1]["measured_peak_bytes"] <= budget

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import adacc_hf.adapt.policy_builder as maker_module
+import adacc_hf.adapt.policy_builder as builder_module
+import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback, profile_model
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.profile_cache import StoringMeasurement
+from adacc_hf.price.profile_cache import CachingMeasurement
 from adacc_hf.torch_glue.distributed import end_process_if_out_of_memory
 
 MESSAGE = "rank out of memory. Tried to allocate 7 GiB"
@@ -38,7 +39,7 @@ def fail_on_rank_1(original: Any, number: int) -> Any:
 
 def failing(name: str, number: int) -> Any:
     """The function `name` that profiles, whose `number`-th call on rank 1 finds no memory."""
-    return mock.patch.object(maker_module, name, fail_on_rank_1(getattr(maker_module, name), number))
+    return mock.patch.object(profiler_module, name, fail_on_rank_1(getattr(profiler_module, name), number))
 
 
 def first_profile(toys: Any, folder: Path) -> str:
@@ -61,14 +62,14 @@ def smaller_batch(toys: Any, folder: Path) -> dict[str, Any]:
 
 def later_profile(toys: Any, folder: Path) -> dict[str, Any]:
     """What a run does whose second size of batch cannot be profiled on one rank."""
-    from test_evolution import InOrder, run_lengths
+    from test_controller import InOrder, run_lengths
 
     callback = AdaccCallback(**toys.LOSSLESS)
 
     def make(callbacks: Any, **settings: Any) -> Any:
         return toys.tiny_trainer(folder, callbacks, per_device_train_batch_size=2, **settings)
 
-    late = mock.patch.object(maker_module.PolicyBuilder, "before_first_step", return_value=None)
+    late = mock.patch.object(builder_module.PolicyBuilder, "before_first_step", return_value=None)
     with late, failing("profile_model", 2):
         trainer = run_lengths(make, [16] * 4 + [32] * 16, [callback], trainer_class=InOrder)
     reasons = [event["reason"] for event in callback.history if event["event"] == "memory" and "reason" in event]
@@ -82,7 +83,7 @@ def sharded(toys: Any, name: str) -> str:
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh)
     ids = torch.zeros(2, 8, dtype=torch.long)
-    failing = mock.patch.object(StoringMeasurement, name, fail_on_rank_1(getattr(Measurement, name), 1))
+    failing = mock.patch.object(CachingMeasurement, name, fail_on_rank_1(getattr(Measurement, name), 1))
     try:
         with failing, end_process_if_out_of_memory():
             profile_model(model, {"input_ids": ids, "labels": ids})

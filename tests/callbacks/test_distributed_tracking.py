@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 import adacc_hf.adapt.policy_builder as maker_module
-import adacc_hf.adapt.policy_selection as judging_module
+import adacc_hf.adapt.policy_selection as selection_module
 from adacc_hf import AdaccCallback
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -54,7 +54,7 @@ class NotePolicy(TrainerCallback):
 
 def longer_batches(toys: Any, folder: Path) -> list[dict[str, Any]]:
     """What happens in a run whose first batches, of which the profile is made, are longer on rank 1."""
-    from test_evolution import InOrder, Lengths
+    from test_controller import InOrder, Lengths
 
     adacc = AdaccCallback(**toys.LOSSLESS)
     trainer = toys.tiny_trainer(folder, [adacc], trainer_class=InOrder, max_steps=22)
@@ -69,7 +69,7 @@ def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
     adacc = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "tracking": 4})
     model = toys.tiny_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     with ExitStack() as stack:
-        for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
+        for module in (maker_module, selection_module):  # not the solver, whose choice depends on the prices of the day
             compress = mock.patch.object(
                 module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress")
             )

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
 
-import adacc_hf.adapt.controller as evolution_module
-import adacc_hf.adapt.policy_builder as maker_module
+import adacc_hf.adapt.profile_requests as requests_module
+import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.controller import Controller
-from adacc_hf.adapt.fallback_stats import OTHER_OPERATORS
+from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.restart import OTHER_OPERATORS
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
@@ -21,7 +21,7 @@ from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 
 BEFORE = "full recomputation, before there was a policy"
-NO_POLICY = "full recomputation, as no policy is for batches of their size"
+NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 OTHER_OPERATORS_RAN = "other operators than when profiled, with the least memory"
 LOSSLESS = {"actions": ("retain", "recompute")}
 
@@ -93,14 +93,14 @@ def fallbacks(callback):
 
 
 def refuse_profiles_of(length, monkeypatch):
-    original = maker_module.profile_model
+    original = profiler_module.profile_model
 
     def profile(model, batch, *args, **kwargs):
         if batch["input_ids"].shape[1] == length:
             raise torch.OutOfMemoryError("no room to profile")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(maker_module, "profile_model", profile)
+    monkeypatch.setattr(profiler_module, "profile_model", profile)
 
 
 def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(
@@ -134,14 +134,14 @@ def test_a_policy_that_is_given_and_followed_counts_none(make_trainer, make_mode
 
 def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch):
     """Each log of 4 steps of 2 micro-batches has the mean of their own policies, not the last one's."""
-    ran, original = [], Controller.choose
+    ran, original = [], PolicyChoice.choose
 
-    def choose(controller, shapes, nbytes):
-        original(controller, shapes, nbytes)
-        size = next(shape.size[1] for shape in controller._in_force.size_policy.shapes if shape.name == "input_ids")
-        ran.append(controller._in_force.size_policy.replanner.policy.predicted_overhead_ms * shapes[0].size[1] / size)
+    def choose(choice, shapes, nbytes):
+        original(choice, shapes, nbytes)
+        size = next(shape.size[1] for shape in choice.current.shapes if shape.name == "input_ids")
+        ran.append(choice.current.replanner.policy.predicted_overhead_ms * shapes[0].size[1] / size)
 
-    monkeypatch.setattr(Controller, "choose", choose)
+    monkeypatch.setattr(PolicyChoice, "choose", choose)
     callback = AdaccCallback(**LOSSLESS, memory_budget=0.6, tracking="off")
     lengths = [24, 20, 32, 17, *[30, 9] * 3, *[32, 8, 9, 30] * 2]
     settings = {"gradient_accumulation_steps": 2, "max_steps": 9, "logging_steps": 1}
@@ -187,7 +187,7 @@ def test_steps_on_another_path_are_counted_and_told_in_the_report(
     assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
     assert main(["explain", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "4 steps ran otherwise than the policy says, all or in part:" in said
+    assert "4 steps did not follow the policy, or not in all calls:" in said
     assert f"  2: {BEFORE}" in said
     assert f"  2: {why}" in said
     assert main(["report", str(folder)]) == 0
@@ -248,15 +248,15 @@ def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatc
     train_t5(make_trainer, callback, monkeypatch, peak_per_step)
     said = [e["reason"] for e in callback.history if e["event"] == "memory" and "bytes more than" in e["reason"]]
     assert len(said) == 1
-    assert said[0].startswith("a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 ran otherwise")
+    assert said[0].startswith("a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 did not follow a policy")
     assert f"more than memory_budget={budget} allows" in said[0]
-    assert sum("ran otherwise than a policy says" in message for message in caplog.messages) == 1
+    assert sum("did not follow a policy" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("num_padded", [2, 8])
 def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeypatch, num_padded):
     """The profiled batch has no padding: once most others have, one of them is profiled, and its policy is in force."""
-    monkeypatch.setattr(evolution_module, "LOOK_STEPS", 4)
+    monkeypatch.setattr(requests_module, "LOOK_STEPS", 4)
     padded = range(2, 2 + num_padded)
     trained = []
     for callbacks in ([], [AdaccCallback(**LOSSLESS, memory_budget=0.4)]):

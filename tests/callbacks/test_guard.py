@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import adacc_hf.adapt.policy_builder as maker_module
-import adacc_hf.adapt.policy_selection as judging_module
+import adacc_hf.adapt.policy_selection as selection_module
 from adacc_hf import AdaccCallback
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RECOMPUTE
@@ -68,7 +68,7 @@ def losses_of(trainer):
 
 
 def test_training_that_naive_quantization_breaks_goes_on_as_plain(train_with_huge_outliers, monkeypatch):
-    for module in (maker_module, judging_module):  # all that can be compressed is: nothing but the guard helps
+    for module in (maker_module, selection_module):  # all that can be compressed is: nothing but the guard helps
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     plain = losses_of(train_with_huge_outliers([], 160))
     callbacks, _ = method_callbacks("quantization", "1.0")
@@ -119,7 +119,7 @@ def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(
     make_trainer, make_model, sharpen, monkeypatch, attention, factor, culprits
 ):
     """Of fused attention the backward makes the softmax again; the profile, taken before, could not know."""
-    for module in (maker_module, judging_module):  # not the solver, whose choice depends on the prices of the day
+    for module in (maker_module, selection_module):  # not the solver, whose choice depends on the prices of the day
         monkeypatch.setattr(module, "solve_policy", compress_all_but_softmax)
     before = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
     after = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
@@ -155,7 +155,7 @@ def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_t
 ):
     """Whether or not the run is resumed in between; the next tracking step would be the 13th. No finer codec takes the
     place of one that is named."""
-    for module in (maker_module, judging_module):
+    for module in (maker_module, selection_module):
         monkeypatch.setattr(module, "solve_policy", recompute_what_is_not_compressed)
     found = []
     for checkpoint in (None, "checkpoint-8", "checkpoint-9"):
@@ -171,8 +171,8 @@ def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_t
     assert [event["step"] for event in found[0]] == [8, 9, 10, 11]
     assert "switched off for GPT2Block.attn.c_attn:addmm (channel_int4)" in degraded["verdict"]
     assert "GPT2Block.ln_1:native_layer_norm (channel_int4)" in again["verdict"]
-    assert switched["reason"].startswith("must not be compressed as before: GPT2Block.attn.c_attn:addmm")
-    assert switched_again["reason"] == "must not be compressed as before: GPT2Block.ln_1:native_layer_norm"
+    assert switched["reason"].startswith("the codec is no longer allowed for GPT2Block.attn.c_attn:addmm")
+    assert switched_again["reason"] == "the codec is no longer allowed for GPT2Block.ln_1:native_layer_norm"
     for events in resumed:
         assert [(event["step"], event["event"]) for event in events] == [(e["step"], e["event"]) for e in found[0]]
         assert [event.get("verdict") for event in events] == [event.get("verdict") for event in found[0]]
@@ -188,7 +188,7 @@ def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
     first, second, *later = [event for event in callback.history if event["event"] == "tracking"]
     assert max(first["errors"].values()) > bound
     (change, *_) = [event for event in callback.history if event["event"] == "change"]
-    assert change["reason"].startswith("must not be compressed as before")
+    assert change["reason"].startswith("the codec is no longer allowed for ")
     assert change["step"] == second["step"], "what the first one found is taken over when the second one is over"
     assert [event["step"] for event in later] == [4, 8, 16]
     assert all(max(event["errors"].values(), default=0.0) <= bound for event in later)

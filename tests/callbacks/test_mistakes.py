@@ -27,7 +27,7 @@ class TrainInTheMidst(TrainerCallback):
         ({"config": 0.5}, r"config=0\.5 is no AdaccConfig: give settings by name"),
         ({"config": {"memory_budget": 0.5}}, "config={'memory_budget': 0.5} is no AdaccConfig"),
         ({"config": AdaccConfig}, "config=<class .*> is no AdaccConfig"),
-        ({"memory_buget": 0.5}, r"memory_buget=0\.5 is no setting of AdaccConfig: choose memory_budget"),
+        ({"memory_buget": 0.5}, r"memory_buget=0\.5 is not a setting of AdaccConfig: choose memory_budget"),
         ({"policy": 5}, "policy=5 has type int: give a Policy, the path of a file"),
         ({"policy": {"plans": []}}, "has type dict: give a Policy"),
     ],

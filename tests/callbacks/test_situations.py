@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from adacc_hf.adapt.policy_cache import ENOUGH_SEEN, MAX_UNPLANNED, PolicyCache, SizePolicy, most_wanted
+from adacc_hf.adapt.policy_cache import ENOUGH_SEEN, MAX_UNPLANNED, PolicyCache, most_wanted
+from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from adacc_hf.adapt.step_timer import run_with_retry
+from adacc_hf.adapt.oom_retry import run_with_retry
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

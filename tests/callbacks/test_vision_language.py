@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt import full_recompute as profiling
-from adacc_hf.adapt.policy_builder import profile_at
+from adacc_hf.adapt.run_profiler import profile_resized
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
@@ -155,12 +155,12 @@ class TestProfileAt:
     seen = batch_shapes(two_images(0, SMALL, WIDE))
     batch = two_images(0, SMALL, WIDE)
 
-    def profile_at(self, wanted, profile):
-        return profile_at(batch_shapes(wanted), self.batch, self.seen, torch.nn.Linear(1, 1), profile)
+    def profile_resized(self, wanted, profile):
+        return profile_resized(batch_shapes(wanted), self.batch, self.seen, torch.nn.Linear(1, 1), profile)
 
     def test_the_wanted_ones_if_the_model_takes_them(self):
         wanted = two_images(1, SMALL, LARGE)
-        shapes, resized = self.profile_at(wanted, lambda batch: batch)
+        shapes, resized = self.profile_resized(wanted, lambda batch: batch)
         assert shapes == batch_shapes(resized) == batch_shapes(wanted)
 
     @pytest.mark.parametrize(("sizes", "does"), [((WIDE, WIDE), True), ((LARGE, LARGE), False)])
@@ -170,7 +170,7 @@ class TestProfileAt:
                 raise RuntimeError("such images there are not")
             return "profile"
 
-        assert self.profile_at(two_images(1, *sizes), profile) == ((self.seen, "profile") if does else None)
+        assert self.profile_resized(two_images(1, *sizes), profile) == ((self.seen, "profile") if does else None)
 
     @pytest.mark.parametrize("error", [torch.OutOfMemoryError, UncalledBlocksError, KeyError])
     def test_errors_that_another_batch_does_not_mend_are_raised(self, error):
@@ -178,4 +178,4 @@ class TestProfileAt:
             raise error("why")
 
         with pytest.raises(error):
-            self.profile_at(two_images(1, WIDE, WIDE), profile)
+            self.profile_resized(two_images(1, WIDE, WIDE), profile)

@@ -14,7 +14,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.solve.solver import least_policy
-from adacc_hf.torch_glue.memory import FRAGMENTS
+from adacc_hf.torch_glue.memory import FRAGMENTATION_SHARE
 
 SCALE = 64
 """Times as large are the models for whose fragments these stand: some 2 to 5 GB."""
@@ -86,8 +86,8 @@ def main() -> None:
             least = least_policy(profile, config).predicted_peak_bytes
             plain = solve_policy(profile, 1.0, config).predicted_peak_bytes
             for share in (0.15, 0.3, 0.6):
-                device = int((least + share * (plain - least)) / (1 - config.memory_margin) / (1 - FRAGMENTS))
-                for kept, found in ((1.0, without), (1 - FRAGMENTS, with_share)):
+                device = int((least + share * (plain - least)) / (1 - config.memory_margin) / (1 - FRAGMENTATION_SHARE))
+                for kept, found in ((1.0, without), (1 - FRAGMENTATION_SHARE, with_share)):
                     policy = solve_policy(replace(profile, available_bytes=int(device * kept)), "auto", config)
                     found.append(runs_out_of_memory(model, batch, policy, device))
     print(json.dumps({"without": without, "with": with_share}))

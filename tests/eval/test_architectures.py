@@ -154,8 +154,8 @@ def test_a_fall_back_is_noted(monkeypatch):
     monkeypatch.setattr(Recorder, "_check_trust", lambda self, func, args: setattr(self, "untrusted", "it was told so"))
     verdict = check(TABLE["gpt2"])
     assert verdict.notes[0] == "GPT2Block: it was told so"
-    assert verdict.lossless
-    assert verdict.compressed is None
+    assert verdict.is_lossless_exact
+    assert verdict.is_compressed_exact is None
     assert not verdict.is_green
 
 
@@ -175,14 +175,14 @@ def test_the_head_counts_the_kept_promises():
         attention="sdpa",
         num_blocks=2,
         num_kinds=1,
-        lossless=True,
-        compressed=True,
-        stored=True,
-        mixed=True,
+        is_lossless_exact=True,
+        is_compressed_exact=True,
+        is_stored_predicted=True,
+        is_mixed_close=True,
     )
     noted = replace(kept, calls="not replayed", notes=("why",))
-    all_under_checkpoint = replace(noted, compressed=None)
-    page = support_table([kept, noted, all_under_checkpoint, replace(kept, stored=False)])
+    all_under_checkpoint = replace(noted, is_compressed_exact=None)
+    page = support_table([kept, noted, all_under_checkpoint, replace(kept, is_stored_predicted=False)])
     assert "2 of 4 architectures keep all four promises" in page
     assert "In 1 of them some of the blocks cannot be replayed" in " ".join(page.split())
 
@@ -190,7 +190,7 @@ def test_the_head_counts_the_kept_promises():
 def test_unknown_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["no-such-model"])
-    assert "unknown architecture 'no-such-model'; known: gpt2, " in capsys.readouterr().err
+    assert "unknown architecture 'no-such-model'; choose from: gpt2, " in capsys.readouterr().err
 
 
 def test_the_page_has_the_region_of_the_tables():

@@ -126,7 +126,7 @@ class Partitioner(AdaccPartitioner):
         plan = RegionPlan(digest="d", code_bytes=code_bytes, stored=tuple((name, RETAIN) for name in stored))
         self.policy = CompiledPolicy(share=share, regions=(plan,))
 
-    def look_at_code(self) -> None:
+    def inspect_code(self) -> None:
         """It was looked at."""
 
 
@@ -142,7 +142,7 @@ def _went_back(lowest: LowestPeak, share: float | None, peak: int | None, *store
     installed.compile_again()
     installed.partitioner.compiled(share, peak, *stored)
     installed._num_counted = 1
-    lowest.look_at_code()
+    lowest.inspect_code()
     return lowest.keep_lowest()
 
 
@@ -151,7 +151,9 @@ def test_a_smaller_share_never_ends_with_a_higher_peak(lowest: LowestPeak) -> No
     assert not _went_back(lowest, 0.6, 80, "a", "b")
     assert _went_back(lowest, 0.5, 90, "a")
     assert lowest.installed.partitioner.policy.share == 0.6
-    assert [plan.stored for plan in lowest.installed.partitioner._known.values()] == [(("a", RETAIN), ("b", RETAIN))]
+    assert [plan.stored for plan in lowest.installed.partitioner._recorded_plans.values()] == [
+        (("a", RETAIN), ("b", RETAIN))
+    ]
     assert _went_back(lowest, None, 85)
     # As much, and nothing gained.
     assert _went_back(lowest, 0.4, 80, "b")

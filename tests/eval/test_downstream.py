@@ -89,7 +89,7 @@ def test_a_run_that_was_cut_short_goes_on(command: list[str], tmp_path: Path, mo
     [
         (["--tasks", "mmlu"], "--tasks=mmlu is unknown"),
         (["--model", "no-such/model"], "no-such/model"),
-        (["--data_dir", "nowhere"], "--data_dir=nowhere holds neither"),
+        (["--data_dir", "nowhere"], "--data_dir=nowhere has neither"),
     ],
     ids=["task", "model", "data"],
 )

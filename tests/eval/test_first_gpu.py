@@ -66,7 +66,7 @@ def test_records_tell_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     checkout, bundle = tmp_path / "checkout", tmp_path / "bundle"
     checkout.mkdir(), bundle.mkdir()
     assert first_gpu.commit_note(checkout, bundle) == ""
-    assert "give the commit as --notes" in capsys.readouterr().err
+    assert "pass the commit with --notes" in capsys.readouterr().err
     (bundle / "COMMIT").write_text(f"{commit}\n")
     assert first_gpu.commit_note(checkout, bundle) == f"commit {commit} when the bundle was made"
     (checkout / ".git").mkdir()
@@ -84,7 +84,7 @@ def test_records_tell_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_was_spent_before_is_part_of_the_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
     monkeypatch.setattr(cli, "main", lambda command: commands.append(command) or 3)
-    monkeypatch.setattr(first_gpu, "STARTED", time.monotonic() - 120)
+    monkeypatch.setattr(first_gpu, "START_TIME", time.monotonic() - 120)
     first_gpu.main(["--out", str(tmp_path), "--wheels", str(tmp_path), "--work", str(tmp_path)])
     minutes = float(commands[0][4].removeprefix("--minutes="))
     assert 6.5 < minutes <= 7.0
@@ -92,9 +92,9 @@ def test_what_was_spent_before_is_part_of_the_slice(tmp_path: Path, monkeypatch:
 
 def test_an_archive_is_one_of_records(tmp_path: Path) -> None:
     (tmp_path / "x.tar.gz").write_text("no archive")
-    with pytest.raises(RecordError, match=r"name the records\.tar\.gz"):
+    with pytest.raises(RecordError, match=r"pass the records\.tar\.gz"):
         restore(tmp_path / "x.tar.gz", tmp_path / "work")
     with tarfile.open(tmp_path / "out.tar.gz", "w:gz") as packed:
         packed.add(tmp_path / "x.tar.gz", "../outside")
-    with pytest.raises(RecordError, match=r"name the records\.tar\.gz"):
+    with pytest.raises(RecordError, match=r"pass the records\.tar\.gz"):
         restore(tmp_path / "out.tar.gz", tmp_path / "work")

@@ -141,7 +141,7 @@ def test_without_a_peak_of_checkpointing_adacc_has_no_budget_there(tmp_path: Pat
     assert {order["budget"] for order in orders} == {64 * 2**20}
     record = json.loads(output.read_text())["train_info"]
     assert record["goals"] == {"adacc_in_floor": 0.65}
-    assert "whose peak it is to keep to, was not measured" in record["points"]["adacc_in_floor"]["reason"]
+    assert "whose peak is the budget, was not measured" in record["points"]["adacc_in_floor"]["reason"]
 
 
 def test_points_are_written_with_their_ratios(tmp_path: Path) -> None:

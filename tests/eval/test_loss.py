@@ -36,8 +36,8 @@ def test_gaps_by_hand(tmp_path: Path) -> None:
     ("argv", "error", "message"),
     [
         (("--budget", "sheep"), ValueError, "memory_budget='sheep' is not a size"),
-        (("--learning-rate", "0"), ValueError, r"--learning-rate=0.0 must lie in \(0, 1\]"),
-        (("--text", "no-such.txt"), FileNotFoundError, "--text=no-such.txt is no file"),
+        (("--learning-rate", "0"), ValueError, r"--learning-rate=0.0 must be in \(0, 1\]"),
+        (("--text", "no-such.txt"), FileNotFoundError, "--text=no-such.txt is not a file"),
     ],
     ids=["budget", "learning-rate", "text"],
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacc_hf.eval import max_batch
-from adacc_hf.eval.max_batch import MAX_GUESSES, Tried, largest
+from adacc_hf.eval.max_batch import MAX_GUESSES, BatchTrial, largest
 from adacc_hf.eval.trials.isolation import run_here
 
 FITTING = {"none": 8, "full": 61, "quantization": 19, "adacc": 61, "adacc_no_outlier": 0}
@@ -70,9 +70,9 @@ def search(fitting: int, most: int, first: int, peaks: Peaks) -> tuple[int, list
     """What is found where `fitting` is the largest, and which batches were tried."""
     asked: list[int] = []
 
-    def trial(batch: int) -> Tried:
+    def trial(batch: int) -> BatchTrial:
         asked.append(batch)
-        return Tried(batch, batch <= fitting, STATIC, peaks(batch))
+        return BatchTrial(batch, batch <= fitting, STATIC, peaks(batch))
 
     return largest(trial, LIMIT, most, first), asked
 

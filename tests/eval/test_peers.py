@@ -131,7 +131,7 @@ def test_the_share_is_the_largest_that_keeps_to_a_peak(
 def test_a_peak_that_no_share_keeps_to_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Share()
     monkeypatch.setattr(peer_methods, "measure_steady_step", lambda *_: (0, 20 + model.policy.stored_bytes))
-    with pytest.raises(OverLimitError, match=r"no share .* keeps to 10 B"):
+    with pytest.raises(OverLimitError, match=r"no share .* fits into 10 B"):
         peer_methods._share_within(None, None, model, 10)
 
 
@@ -152,7 +152,7 @@ def test_the_search_for_a_share_leaves_the_weights_as_they_are() -> None:
     weight = torch.nn.Parameter(torch.randn(4))
     before = weight.detach().clone()
     optimizer = torch.optim.AdamW([weight], lr=1e-2)
-    with peer_methods._learning_nothing(optimizer):
+    with peer_methods._zero_learning_rates(optimizer):
         weight.grad = torch.ones(4)
         optimizer.step()
     assert torch.equal(weight, before)

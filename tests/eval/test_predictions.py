@@ -68,8 +68,8 @@ def test_a_plan_says_how_far_the_committed_predictions_were_off():
     """The sentence of `adacc plan` is what the record gives, at the first look."""
     found = [abs(error.value) for error in errors(Ledger.load(RESULTS / "published.json"), second=False)]
     within, median = sum(value <= GOAL_WITHIN for value in found), 100 * statistics.median(found)
-    said = f"Of {len(found)} published measurements of memory such plans told {within} within 10 %, and half within "
-    said += f"{median:.1f} %"
+    said = f"For {len(found)} published memory measurements, {within} predictions were within 10 %, and the median "
+    said += f"error was {median:.1f} %"
     assert any(text.startswith(said) for text in ASSUMPTIONS)
 
 

@@ -174,7 +174,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, minutes:
     monkeypatch.setattr(
         run_all.subprocess, "Popen", lambda command, **options: real([command[0], program, *command[3:]], **options)
     )
-    monkeypatch.setattr(run_all, "LOOKS_S", 0.05)
+    monkeypatch.setattr(run_all, "POLL_INTERVAL_S", 0.05)
     start = time.monotonic()
     status = run_all.main(
         [

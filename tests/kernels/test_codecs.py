@@ -126,7 +126,7 @@ def test_encoding_leaves_its_input_and_the_generator_alone(codec_name: str) -> N
 
 def test_no_gradient_goes_through_a_codec(lossy: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a payload would hold on to what its tensor was made of. The references are plain operators."""
-    monkeypatch.setattr(_cpu, "usable", lambda _: False)
+    monkeypatch.setattr(_cpu, "is_usable", lambda _: False)
     x = _noise(torch.float32).requires_grad_() * 2
     payload = lossy.encode(x)
     assert torch.is_grad_enabled()
@@ -270,10 +270,10 @@ def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"suits": frozenset({"linaer"})}, r"suits=\['linaer'\] are unknown; choose from input, mask"),
-        ({"suits": frozenset({"mask"})}, r"suits masks, which are stored without loss; set lossless=True"),
-        ({"stands_in": True}, r"stands_in=True is said by 'int8' already"),
-        ({"is_baseline": True}, r"is_baseline=True is said by 'token_int4' already"),
+        ({"suits": frozenset({"linaer"})}, r"suits=\['linaer'\] are unknown: choose from input, mask"),
+        ({"suits": frozenset({"mask"})}, r"suits masks, which must be stored without loss: set lossless=True"),
+        ({"stands_in": True}, r"stands_in=True is set by 'int8' already"),
+        ({"is_baseline": True}, r"is_baseline=True is set by 'token_int4' already"),
         ({"instead_of": "int5"}, r"instead_of='int5' must name a registered codec that suits all of \[\]"),
         ({"instead_of": "int8", "suits": frozenset({"qkv"})}, r"instead_of='int8' .* suits all of \['qkv'\]"),
     ],

@@ -23,7 +23,7 @@ PATHS = ("cpp", "reference")
 def _path(name: str) -> Iterator[None]:
     """Encode and decode in C++, or by the plain reference."""
     assert _cpu.library() is not None, "these tests need a C++ compiler"
-    with patch.object(_cpu, "usable", lambda tensor: name == "cpp"):
+    with patch.object(_cpu, "is_usable", lambda tensor: name == "cpp"):
         yield
 
 

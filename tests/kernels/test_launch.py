@@ -253,7 +253,7 @@ def test_rows_that_are_too_long_for_registers_take_one_kernel_for_all_lengths(wa
 def test_no_more_kernels_are_remembered_than_there_is_room_for(
     driver: NotingDriver, runs_of_triton: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_triton, "MOST_RUNNERS", 3)
+    monkeypatch.setattr(_triton, "MAX_RUNNERS", 3)
     for rows in (16, 32, 48, 64):
         ROUND_TRIPS["int8"](torch.ones(rows, 64))
         assert len(_triton._runners) <= 3

@@ -42,7 +42,7 @@ class RecomputeAll(BlockExecutor):
 
     def __init__(self, name: str, library: TapeCache) -> None:
         super().__init__(name, Plan(kind="", choices=()), library)
-        self.entries = LeastMemory(name, self.plan, library, self.known)
+        self.entries = LeastMemory(name, self.plan, library, self.known_shapes)
         self._is_plain = False
 
 
@@ -76,7 +76,7 @@ def checkpoint_by_replay(function: Callable[..., Any], *args: Any, **_: Any) -> 
         RECORD.num_left += 1
         return checkpoint(function, *args, use_reentrant=False)
     if block not in RECORD.strategies:
-        RECORD.strategies[block] = RecomputeAll(type(block).__name__, RECORD.library)
+        RECORD.strategies[block] = RecomputeAll(type(block).__name__, RECORD.tape_cache)
     RECORD.num_calls += 1
     strategy = RECORD.strategies[block]
     result = strategy.run(block, function, args, keyword_arguments(real))

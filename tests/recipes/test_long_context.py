@@ -5,7 +5,7 @@ from pathlib import Path
 import long_context
 import pytest
 import torch
-from planned_run import device_here, find_device
+from planned_run import find_device, local_device
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adacc_hf import AdaccCallback
@@ -142,14 +142,15 @@ def test_the_gpu_that_is_here_is_planned_for_with_its_own_memory(
     name: str, planned: str, monkeypatch: pytest.MonkeyPatch
 ):
     pretend_gpu(name, monkeypatch)
-    device = device_here()
+    device = local_device()
     assert (device.name, device.memory_bytes) == (planned, 12345)
 
 
 def test_a_gpu_without_rates_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     pretend_gpu("NVIDIA L40S", monkeypatch)
-    with pytest.raises(ValueError, match=r"--device=auto has no rates of NVIDIA L40S; choose what is nearest of h100"):
-        device_here()
+    message = r"--device=auto: the table of devices has no NVIDIA L40S; choose the most similar device of h100"
+    with pytest.raises(ValueError, match=message):
+        local_device()
 
 
 def pretend_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +163,8 @@ def pretend_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("setting", "message"),
     [
         ({"dataset": "gone.txt"}, "--dataset=gone.txt: no such file"),
-        ({"model": "no-such/model"}, "--model=no-such/model is none of demo"),
-        ({"model": "gpt2-117m"}, "--model=gpt2-117m has no rotary positions to make longer"),
+        ({"model": "no-such/model"}, "--model=no-such/model is not a preset (demo"),
+        ({"model": "gpt2-117m"}, "--model=gpt2-117m has no rotary positions to extend"),
         ({"tokenizer": "no-such/tokenizer"}, "--tokenizer=no-such/tokenizer could not be loaded"),
         ({"seq_len": 1}, "--seq_len=1 is outside its range"),
         ({"seq_len": 4096}, "--seq_len=4096 is longer than all training text"),

@@ -80,5 +80,5 @@ def test_unknown_settings_are_refused():
 
 
 def test_resuming_needs_a_checkpoint(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"--resume_from_checkpoint=.* is no checkpoint folder"):
+    with pytest.raises(FileNotFoundError, match=r"--resume_from_checkpoint=.* is not a checkpoint folder"):
         parse_arguments(["--resume_from_checkpoint", str(tmp_path)])

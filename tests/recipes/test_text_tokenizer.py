@@ -51,7 +51,7 @@ def test_a_failed_save_leaves_nothing(texts: list[str], tmp_path: Path, monkeypa
 
 
 def test_a_vocabulary_below_the_bytes_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"--vocab_size=256 is below 257.*raise it"):
+    with pytest.raises(ValueError, match=r"--vocab_size=256 is below 257.*raise --vocab_size"):
         trained_tokenizer(Dataset.from_dict({"text": ["x"]}), "key", 256, 100, tmp_path)
     assert os.listdir(tmp_path) == []
 

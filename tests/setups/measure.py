@@ -20,7 +20,7 @@ from own_loop import train_own_loop
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import policy_builder
+from adacc_hf.adapt import run_profiler
 
 LOSSLESS = ("retain", "recompute")
 
@@ -92,8 +92,8 @@ def count_profiles(recorder: StepRecorder) -> list[dict[str, Any]]:
 
         return call
 
-    policy_builder.profile_model = counted("whole batch", policy_builder.profile_model)
-    policy_builder.estimate_profile = counted("parts", policy_builder.estimate_profile)
+    run_profiler.profile_model = counted("whole batch", run_profiler.profile_model)
+    run_profiler.estimate_profile = counted("parts", run_profiler.estimate_profile)
     return profiles
 
 

@@ -1,4 +1,4 @@
-"""Which activations a gradient's error is blamed on, where that error is made up from which ones are compressed."""
+"""Activations that a gradient's error is attributed to, for made-up errors of the compressed activations."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.adapt.policy_selection import fewest
+from adacc_hf.adapt.policy_selection import find_culprits
 
 EACH = 0.1
 """What each activation's codec adds to the gradient's error, as INT4 does."""
 
 
 class Gradient:
-    """A gradient's error from the errors of what is compressed, added as if they were independent.
+    """A gradient whose error is the sum of the compressed activations' errors, added as if they were independent.
 
-    `degrades` are sets of activations: one adds `much` if what is compressed holds all of it.
+    `degrades` are sets of activations: each adds `much` if all its activations are compressed.
     """
 
     def __init__(self, num, *degrades, much=2.0):
         self.num, self.degrades, self.much = num, degrades, much
         self.asked = []
 
-    def error_without(self, kept):
-        self.asked.append(kept)
-        coded = set(range(self.num)) - kept
-        squares = [EACH**2] * len(coded) + [self.much**2 for degrade in self.degrades if degrade <= coded]
+    def error_without(self, bypassed):
+        self.asked.append(bypassed)
+        compressed = set(range(self.num)) - bypassed
+        squares = [EACH**2] * len(compressed) + [self.much**2 for degrade in self.degrades if degrade <= compressed]
         return math.sqrt(sum(squares))
 
     def culprits(self, bound=0.5):
-        return fewest(range(self.num), bound, self.error_without)
+        return find_culprits(range(self.num), bound, self.error_without)
 
 
 @pytest.mark.parametrize("much", [2.0, math.inf], ids=["twice-its-length", "not-finite"])
@@ -60,10 +60,10 @@ def test_of_those_that_degrade_together_no_more_than_it_takes(num_culprits, pair
     bound=st.floats(0.01, 1.0),
 )
 def test_where_errors_add_up_no_smaller_set_would_do(errors, bound):
-    def error_without(kept):
-        return math.sqrt(sum(error**2 for value, error in enumerate(errors) if value not in kept))
+    def error_without(bypassed):
+        return math.sqrt(sum(error**2 for value, error in enumerate(errors) if value not in bypassed))
 
-    found = fewest(range(len(errors)), bound, error_without)
+    found = find_culprits(range(len(errors)), bound, error_without)
     assert error_without(found) <= bound
     worst = sorted(range(len(errors)), key=lambda value: -errors[value])
     # Leaving out the worst ones is the best that so many can do; equal errors are summed up in another order.
@@ -76,16 +76,16 @@ def test_the_error_of_all_that_is_compressed_may_be_what_is_too_much():
 
 
 def test_none_is_found_where_no_activation_is_to_blame():
-    assert fewest(range(5), 0.5, lambda kept: 0.6) is None
-    assert fewest([], 0.5, lambda kept: 0.6) is None
+    assert find_culprits(range(5), 0.5, lambda bypassed: 0.6) is None
+    assert find_culprits([], 0.5, lambda bypassed: 0.6) is None
 
 
 @pytest.mark.parametrize("last", range(13))
 def test_none_is_found_where_memory_ends_the_search(last):
     gradient = Gradient(6, {2}, {4})
 
-    def error_without(kept):
-        return None if len(gradient.asked) == last else gradient.error_without(kept)
+    def error_without(bypassed):
+        return None if len(gradient.asked) == last else gradient.error_without(bypassed)
 
-    found = fewest(range(6), 0.5, error_without)
+    found = find_culprits(range(6), 0.5, error_without)
     assert found == (None if last < 6 + 4 else {2, 4})

@@ -1,4 +1,4 @@
-"""Which logged figures are suspicious, and for how long."""
+"""Suspicious figures in logs, and how long they stay suspicious."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from adacc_hf.adapt.loss_spike import MIN_LOSSES, WINDOW, LossSpikeDetector
 STEADY = [3.0, 3.1, 2.9, 3.05, 2.95] * 4
 
 
-def seen(losses, spike=2.0):
-    watch = LossSpikeDetector(spike)
-    return [watch.see(loss, None) for loss in losses]
+def reasons(losses, spike=2.0):
+    detector = LossSpikeDetector(spike)
+    return [detector.check(loss, None) for loss in losses]
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_suspicious_at_once_and_enters_no_median(name, value):
-    watch = LossSpikeDetector(2.0, STEADY[:5])
+    detector = LossSpikeDetector(2.0, STEADY[:5])
     figures = {"loss": 3.0, "grad_norm": 1.0} | {name: value}
-    assert watch.see(figures["loss"], figures["grad_norm"]) == f"{name} is {value}"
-    assert watch.losses == STEADY[:5]
+    assert detector.check(figures["loss"], figures["grad_norm"]) == f"{name} is {value}"
+    assert detector.losses == STEADY[:5]
 
 
 def test_a_spike_is_found_and_what_came_before_is_not():
-    assert seen([*STEADY, 9.0, 3.0]) == [None] * 20 + ["loss 9 is 3.0 times the median of the last 16", None]
+    assert reasons([*STEADY, 9.0, 3.0]) == [None] * 20 + ["loss 9 is 3.0 times the median of the last 16", None]
 
 
 def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
-    """As with data of another kind: else each log for the rest of the run would ask for a check of all blocks."""
-    found = seen([*STEADY, *[9.0] * 20])
-    assert all(found[20 : 20 + WINDOW // 2])
-    assert not any(found[20 + WINDOW // 2 + 1 :])
+    """Otherwise, after a change of the data, each further log of the run would cause a check of all blocks."""
+    results = reasons([*STEADY, *[9.0] * 20])
+    assert all(results[20 : 20 + WINDOW // 2])
+    assert not any(results[20 + WINDOW // 2 + 1 :])
 
 
 @given(st.lists(st.floats(-1.0, 1.0), min_size=MIN_LOSSES, max_size=WINDOW), st.floats(1.0, 4.0))
 def test_nothing_within_the_range_of_noise_around_zero_is_a_spike(losses, scale):
-    """Alternating losses of one size have that size as their noise, whatever their median is."""
+    """The noise of losses that alternate in sign is their size, whatever their median is."""
     signs = [scale * (-1) ** number + loss / 4 for number, loss in enumerate(losses)]
-    assert LossSpikeDetector(2.0, signs).see(1.5 * scale, None) is None
+    assert LossSpikeDetector(2.0, signs).check(1.5 * scale, None) is None
 
 
 @pytest.mark.parametrize(("loss", "is_spike"), [(-4.0, False), (1.0, True)])
 def test_losses_below_zero_spike_upwards(loss, is_spike):
-    (*_, found) = seen([-5.0, -5.1, -4.9, -5.05, loss])
-    assert (found == f"loss {loss:.4g} is far above -5.025, the median of the last 4") == is_spike
-    assert (found is not None) == is_spike
+    (*_, reason) = reasons([-5.0, -5.1, -4.9, -5.05, loss])
+    assert (reason == f"loss {loss:.4g} is far above -5.025, the median of the last 4") == is_spike
+    assert (reason is not None) == is_spike

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adacc_hf.adapt.controller import is_tracking_step
 from adacc_hf.adapt.gradient_check import GradientError
-from adacc_hf.adapt.outlier_tracking import Findings, MeasuringCodec, NamedObservation, Observation
+from adacc_hf.adapt.outlier_tracking import Measurements, MeasuringCodec, NamedObservation, Observation
+from adacc_hf.adapt.tracking_steps import is_tracking_step
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.kernels.codecs import get_codec
@@ -37,12 +37,12 @@ def option(name, **options):
 
 
 def measure(tensor, codec, options, **settings):
-    findings = Findings()
+    measurements = Measurements()
     measuring = MeasuringCodec(
-        codec, (0, 3), options, AdaccConfig(zscore_threshold=4.0, **settings), findings, tracks=True
+        codec, (0, 3), options, AdaccConfig(zscore_threshold=4.0, **settings), measurements, tracks=True
     )
     decoded = measuring.decode(measuring.encode(tensor))
-    return findings.read({}, frozenset()), decoded
+    return measurements.read({}, frozenset()), decoded
 
 
 def with_outliers(channels):
@@ -85,7 +85,9 @@ def test_without_the_guard_outliers_alone_are_counted():
 
 def test_lossless_codecs_have_no_error():
     found, _ = measure(torch.rand(4, 64) > 0.5, get_codec("bitmask"), [option("bitmask")])
-    assert found == Observation(num_outliers={}, errors={}, option_errors={}, gradients={}, degrading=frozenset())
+    assert found == Observation(
+        num_outliers={}, errors={}, option_errors={}, gradients={}, degrading_codecs=frozenset()
+    )
 
 
 def test_the_worst_of_all_ranks_counts():
@@ -95,14 +97,14 @@ def test_the_worst_of_all_ranks_counts():
             errors={(0, 1): 0.1, (0, 2): 0.4},
             option_errors={},
             gradients={0: GradientError(error=0.2, cosine=0.9)},
-            degrading=frozenset({(0, 1, "int8")}),
+            degrading_codecs=frozenset({(0, 1, "int8")}),
         ),
         Observation(
             num_outliers={(0, 1): 1, (1, 0): 7},
             errors={(0, 1): 0.2},
             option_errors={},
             gradients={0: GradientError(error=0.1, cosine=0.8), 1: GradientError(error=0.0, cosine=1.0)},
-            degrading=frozenset({(0, 2, "int8")}),
+            degrading_codecs=frozenset({(0, 2, "int8")}),
         ),
     ]
     merged = Observation.merged(ranks)
@@ -110,7 +112,7 @@ def test_the_worst_of_all_ranks_counts():
     assert merged.num_outliers == {(0, 1): 3, (1, 0): 7}
     assert merged.errors == {(0, 1): 0.2, (0, 2): 0.4}
     assert merged.gradients[0] == GradientError(error=0.2, cosine=0.8)
-    assert merged.degrading == {(0, 1, "int8"), (0, 2, "int8")}
+    assert merged.degrading_codecs == {(0, 1, "int8"), (0, 2, "int8")}
 
 
 # Observations of one size of batch, put into the profile of another.
@@ -132,13 +134,13 @@ FOUND = Observation(
     errors={(0, 1): 0.25, (1, 0): 0.5},
     option_errors={(0, 1, "int8"): 0.25, (1, 0, "int4"): 0.5},
     gradients={0: GradientError(error=0.1, cosine=0.9), 1: GradientError(error=0.2, cosine=0.8)},
-    degrading=frozenset({(0, 1, "int8"), (1, 0, "int4")}),
+    degrading_codecs=frozenset({(0, 1, "int8"), (1, 0, "int4")}),
 )
 PAIRS = profile_of([("a", 0), ("b", 0), ("a#2", 1), ("b#2", 1)], [["x", "y"], ["z", "y"]])
 
 
 def test_the_same_profile_gets_its_observation_back():
-    assert FOUND.by_name(PAIRS).within(PAIRS) == FOUND
+    assert FOUND.by_name(PAIRS).for_profile(PAIRS) == FOUND
 
 
 @pytest.mark.parametrize(
@@ -156,12 +158,12 @@ def test_the_same_profile_gets_its_observation_back():
 )
 def test_another_profile_gets_what_is_of_its_activations(blocks, kinds, num_outliers, gradients):
     other = profile_of(blocks, kinds)
-    found = FOUND.by_name(PAIRS).within(other)
+    found = FOUND.by_name(PAIRS).for_profile(other)
     assert found.num_outliers == num_outliers
     assert found.errors == {key: {3: 0.25, 5: 0.5}[count] for key, count in num_outliers.items()}
     codecs = {3: "int8", 5: "int4"}
     assert found.option_errors.keys() == {(*key, codecs[count]) for key, count in num_outliers.items()}
-    assert found.degrading == found.option_errors.keys()
+    assert found.degrading_codecs == found.option_errors.keys()
     assert found.gradients.keys() == gradients
 
 
@@ -172,11 +174,11 @@ def test_the_worst_of_two_sizes_counts():
         errors={(0, 0): 0.01},
         option_errors={},
         gradients={0: GradientError(error=0.9, cosine=0.1)},
-        degrading=frozenset(),
+        degrading_codecs=frozenset(),
     )
     merged = NamedObservation.merged([FOUND.by_name(PAIRS), seen.by_name(single)])
-    found = merged.within(PAIRS)
+    found = merged.for_profile(PAIRS)
     assert found.num_outliers == {(0, 1): 9, (1, 0): 5}
     assert found.errors == FOUND.errors
     assert found.gradients[0] == GradientError(error=0.9, cosine=0.1)
-    assert merged.within(single).num_outliers == {(0, 0): 9}
+    assert merged.for_profile(single).num_outliers == {(0, 0): 9}

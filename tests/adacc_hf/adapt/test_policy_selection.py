@@ -1,4 +1,4 @@
-"""When the solver is asked again, and that nothing is missed where it is not."""
+"""When the solver runs again, and that no gain is missed when it does not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import adacc_hf.adapt.policy_selection as judging_module
+import adacc_hf.adapt.policy_selection as selection_module
 from adacc_hf import AdaccConfig, profile_model, solve_policy
-from adacc_hf.adapt.policy_selection import MIN_FREED, current_policy, freed_bytes, judged
+from adacc_hf.adapt.policy_selection import MIN_FREED, current_policy, freed_bytes, replan
 from adacc_hf.adapt.profile_updates import with_errors, with_outlier_counts
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
@@ -42,41 +42,41 @@ def test_no_policy_can_save_more_than_was_freed(profile, before, after, seed):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """The prices that the solver was asked with; it answers that nothing is compressed."""
-    asked = []
+    """The profiles that the solver was called with. A stand-in for the solver compresses nothing."""
+    profiles = []
 
     def solve(profile, *_):
-        asked.append(profile)
+        profiles.append(profile)
         return uniform_policy(profile, "retain")
 
-    monkeypatch.setattr(judging_module, "solve_policy", solve)
-    return asked
+    monkeypatch.setattr(selection_module, "solve_policy", solve)
+    return profiles
 
 
 def test_the_solver_is_asked_once_enough_was_freed_however_slowly(profile, searches):
     stored = uniform_policy(profile, "compress").predicted_stored_bytes
     one_channel = freed_bytes(with_channels(profile, 1), profile, CONFIG)
     needed = math.ceil(MIN_FREED * stored / one_channel)
-    searched = with_channels(profile, needed + 2)
-    policy = uniform_policy(searched, "compress")
+    last_solved = with_channels(profile, needed + 2)
+    policy = uniform_policy(last_solved, "compress")
     for count in range(needed + 1, -1, -1):
         prices = with_channels(profile, count)
-        found = judged(prices, policy, 1.0, CONFIG, searched)
-        if found.searched:
+        result = replan(prices, policy, 1.0, CONFIG, last_solved)
+        if result.has_solved:
             break
-        policy = found.policy
-    freed = freed_bytes(searched, prices, CONFIG)
+        policy = result.policy
+    freed = freed_bytes(last_solved, prices, CONFIG)
     assert searches == [prices]
     assert MIN_FREED * current_policy(prices, policy).predicted_stored_bytes <= freed
-    assert found.reason.endswith("overhead gained")
+    assert result.reason.endswith("predicted overhead")
 
 
 def test_the_solver_is_not_asked_as_long_as_memory_is_only_lost(profile, searches):
     policy = uniform_policy(profile, "compress")
-    found = judged(with_channels(profile, 3), policy, 1.0, CONFIG, profile)
+    result = replan(with_channels(profile, 3), policy, 1.0, CONFIG, profile)
     assert not searches
-    assert not found.searched
-    assert found.policy == current_policy(with_channels(profile, 3), policy)
+    assert not result.has_solved
+    assert result.policy == current_policy(with_channels(profile, 3), policy)
 
 
 def test_a_codec_that_keeps_to_the_bound_again_is_memory_freed(profile):
@@ -98,8 +98,8 @@ def test_what_a_faster_head_saves_is_no_part_of_what_a_gain_is_compared_with(
     assert (policy.head, policy.predicted_overhead_ms < 0) == ("chunked", True)
     blocks_ms = policy.predicted_overhead_ms + 15.0
     offered = replace(other, predicted_overhead_ms=policy.predicted_overhead_ms - gain * blocks_ms)
-    monkeypatch.setattr(judging_module, "freed_bytes", lambda *_: policy.predicted_stored_bytes)
-    monkeypatch.setattr(judging_module, "solve_policy", lambda *_: offered)
-    found = judged(profile, policy, 0.6, AdaccConfig(), searched=profile)
-    assert found.searched
-    assert (found.policy is not None) == is_taken
+    monkeypatch.setattr(selection_module, "freed_bytes", lambda *_: policy.predicted_stored_bytes)
+    monkeypatch.setattr(selection_module, "solve_policy", lambda *_: offered)
+    result = replan(profile, policy, 0.6, AdaccConfig(), last_solved=profile)
+    assert result.has_solved
+    assert (result.policy is not None) == is_taken

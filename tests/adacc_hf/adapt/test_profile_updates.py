@@ -8,7 +8,13 @@ from dataclasses import replace
 import pytest
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, options_of, with_finer, without_codecs
+from adacc_hf.adapt.profile_updates import (
+    in_all_blocks,
+    lossy_options,
+    switched_off_options,
+    with_finer,
+    without_codecs,
+)
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -35,15 +41,15 @@ def test_one_of_four_activations_of_a_name_is_told_from_the_others_at_every_size
         others = [value for value in profile.kinds[0].values if value.index != clones(profile)[1].index]
         assert clones(left)[1].codecs == ()
         assert [left.kinds[0].values[value.index] for value in others] == others
-        assert options_of(profile, switched_off) == {(0, clones(profile)[1].index, "channel_int4")}
+        assert switched_off_options(profile, switched_off) == {(0, clones(profile)[1].index, "channel_int4")}
 
 
 def test_what_is_switched_off_in_one_block_is_so_for_its_kind(profiles):
     (profile, _), key = profiles, clones(profiles[0])[0].index
     assert not clones(without_codecs(profile, {("transformer.h.1", "attn:clone", "channel_int4")}))[0].codecs
-    assert options_of(profile, {("transformer.h.9", "attn:clone", "channel_int4")}) == frozenset()
+    assert switched_off_options(profile, {("transformer.h.9", "attn:clone", "channel_int4")}) == frozenset()
     assert without_codecs(profile, {("transformer.h.1", "attn:clone", "int8")}) == profile
-    assert options_of(profile, in_all_blocks(profile, {(0, key, "int8")})) == frozenset()
+    assert switched_off_options(profile, in_all_blocks(profile, {(0, key, "int8")})) == frozenset()
 
 
 def test_all_lossy_options_are_those_of_the_kinds_of_some_blocks(profiles):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import adacc_hf.adapt.gradient_check as accuracy_module
+import adacc_hf.adapt.gradient_check as gradient_module
 import adacc_hf.adapt.outlier_tracking as tracking_module
-import adacc_hf.adapt.policy_selection as judging_module
+import adacc_hf.adapt.policy_selection as selection_module
 from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
 from adacc_hf.adapt.gradient_check import GradientError
-from adacc_hf.adapt.policy_selection import ERROR_MARGIN, MIN_GAIN, ReplanResult, gradient_bound
+from adacc_hf.adapt.policy_selection import ERROR_MARGIN, MIN_GAIN, NOTHING_FITS, ReplanResult, gradient_bound
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
@@ -73,7 +73,7 @@ class Session:
         """What a tracking step found, and the ReplanResult that followed."""
         found = self.observe()
         if not found.needs_solving:
-            return found, ReplanResult(policy=None, reason=found.reason, searched=False)
+            return found, ReplanResult(policy=None, reason=found.reason, has_solved=False)
         self.replanner.start_solving()
         rectified = self.replanner.take_over()
         if rectified.policy is not None:
@@ -99,7 +99,7 @@ def norm_options(profile, policy):
 
 
 def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, batch, monkeypatch):
-    monkeypatch.setattr(judging_module, "solve_policy", lambda profile, *_: compress_all(profile))
+    monkeypatch.setattr(selection_module, "solve_policy", lambda profile, *_: compress_all(profile))
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     option, before = norm_options(session.profile, session.policy)
     assert before["num_outliers"] == 0
@@ -118,15 +118,15 @@ def test_the_policy_in_force_gets_as_many_channels_as_were_found(model, batch, m
     config = replace(COMPRESS, memory_budget=0.9)
     session = Session(model, batch, config, policy=compress_all)
     # The solver's answer is no faster: actions stay, channels follow.
-    monkeypatch.setattr(judging_module, "solve_policy", lambda *_: slower(session.policy))
+    monkeypatch.setattr(selection_module, "solve_policy", lambda *_: slower(session.policy))
     for channels in ([5, 40], []):
         plant(model, channels)
         _, found = session.track()
-        assert found.reason == "the same actions, with the channels there are now"
+        assert found.reason == "the same actions, with the current outlier channels"
         assert norm_options(session.profile, found.policy)[1]["num_outliers"] == len(channels)
         assert found.policy.action_counts() == session.policy.action_counts()
         assert found.policy is session.replanner.policy
-    assert session.track()[1].reason == "outliers as before"
+    assert session.track()[1].reason == "outlier channels unchanged, errors within the bound"
 
 
 def slower(policy):
@@ -150,7 +150,7 @@ def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
     session.replanner.memory_budget = stored_bytes / session.profile.plain_stored_bytes
     plant(model, range(4))
     _, found = session.track()
-    assert found.reason.startswith("more memory: the old actions would need ")
+    assert found.reason.startswith("over budget: the old actions need ")
     assert found.policy.predicted_stored_bytes <= stored_bytes
 
 
@@ -173,7 +173,7 @@ def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeyp
     other = replace(uniform_policy(session.profile, "retain"), plans=changed_in_one(session.policy.plans))
     now_ms = session.policy.predicted_overhead_ms
     monkeypatch.setattr(
-        judging_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
+        selection_module, "solve_policy", lambda *_: replace(other, predicted_overhead_ms=now_ms * (1 - gain))
     )
     if over:
         session.replanner.memory_budget = session.policy.predicted_stored_bytes
@@ -195,12 +195,12 @@ def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monk
         raise InfeasibleBudgetError("too small", 7)
 
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    monkeypatch.setattr(judging_module, "solve_policy", infeasible)
+    monkeypatch.setattr(selection_module, "solve_policy", infeasible)
     session.replanner.memory_budget = session.policy.predicted_stored_bytes
     plant(model, [5])
     _, found = session.track()
     assert found.policy is None
-    assert found.reason == "no policy fits any more, the policy stays: too small"
+    assert found.reason == "no policy fits the budget any more, the policy is unchanged: too small"
     assert session.replanner.policy is session.policy
 
 
@@ -211,20 +211,20 @@ def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, ba
     session = Session(model, batch, replace(config, memory_budget=1.0), policy=compress_all)
     least, plain = session.policy.predicted_stored_bytes, session.profile.plain_stored_bytes
     sharpen(model)
-    assert session.observe().degrading
+    assert session.observe().degrading_codecs
     session.replanner.memory_budget = least / plain if is_fraction else session.policy.predicted_peak_bytes
     session.replanner.start_solving()
     found = session.replanner.take_over()
     if is_fraction:
         assert found.policy.predicted_stored_bytes > least
-        assert f"; no policy fits any more, what stores least is taken: memory_budget={least / plain}" in found.reason
+        assert f"; {NOTHING_FITS}, the policy that stores least is used: memory_budget={least / plain}" in found.reason
         session.handle.replace(found.policy)
         again, then = session.track()
         assert again.gradients[0].error < DEGRADED_ERROR
         assert then.policy is None
     else:
         assert found.policy is None
-        assert found.reason.startswith("no policy fits any more, the policy stays: memory_budget=")
+        assert found.reason.startswith(f"{NOTHING_FITS}, the policy is unchanged: memory_budget=")
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def test_the_most_of_all_blocks_and_calls_counts(model, batch):
 
 def test_nothing_is_counted_between_tracking_steps(model, batch, monkeypatch):
     calls = []
-    original = tracking_module.Findings.add_count
-    monkeypatch.setattr(tracking_module.Findings, "add_count", lambda *args: calls.append(1) or original(*args))
+    original = tracking_module.Measurements.add_count
+    monkeypatch.setattr(tracking_module.Measurements, "add_count", lambda *args: calls.append(1) or original(*args))
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     session.step()
     assert not calls
@@ -360,10 +360,10 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypa
     def full(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(accuracy_module, "_gradient", full)
+    monkeypatch.setattr(gradient_module, "_gradient", full)
     found = session.replanner.finish_tracking()
     assert (found.gradients, bool(found.errors)) == ({}, True)
-    assert "no memory to compare the gradient of transformer.h.0" in caplog.text
+    assert "not enough memory to compare the gradient of transformer.h.0" in caplog.text
     assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
 
 
@@ -377,7 +377,7 @@ def test_an_activation_above_its_bound_is_promoted(model, batch, share):
     session = Session(model, batch, config, policy=compress_all)
     found, rectified = session.track()
     assert "above the bound" in found.reason
-    assert rectified.reason.startswith("must not be compressed as before: ")
+    assert rectified.reason.startswith("the codec is no longer allowed for ")
     later = session.observe()
     assert max(later.errors.values(), default=0.0) <= bound
     assert all(error.error <= bound for error in later.gradients.values())
@@ -390,14 +390,14 @@ def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, bat
     found = Session(model, batch, config, policy=compress_all).observe()
     largest, gradient = max(found.errors.values()), found.gradients[0].error
     assert gradient < largest, "pick another bound: it must lie above each round trip and below the gradient's error"
-    assert not found.degrading, "0.5 is the bound where none is given"
+    assert not found.degrading_codecs, "0.5 is the bound where none is given"
     session = Session(model, batch, replace(config, max_error=gradient * 0.9), policy=compress_all)
     bound = gradient_bound(session.replanner.config)
     session.replanner.start_tracking(session.handle.plans)
     session.step()
     ((name, sample),) = session.replanner._samples.items()
     session.replanner._stop_measuring()
-    bypassed = {value for _, value, _ in session.replanner._degrading(name, 0, sample, True)}
+    bypassed = {value for _, value, _ in session.replanner._find_degrading(name, 0, sample, True)}
     assert 0 < len(bypassed) < len(found.errors) / 2
     assert sample.compare(frozenset(bypassed)).error <= bound
     assert all(sample.compare(frozenset(bypassed - {value})).error > bound for value in bypassed)
@@ -418,38 +418,38 @@ def test_a_degraded_gradient_ends_the_codec_that_degrades_it_and_no_other(model,
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
     found, rectified = session.track()
-    ((_, value, codec),) = found.degrading
+    ((_, value, codec),) = found.degrading_codecs
     assert session.profile.kinds[0].values[value].name == QKV
     assert codec == "channel_int4"
     assert found.gradients[0].error > DEGRADED_ERROR
-    assert rectified.reason.startswith(f"must not be compressed as before: GPT2Block.{QKV}")
+    assert rectified.reason.startswith(f"the codec is no longer allowed for GPT2Block.{QKV}")
     # The solver need not compress at all within this budget. What may not be, it cannot.
-    everything = compress_all(session.replanner._to_solve())
+    everything = compress_all(session.replanner._allowed_profile())
     assert [plan.choice(value).codec for plan in everything.plans] == ["int8"]
     session.handle.replace(everything)
     session.replanner.policy = everything
     later = session.observe()
     assert later.gradients[0].error < DEGRADED_ERROR
     assert later.errors.keys() == found.errors.keys()
-    assert not later.degrading
+    assert not later.degrading_codecs
 
 
 def test_no_codec_that_was_not_named_takes_the_place_of_one_that_degrades_a_gradient(model, batch):
     config = replace(COMPRESS, memory_budget=1.0, codecs=("channel_int4",))
     session = Session(model, batch, config, policy=compress_all)
     sharpen(model)
-    ((_, value, _),) = session.observe().degrading
-    assert not session.replanner._to_solve().kinds[0].values[value].codecs
+    ((_, value, _),) = session.observe().degrading_codecs
+    assert not session.replanner._allowed_profile().kinds[0].values[value].codecs
 
 
 def test_a_finer_codec_that_degrades_a_gradient_too_ends_as_well(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     for codec in ("channel_int4", "int8"):
-        offered = session.replanner._to_solve().kinds[0]
+        offered = session.replanner._allowed_profile().kinds[0]
         (value,) = (value.index for value in offered.activations if value.name == QKV)
         assert [option.codec for option in offered.values[value].codecs] == [codec]
         session.replanner.switch_off(in_all_blocks(session.replanner.profile, [(0, value, codec)]))
-    assert not session.replanner._to_solve().kinds[0].values[value].codecs
+    assert not session.replanner._allowed_profile().kinds[0].values[value].codecs
 
 
 class Offs:
@@ -469,17 +469,17 @@ def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batc
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
     lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
     offs = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
-    found = session.replanner._degrading("transformer.h.0", 0, Offs(offs), was_compared=True)
+    found = session.replanner._find_degrading("transformer.h.0", 0, Offs(offs), was_compared=True)
     assert {value for _, value, _ in found} == set(lossy[:expected])
 
 
 def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    assert session.replanner._sampled(every_kind=True) == ["transformer.h.0"]
+    assert session.replanner._sample_names(every_kind=True) == ["transformer.h.0"]
     model.transformer.h[1].attn.c_attn.weight.data[:, :128] *= 20.0
-    assert not session.observe().degrading
-    assert session.observe().degrading
-    assert session.replanner._sampled(every_kind=True) == ["transformer.h.1"]
+    assert not session.observe().degrading_codecs
+    assert session.observe().degrading_codecs
+    assert session.replanner._sample_names(every_kind=True) == ["transformer.h.1"]
 
 
 def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model, batch, monkeypatch):
@@ -487,18 +487,18 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
     sharpen(model)
     session.replanner.start_tracking(session.handle.plans)
     session.step()
-    samples, calls, held = list(session.replanner._samples.values()), [], []
-    original = accuracy_module._gradient
+    samples, calls, num_held = list(session.replanner._samples.values()), [], []
+    original = gradient_module._gradient
 
-    def counting(seen, call):
-        calls.append(seen.block)
-        held.append(sum(sample._exact is not None for sample in samples))
-        return original(seen, call)
+    def counting(call, run_call):
+        calls.append(call.block)
+        num_held.append(sum(sample._exact is not None for sample in samples))
+        return original(call, run_call)
 
-    monkeypatch.setattr(accuracy_module, "_gradient", counting)
+    monkeypatch.setattr(gradient_module, "_gradient", counting)
     found = session.replanner.finish_tracking()
-    assert found.degrading
-    assert max(held) == 1
+    assert found.degrading_codecs
+    assert max(num_held) == 1
     assert not any(sample._exact for sample in samples)
     # One is exact, one under the plan, and one for each activation that is compressed alone and then again.
     assert [calls.count(block) for block in model.transformer.h] == [2 + 2 * len(found.errors) - 1] * 2
@@ -510,10 +510,10 @@ def test_what_was_switched_off_is_not_searched_for_again(model, batch, monkeypat
     sharpen(model)
     first = session.observe()
     calls = []
-    original = accuracy_module._gradient
-    monkeypatch.setattr(accuracy_module, "_gradient", lambda *args: calls.append(1) or original(*args))
+    original = gradient_module._gradient
+    monkeypatch.setattr(gradient_module, "_gradient", lambda *args: calls.append(1) or original(*args))
     second = session.observe()
-    assert second.degrading == first.degrading != frozenset()
+    assert second.degrading_codecs == first.degrading_codecs != frozenset()
     assert len(calls) == 3 * len(model.transformer.h), "exact, under the plan, and without what is known to degrade it"
     assert second.needs_solving
 
@@ -524,7 +524,7 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
     session.replanner.start_tracking(session.handle.plans)
     session.step()
     calls = []
-    original = accuracy_module._gradient
+    original = gradient_module._gradient
 
     def full(*args):
         calls.append(1)
@@ -532,10 +532,10 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
             raise torch.OutOfMemoryError("full")
         return original(*args)
 
-    monkeypatch.setattr(accuracy_module, "_gradient", full)
+    monkeypatch.setattr(gradient_module, "_gradient", full)
     found = session.replanner.finish_tracking()
-    assert found.degrading == lossy_options(session.profile, ["transformer.h.0"])
-    assert "what degrades the gradient of transformer.h.0 cannot be told" in caplog.text
+    assert found.degrading_codecs == lossy_options(session.profile, ["transformer.h.0"])
+    assert "the codecs that degrade the gradient of transformer.h.0 cannot be determined" in caplog.text
     session.replanner.start_solving()
     assert session.replanner.take_over().policy is not None
     assert not session.replanner.has_work()
@@ -546,7 +546,7 @@ def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips
     session = Session(model, batch, replace(COMPRESS, memory_budget=0.27, max_error=0.2), policy=compress_all)
     sharpen(model, factor=12.0)
     found, _ = session.track()
-    ((_, value, codec),) = found.degrading
+    ((_, value, codec),) = found.degrading_codecs
     assert codec == "channel_int4"
     for channels in ([5], [5, 40], []):
         assert {plan.choice(value).codec for plan in session.replanner.policy.plans} == {"int8"}
@@ -563,7 +563,7 @@ def test_an_error_of_the_solver_is_raised_where_its_result_is_asked_for(model, b
     def broken(*_):
         raise OSError("cbc is gone")
 
-    monkeypatch.setattr(judging_module, "solve_policy", broken)
+    monkeypatch.setattr(selection_module, "solve_policy", broken)
     session.replanner.memory_budget = 1  # the policy in force does not fit
     session.replanner.start_solving()
     session.step()

@@ -47,7 +47,7 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeyp
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
-            monkeypatch.setattr(replanner, "_sampled", lambda every_kind, name=name: [name])
+            monkeypatch.setattr(replanner, "_sample_names", lambda every_kind, name=name: [name])
             replanner.start_tracking(handle.plans)
             measured[name] = measure_step(model, batch).peak_bytes
             replanner.finish_tracking()
@@ -65,7 +65,7 @@ def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
-            monkeypatch.setattr(replanner, "_sampled", lambda every_kind, name=name: [name])
+            monkeypatch.setattr(replanner, "_sample_names", lambda every_kind, name=name: [name])
             replanner.start_tracking(handle.plans)
             measure_step(model, batch)
             with MemoryMeter.for_device(torch.device("cpu")) as meter:

@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizers
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from adacc_hf import AdaccConfig, AdaccSession, remove_policy
-from adacc_hf.adapt import policy_builder
+from adacc_hf.adapt import run_profiler
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -372,7 +372,7 @@ def test_a_model_that_is_called_twice():
 def test_what_makes_a_loss_is_given_a_mapping():
     model = make_model()
     session = AdaccSession(model, torch.optim.AdamW(model.parameters()), compute_loss=own_loss, **HALF)
-    with pytest.raises(TypeError, match="batch of type Tensor beside compute_loss"), session.step(torch.ones(2)):
+    with pytest.raises(TypeError, match="batch of type Tensor with compute_loss"), session.step(torch.ones(2)):
         pass
     session.close()
 
@@ -416,7 +416,7 @@ def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
 
 def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
     policy = train(one_step, **HALF).session.policy
-    monkeypatch.setattr(policy_builder, "profile_model", None)
+    monkeypatch.setattr(run_profiler, "profile_model", None)
     plain = train(one_step, session_class=NoSession)
     run = train(one_step, policy=policy, **LOSSLESS)
     run.assert_equals(plain)
@@ -428,7 +428,7 @@ def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
 def test_a_policy_above_the_budget_beside_it_is_refused(budget, made):
     policy = train(one_step, **HALF).session.policy
     given = (lambda profile: policy) if made else policy
-    with pytest.raises(ValueError, match=r"memory_budget=.* allows .*, and the policy that was given beside it"):
+    with pytest.raises(ValueError, match=r"memory_budget=.* allows .*, and the policy that was passed with it"):
         train(one_step, policy=given, **(LOSSLESS | {"memory_budget": budget}))
     train(one_step, policy=given, **(LOSSLESS | {"memory_budget": 0.6}))
     train(one_step, policy=given, **(LOSSLESS | {"memory_budget": policy.predicted_peak_bytes}))
@@ -561,7 +561,7 @@ def test_a_model_has_one_session(caplog):
     second = AdaccSession(model, optimizer, **HALF)
     for batch in BATCHES[4:8]:
         one_step(second, model, optimizer, batch, losses)
-    assert "is taken off" in caplog.text
+    assert "policy or session is removed" in caplog.text
     first.close()
     functions = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
     assert functions, "the end of the first one ended the second"
@@ -650,7 +650,7 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
     plain = train(one_step, batches, NoSession, make_t5)
     whole = train(one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF)
     most = uniform_policy(whole.session.profile, "retain").predicted_peak_bytes
-    monkeypatch.setattr(policy_builder, "profile_model", None)
+    monkeypatch.setattr(run_profiler, "profile_model", None)
     run = train(one_step, batches, make=make_t5, memory_budget=int(part * most), **LOSSLESS)
     run.assert_equals(plain)
     measured = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
@@ -670,10 +670,10 @@ def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_
         one_step(session, model, optimizer, batch_of(0, 8, 40), [])
         controller, profile = session.phase.controller, session.profile
         lossy = lossy_options(profile, [block.name for block in profile.blocks])
-        controller.guard.switched_off = in_all_blocks(profile, lossy)
-        assert controller.guard.switched_off
+        controller.context.guard.switched_off = in_all_blocks(profile, lossy)
+        assert controller.context.switched_off
         one_step(session, model, optimizer, batch_of(1, 24, 60), [])
-        _, larger = controller.shape_policies.all
+        _, larger = controller.choice.cache.all
         assert larger.is_provisional
         codecs = {c.codec for plan in larger.replanner.policy.plans for _, c in plan.choices if c.codec}
         assert codecs <= {"bitmask"}, "what is lossless"
@@ -704,19 +704,19 @@ def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):
 
 
 def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr("adacc_hf.adapt.controller.missing_bytes", lambda *_: {"forward, head and loss": 1000})
+    monkeypatch.setattr("adacc_hf.adapt.peak_check.missing_bytes", lambda *_: {"forward, head and loss": 1000})
     settings = {**LOSSLESS, "memory_budget": "2MiB"}
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     session = AdaccSession(model, optimizer, **settings)
     train_on(session, model, optimizer, BATCHES[:5])
-    before = session.phase.controller
+    before = session.phase.controller.context
     assert (before.missing_bytes, before.counted_elements) == ({"forward, head and loss": 1000}, 2 * 8 * 16)
     session.save(tmp_path)
     session.close()
     resumed = AdaccSession(model, optimizer, **settings)
     assert resumed.load(tmp_path)
-    after = resumed.phase.controller
+    after = resumed.phase.controller.context
     assert (after.missing_bytes, after.counted_elements) == (before.missing_bytes, before.counted_elements)
     resumed.close()
 

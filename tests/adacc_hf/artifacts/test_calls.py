@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForMaskedLM, BertConfig, BertModel
 
 from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
-from adacc_hf.artifacts.call_names import block_of_call, call_name, num_calls, split_call
+from adacc_hf.artifacts.call_names import block_of_call, call_name, calls_per_block, split_call
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.price.heads import WithLoss
+from adacc_hf.price.heads import ModelWithLoss
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -100,7 +100,7 @@ def make_case(one_thread, tiny_gpt2, token_batch, run_steps):
     def make(name: str, autocast: torch.dtype | None = None) -> Case:
         torch.manual_seed(0)
         model, batch, compute_loss, classes = cases[name]()
-        step = model.train() if compute_loss is None else WithLoss(model.train(), compute_loss)
+        step = model.train() if compute_loss is None else ModelWithLoss(model.train(), compute_loss)
         config = AdaccConfig(min_compress_bytes=0, block_classes=classes)
         plain = run_steps(step, batch, autocast=autocast)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
@@ -221,7 +221,7 @@ def test_steps_with_fewer_or_more_calls_train_exactly(pairs, run_steps, assert_s
     def loss(model, batch):
         return sum(model(input_ids=batch["text"]).last_hidden_state.square().mean() for _ in range(calls))
 
-    step = WithLoss(pairs.model, loss)
+    step = ModelWithLoss(pairs.model, loss)
     plain = run_steps(step, pairs.batch)
     with apply_policy(pairs.model, pairs.random(4), pairs.config):
         for _ in range(2):
@@ -341,7 +341,7 @@ def test_a_handle_that_was_taken_off_for_a_while_goes_on(pairs, run_steps, asser
     with apply_policy(pairs.model, pairs.random(5), pairs.config) as handle:
         run_steps(pairs.step, pairs.batch, num_steps=1)
         strategies = {name: function.strategy for name, function in handle.installation.functions.items()}
-        with handle.taken_off():
+        with handle.suspend():
             profile_model(pairs.model, pairs.batch, pairs.config, compute_loss=contrastive_loss)
         assert {name: function.strategy for name, function in handle.installation.functions.items()} == strategies
         assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
@@ -404,7 +404,7 @@ def test_names_tell_block_and_number(block, number):
     name = call_name(block, number)
     assert split_call(name) == (block, number)
     assert block_of_call(name) == block
-    assert num_calls([call_name(block, n) for n in range(1, number + 1)]) == {block: number}
+    assert calls_per_block([call_name(block, n) for n in range(1, number + 1)]) == {block: number}
 
 
 def test_a_policy_says_how_many_blocks_are_called_how_often(pairs):

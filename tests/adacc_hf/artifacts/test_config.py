@@ -66,7 +66,7 @@ def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budg
         ("codecs", ("zip",), r"codecs=\['zip'\] are unknown: choose from .*int8"),
         ("outliers", "no", "outliers='no' must be True or False"),
         ("zscore_threshold", -1, "zscore_threshold=-1 is outside"),
-        ("group_size", 63, "group_size=63 is no power of two: choose 16, 32, 64"),
+        ("group_size", 63, "group_size=63 is not a power of two: choose 16, 32, 64"),
         ("group_size", 0, r"group_size=0 is not an int in \[16, 1024\]"),
         ("group_size", 64.0, r"group_size=64\.0 is not an int"),
         ("min_compress_bytes", -1, "min_compress_bytes=-1 is not an int"),
@@ -104,7 +104,7 @@ def test_lists_become_tuples_so_that_a_config_can_be_hashed():
 
 def test_overrides_are_checked_like_the_rest():
     assert AdaccConfig().with_overrides(group_size=32).group_size == 32
-    with pytest.raises(ValueError, match="group_size=24 is no power of two"):
+    with pytest.raises(ValueError, match="group_size=24 is not a power of two"):
         AdaccConfig().with_overrides(group_size=24)
 
 
@@ -118,5 +118,5 @@ def test_overrides_are_checked_like_the_rest():
     ],
 )
 def test_a_setting_that_does_not_exist_is_named_with_the_nearest(name, meant):
-    with pytest.raises(TypeError, match=f"{name}=3 is no setting of AdaccConfig: choose {meant}"):
+    with pytest.raises(TypeError, match=f"{name}=3 is not a setting of AdaccConfig: choose {meant}"):
         AdaccConfig().with_overrides(**{name: 3})

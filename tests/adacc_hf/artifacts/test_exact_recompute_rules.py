@@ -77,7 +77,7 @@ def test_a_solved_policy_stores_them(sorting):
     orders = [value.index for value in profile.kinds[0].activations if value.is_index]
     assert Action.COMPRESS in {choice.action for choice in actions.values()}
     assert [actions[order].action for order in orders] == [Action.RETAIN]
-    assert explain_policy(least, profile).count("not from what is stored with loss") == len(least.plans)
+    assert explain_policy(least, profile).count("not allowed from values stored with loss") == len(least.plans)
     with apply_policy(model, least, CONFIG):
         assert (gradients(model, batch) - plain).norm() < TOLERANCE * plain.norm()
 

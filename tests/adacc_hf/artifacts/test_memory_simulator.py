@@ -185,7 +185,7 @@ def test_plans_that_cannot_be_carried_out_are_refused(tape_builder, make_codec):
     (noise,) = tape.operator("rand", [start], [("noise", 10)], ms=1.0, replayable=False)
     tape.operator("f", [noise], [("a", 10)], ms=1.0, save=[-1])
     kind = tape.kind()
-    with pytest.raises(ValueError, match=r"does not store value 1 \(noise\) of Block, which replay cannot make"):
+    with pytest.raises(ValueError, match=r"does not store value 1 \(noise\) of Block, and replay cannot recompute"):
         run_block(kind, plan_of(kind, a=RECOMPUTE))
     with pytest.raises(ValueError, match="has no price for codec 'int4'"):
         run_block(kind, plan_of(kind, a=INT4))

@@ -1,10 +1,10 @@
-"""What the measured sizes of a batch tell of others: their class, and how exactly."""
+"""Size classes, and the uncertainty of predicted peaks."""
 
 from __future__ import annotations
 
 import pytest
 
-from adacc_hf.artifacts.size_model import FEW, STEP, ProfileSizes
+from adacc_hf.artifacts.size_model import MAX_EXACT_SIZE, SIZE_CLASS_RATIO, ProfileSizes
 
 
 def texts(samples, *lengths):
@@ -12,7 +12,7 @@ def texts(samples, *lengths):
 
 
 def sizes_of(*measured):
-    """Of batches whose bytes go with their tokens."""
+    """Return the size model of batches whose bytes are proportional to their tokens."""
     return ProfileSizes([(shapes, (sum(b * s for _, (b, s) in shapes),)) for shapes in measured])
 
 
@@ -21,27 +21,27 @@ PAIRS = sizes_of(texts(4, 40, 30), texts(4, 20, 21), texts(2, 10, 11), texts(4, 
 
 
 @pytest.mark.parametrize("samples", range(2, 9))
-def test_few_samples_have_classes_of_their_own(samples):
-    assert ONE_TEXT.class_of(texts(samples, 40)) == texts(samples, 40)
+def test_few_samples_have_size_classes_of_their_own(samples):
+    assert ONE_TEXT.size_class(texts(samples, 40)) == texts(samples, 40)
 
 
-def test_one_sample_alone_has_the_room_of_two():
-    """It often runs other operators, which may take more than what is told of one."""
-    assert ONE_TEXT.class_of(texts(1, 40)) == texts(2, 40)
-    assert PAIRS.class_of(texts(1, 40, 30)) == texts(2, 40, 30)
+def test_one_sample_gets_the_memory_of_two():
+    """A batch of one sample often runs other operators, which may need more memory than predicted."""
+    assert ONE_TEXT.size_class(texts(1, 40)) == texts(2, 40)
+    assert PAIRS.size_class(texts(1, 40, 30)) == texts(2, 40, 30)
     alone = sizes_of(texts(1, 40), texts(1, 20), texts(1, 10))
-    assert alone.class_of(texts(1, 40)) == texts(1, 40)
+    assert alone.size_class(texts(1, 40)) == texts(1, 40)
 
 
-def test_lengths_have_few_classes_and_none_is_smaller_than_its_batches():
-    lengths = range(FEW + 1, 1001)
-    classes = [ONE_TEXT.class_of(texts(4, length))[0][1][1] for length in lengths]
-    assert all(length <= known < STEP * length + 1 for length, known in zip(lengths, classes, strict=True))
+def test_lengths_have_few_size_classes_and_each_bounds_its_batches():
+    lengths = range(MAX_EXACT_SIZE + 1, 1001)
+    classes = [ONE_TEXT.size_class(texts(4, length))[0][1][1] for length in lengths]
+    assert all(length <= bound < SIZE_CLASS_RATIO * length + 1 for length, bound in zip(lengths, classes, strict=True))
     assert 40 in classes  # the profiled one
     # A quarter apart: from 17 to 1000 there are log(1000 / 17) / log(1.25) = 18.3 steps.
     assert len(set(classes)) <= 20
 
 
-def test_two_lengths_are_told_less_exactly_than_one():
+def test_two_lengths_have_a_larger_uncertainty_than_one():
     assert ONE_TEXT.uncertainty == 0.01
     assert PAIRS.uncertainty == 0.04

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from adacc_hf.compact.layer import InputGroup, make_compact, make_plain, mixed, projection
+from adacc_hf.compact.layer import InputGroup, derive_seed, make_compact, make_plain, projection
 
 INPUTS, OUTPUTS = 24, 40
 
@@ -76,7 +76,7 @@ def test_one_draw_is_unbiased_and_as_noisy_as_it_has_to_be(orthonormal, expected
     errors, sizes, mean, draws = [], [], torch.zeros(rows, n), 60
     for number in range(draws):
         drawn = projection(
-            torch.tensor([mixed("test", number), 0]), n, rank, orthonormal, torch.float32, torch.device("cpu")
+            torch.tensor([derive_seed("test", number), 0]), n, rank, orthonormal, torch.float32, torch.device("cpu")
         )
         small = gradient @ drawn
         back = small @ drawn.t()
@@ -98,9 +98,10 @@ def test_periods_seeds_and_groups_draw_other_subspaces_and_no_generator_is_touch
         return group.projection(16, 4, torch.float32, torch.device("cpu"))
 
     before = torch.get_rng_state()
-    drawn = [draw(seed, period) for seed in (mixed(0, "a"), mixed(1, "a"), mixed(0, "b")) for period in (0, 1)]
+    seeds = (derive_seed(0, "a"), derive_seed(1, "a"), derive_seed(0, "b"))
+    drawn = [draw(seed, period) for seed in seeds for period in (0, 1)]
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(drawn[0], draw(mixed(0, "a"), 0))
+    assert torch.equal(drawn[0], draw(derive_seed(0, "a"), 0))
     # Independent ones of 64 numbers do not correlate by a half.
     flat = torch.stack([one.flatten() for one in drawn])
     assert torch.corrcoef(flat).fill_diagonal_(0).abs().max() < 0.5
@@ -164,9 +165,9 @@ def test_nothing_outlives_the_input():
     layer = compact(linear(nn.Linear))
     x = torch.randn(5, INPUTS)
     y = layer(x)
-    assert layer.group._projected is not None
+    assert layer.group._last_projection is not None
     del x
-    assert layer.group._projected is None
+    assert layer.group._last_projection is None
     del y
 
 

@@ -82,7 +82,7 @@ def test_blocks_linear_layers_are_compact_but_for_attentions_output(build, caplo
     }
     if build is llama:
         assert found == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
-        assert "trained in full: model.layers.*.self_attn.o_proj" in caplog.text
+        assert "layers not compact, trained in full: model.layers.*.self_attn.o_proj" in caplog.text
     else:
         assert found == {"c_attn", "c_fc", "c_proj"}
         assert not isinstance(model.transformer.h[0].attn.c_proj, CompactConv1D)
@@ -286,9 +286,9 @@ def test_a_copy_of_a_model_trains_as_it_does():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rank": 0.0}, r"rank=0\.0 must be a part of a layer's inputs, above 0\.0 and at most 1\.0, or a number"),
-        ({"rank": True}, "rank=True must be a part"),
-        ({"rank": 33}, "rank=33 is more than the 32 inputs of model.layers.0.self_attn.q_proj: give at most that"),
+        ({"rank": 0.0}, r"rank=0\.0 must be a fraction of a layer's inputs, above 0\.0 and at most 1\.0, or a number"),
+        ({"rank": True}, "rank=True must be a fraction"),
+        ({"rank": 33}, "rank=33 is more than the 32 inputs of model.layers.0.self_attn.q_proj: use at most that"),
         ({"update_proj_gap": 0}, "update_proj_gap=0 must be a number of steps, 1 or more"),
         ({"scale": -1.0}, r"scale=-1\.0 must be a number above 0"),
         ({"projection": "fourier"}, "projection='fourier' must be one of gaussian, orthonormal"),
@@ -321,7 +321,7 @@ def test_weights_in_parts_are_refused(mark):
     """As DeepSpeed's ZeRO 3 marks them, and as tensor parallelism and FSDP make them."""
     model = llama()
     setattr(model.model.layers[1].mlp.up_proj.weight, mark, 0)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj .*in parts on several ranks .*: train with DDP, or"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj .*sharded over several ranks .*: train with DDP, or"):
         optimizer_of(model)
     assert not any(isinstance(module, CompactLinear) for module in model.modules())
 
@@ -333,7 +333,7 @@ def test_quantized_weights_are_refused():
     model = llama()
     torchao.quantize_(model.model.layers, torchao.Int8WeightOnlyConfig())
     assert not model.model.layers[0].self_attn.q_proj.weight.requires_grad
-    with pytest.raises(ValueError, match=r"q_proj .*its weight is quantized, and gets no step; train adapters on it"):
+    with pytest.raises(ValueError, match=r"q_proj .*its weight is quantized and not trained; train adapters on it"):
         optimizer_of(model)
 
 

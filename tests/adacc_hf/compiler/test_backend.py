@@ -97,9 +97,9 @@ def test_inductor_gets_its_own_settings(settings: list[dict[str, Any]], asked: d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 0.5}, r"options=\['budget'\] have no meaning for backend 'adacc': choose from memory_b"),
-        ({"memory_budget": 0.5, "head": "chunked"}, r"options=\['head'\] have no meaning for backend 'adacc'"),
-        ([1], r"options=\[1\] is a list, not a dict: write options="),
+        ({"budget": 0.5}, r"options=\['budget'\] are unknown to backend 'adacc': choose from memory_b"),
+        ({"memory_budget": 0.5, "head": "chunked"}, r"options=\['head'\] are unknown to backend 'adacc'"),
+        ([1], r"options=\[1\] is of type list: give a dict, options="),
     ],
     ids=["unknown", "not-of-graphs", "no-dict"],
 )

@@ -34,7 +34,7 @@ def test_summaries_tell_what_is_stored_or_why_nothing_was_decided() -> None:
     assert POLICY.regions[0].summary() == (
         "region 0: 60 B of 100 B stored in 0 tensors retained and 1 compressed; overhead 1.50 ms"
     )
-    assert POLICY.regions[1].summary() == "region 1: as torch.compile cuts it, everything fits"
+    assert POLICY.regions[1].summary() == "region 1: partitioned by torch.compile: everything fits"
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"format": "other"}, {"regions": [{}]}, {"regions": None}])
@@ -42,7 +42,7 @@ def test_other_files_are_refused(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "policy.json"
     POLICY.save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(PolicyMismatchError, match="is not a whole compiled policy of version 3"):
+    with pytest.raises(PolicyMismatchError, match="is not a complete compiled policy of version 3"):
         CompiledPolicy.load(path)
 
 

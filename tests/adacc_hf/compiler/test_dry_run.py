@@ -81,7 +81,7 @@ def test_what_needs_data_is_not_known(
     function: Callable[[list[Any]], Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="adacc_hf")
-    dry_run._say_unknown.cache_clear()
+    dry_run._log_unknown.cache_clear()
     assert most_live_bytes_of_code(_code(function), _inputs(True)) is None
     assert most_live_bytes_of_code(_code(function), _inputs(True)) is None
     (record,) = caplog.records
@@ -121,13 +121,13 @@ def test_the_peak_of_a_step_is_what_its_code_shows() -> None:
     try:
         for _ in range(2):  # the first one compiles
             model.zero_grad(set_to_none=True)
-            installed.look_at_code()  # too early: nothing to see yet, or nothing new
+            installed.inspect_code()  # too early: nothing to see yet, or nothing new
             with MemoryMeter.for_device(x.device) as meter:
                 meter.mark(("step",))
                 loss = compiled(x)
                 installed.count_calls(loss)
                 loss.backward()
-            installed.look_at_code()
+            installed.inspect_code()
         (region,) = installed.partitioner.policy.regions
         assert region.code_bytes is not None
         # Whoever calls backward holds the loss and its gradient, too.

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from adacc_hf.compiler import graph_cost as coding_cost
-from adacc_hf.compiler.graph_cost import CHEAP, DeviceSpeed, coding_ms, is_attention_bias
+from adacc_hf.compiler.graph_cost import POINTWISE_FRACTION, DeviceSpeed, coding_ms, is_attention_bias
 from adacc_hf.compiler.joint_graph import root_of
 from adacc_hf.kernels.codecs import get_codec
 
@@ -18,7 +18,7 @@ from adacc_hf.kernels.codecs import get_codec
 @pytest.fixture(autouse=True)
 def a_byte_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else there is, starting and compiling kernels, takes less than the time of a byte."""
-    monkeypatch.setattr(coding_cost, "device_speed", lambda device: DeviceSpeed(1.0, CHEAP[device.type]))
+    monkeypatch.setattr(coding_cost, "device_speed", lambda device: DeviceSpeed(1.0, POINTWISE_FRACTION[device.type]))
 
 
 def _value(graph: fx.Graph) -> fx.Node:
@@ -80,7 +80,7 @@ def test_a_cpu_takes_arithmetic_whoever_reads_the_value(
 ) -> None:
     value = _value(forward_graph(coded_value.forward, "cpu"))
     payload_bytes, encoding, _ = _coding("outlier_int4", value)
-    assert encoding == pytest.approx(8 * 2 * CHEAP["cpu"] * value.meta["val"].nbytes, abs=1)
+    assert encoding == pytest.approx(8 * 2 * POINTWISE_FRACTION["cpu"] * value.meta["val"].nbytes, abs=1)
     assert payload_bytes < value.meta["val"].nbytes / 3
 
 

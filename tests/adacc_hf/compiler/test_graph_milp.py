@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Operator, Value
-from adacc_hf.compiler.graph_milp import GraphModel, cut_into_segments, graph_model, keeping, least_bytes, least_time
+from adacc_hf.compiler.graph_milp import (
+    GraphModel,
+    cut_into_segments,
+    graph_model,
+    least_bytes,
+    least_time,
+    retaining_choice,
+)
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import StoredForm
 
@@ -47,7 +54,7 @@ def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] 
 def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> None:
     """Else the first question of backward could have all of forward recomputed at once."""
     graph = _chain([*BLOCK] * blocks, run_ms=0.0, keep_ms=1.0)
-    choice = least_time(graph, 10**6, SolverLog(), of_peak=False)
+    choice = least_time(graph, 10**6, SolverLog(), limits_peak=False)
     assert choice is not None
     assert graph.segments.boundary
     assert choice.stored.keys() == {0, *graph.segments.boundary}
@@ -58,20 +65,22 @@ def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> Non
 def test_what_is_named_as_the_least_is_enough(made: list[tuple[int, bool]]) -> None:
     """Of values that backward reads or does not: nothing is stored across a boundary that nobody reads."""
     graph = _chain([nbytes for nbytes, _ in made], 1.0, 0.0, [is_read for _, is_read in made])
-    for of_peak in (False, True):
-        least = least_bytes(graph, SolverLog(), of_peak=of_peak)
-        assert least_time(graph, least.peak_bytes if of_peak else least.nbytes, SolverLog(), of_peak=of_peak)
+    for limits_peak in (False, True):
+        least = least_bytes(graph, SolverLog(), limits_peak=limits_peak)
+        assert least_time(
+            graph, least.peak_bytes if limits_peak else least.nbytes, SolverLog(), limits_peak=limits_peak
+        )
 
 
 def test_the_least_bytes_are_those_of_boundaries() -> None:
     graph = _chain([*BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
-    assert least_bytes(graph, SolverLog(), of_peak=False).nbytes == 8 + 2
+    assert least_bytes(graph, SolverLog(), limits_peak=False).nbytes == 8 + 2
 
 
 def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
     graph = _chain([1024 * nbytes for nbytes in BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
-    least = least_bytes(graph, SolverLog(), of_peak=True)
-    everything_recomputed = keeping(graph, {0, *graph.segments.boundary})
+    least = least_bytes(graph, SolverLog(), limits_peak=True)
+    everything_recomputed = retaining_choice(graph, {0, *graph.segments.boundary})
     assert least.peak_bytes == everything_recomputed.peak_bytes
     # The last segment is there when backward begins, whether it was stored or is recomputed.
     last = [value for value, segment in enumerate(graph.segments.of_value) if segment == graph.segments.count - 1]
@@ -80,8 +89,8 @@ def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
 
 def test_what_torch_would_keep_has_a_price_too() -> None:
     graph = _chain([*BLOCK], run_ms=2.0, keep_ms=1.0)
-    assert keeping(graph, {0, 1, 2, 3, 4}).ms == 5.0
-    choice = keeping(graph, {0, 2})
+    assert retaining_choice(graph, {0, 1, 2, 3, 4}).ms == 5.0
+    choice = retaining_choice(graph, {0, 2})
     assert (choice.ms, choice.nbytes) == (2 * 1.0 + 3 * 2.0, 108)
 
 
@@ -92,7 +101,7 @@ def test_indices_are_not_made_anew_from_what_was_coded(dtype: str, expected: set
     chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
     values = tuple(replace(value, dtype=of) for value, of in zip(chain.values, ("float32", dtype), strict=True))
     graph = graph_model(replace(chain, values=values), {0: 1.0, 1: 1.0}, {0: (lossy,)}, [8, 4])
-    assert least_time(graph, 100, SolverLog(), of_peak=False).stored.keys() == expected
+    assert least_time(graph, 100, SolverLog(), limits_peak=False).stored.keys() == expected
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((2, 2), {0}), ((4, 1), {0, 1})])
@@ -101,7 +110,7 @@ def test_statistics_are_stored_beside_rows_that_were_coded(shape: tuple[int, ...
     chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
     values = (chain.values[0], replace(chain.values[1], shape=shape))
     graph = graph_model(replace(chain, values=values), {0: 5.0, 1: 1.0}, {0: (lossy,)}, [8, 4])
-    choice = least_time(graph, 100, SolverLog(), of_peak=False)
+    choice = least_time(graph, 100, SolverLog(), limits_peak=False)
     assert choice.stored[0].codec == "int8"
     assert choice.stored.keys() == expected
 
@@ -177,8 +186,8 @@ class _Replayed:
 
 @given(_random_graphs(), st.integers(0, 4096))
 def test_no_choice_that_is_precise_where_it_must_be_takes_less(graph: GraphModel, more_bytes: int) -> None:
-    least = least_bytes(graph, SolverLog(), of_peak=False)
-    choice = least_time(graph, least.nbytes + more_bytes, SolverLog(), of_peak=False)
+    least = least_bytes(graph, SolverLog(), limits_peak=False)
+    choice = least_time(graph, least.nbytes + more_bytes, SolverLog(), limits_peak=False)
     menus = [(None, *menu) for menu in graph.model.menus.values()]
     every = (_Replayed(graph, {v: s for v, s in enumerate(stores) if s}) for stores in itertools.product(*menus))
     allowed = [replayed for replayed in every if replayed.is_allowed]
@@ -199,7 +208,7 @@ def test_a_finer_codec_is_taken_where_a_replay_has_to_be_precise(precise: set[in
     }
     chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
     graph = graph_model(chain, {0: 1.0, 1: 1.0}, options, [8, 4], precise)
-    assert least_bytes(graph, SolverLog(), of_peak=False).stored[0].codec == codec
+    assert least_bytes(graph, SolverLog(), limits_peak=False).stored[0].codec == codec
 
 
 # Where it is cut into segments.

@@ -56,7 +56,7 @@ def test_explanation_has_totals_over_calls_and_a_line_per_tensor(policy: Compile
     row = next(line for line in lines if "h.0.mlp.act" in line)
     assert row.split() == ["h.0.mlp.act", "gelu", "(mul.Tensor)", "float32[8,", "32]", "1.00", "KiB", "compress",
                            "int8", "288", "B"]  # fmt: skip
-    assert "region 2: as torch.compile cuts it, everything fits" in lines
+    assert "region 2: partitioned by torch.compile: everything fits" in lines
 
 
 @pytest.mark.parametrize(

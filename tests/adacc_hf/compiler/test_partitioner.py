@@ -187,7 +187,7 @@ def test_a_region_that_cannot_keep_to_its_share_gets_the_least(
     partitioner = _partitioner(0.001, actions=LOSSLESS)
     with caplog.at_level(logging.WARNING):
         step = train_step(partitioner)
-    assert "a share of 0.001 of the memory allows" in caplog.text
+    assert "share 0.001 of the memory allows" in caplog.text
     assert _bytes(step.saved()) == partitioner.policy.regions[0].stored_bytes
 
 
@@ -212,7 +212,7 @@ def test_bytes_bound_what_a_region_holds(train_step: Any) -> None:
 @pytest.mark.usefixtures("tiny_budgets")
 def test_bytes_that_a_region_cannot_keep_to_are_refused_with_the_least(train_step: Any) -> None:
     with pytest.raises(
-        BackendCompilerFailed, match=r"is what each compiled region may hold .* needs at least"
+        BackendCompilerFailed, match=r"bounds what each compiled region may hold .* needs at least"
     ) as failed:
         train_step(_partitioner(1000, actions=LOSSLESS))
     infeasible = failed.value.inner_exception
@@ -303,7 +303,7 @@ def test_a_region_is_left_alone_where_nothing_takes_less(train_function: Any) ->
     partitioner = _partitioner(0.5, actions=("retain",))
     train_function(partitioner, _gelu, inputs)
     (region,) = partitioner.policy.regions
-    assert region.reason == "nothing takes less"
+    assert region.reason == "no choice stores less"
     assert region.stored_bytes == region.plain_bytes
     with pytest.raises(BackendCompilerFailed) as failed:
         train_function(_partitioner(1, actions=("retain",)), _gelu, inputs)
@@ -405,5 +405,5 @@ def test_a_region_of_another_graph_is_refused(train_step: Any) -> None:
     train_step(first)
     (plan,) = first.policy.regions
     wrong = replace(plan, stored=(("no_such_node", RETAIN),))
-    with pytest.raises(Exception, match="stores no_such_node, which its graph has not"):
+    with pytest.raises(Exception, match="stores no_such_node, which the region's graph does not contain"):
         train_step(AdaccPartitioner(first.config, CompiledPolicy(share=0.3, regions=(wrong,))))

@@ -4,7 +4,7 @@ import pytest
 
 from adacc_hf import AdaccConfig, PolicyMismatchError, profile_model, solve_policy
 from adacc_hf.compiler.selective_checkpoint import selective_contexts
-from adacc_hf.price.heads import WithLoss
+from adacc_hf.price.heads import ModelWithLoss
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import measure_step
@@ -51,7 +51,7 @@ def test_every_call_of_a_block_has_its_own_decisions(tiny_gpt2, token_batch, run
         return model(**batch).loss + model(**batch).loss
 
     model, batch = tiny_gpt2(layers=2), token_batch()
-    step = WithLoss(model, twice)
+    step = ModelWithLoss(model, twice)
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0), compute_loss=twice)
     plain = run_steps(step, batch)
     policy = random_policy(profile, 0, ("retain", "recompute"))
@@ -65,5 +65,5 @@ def test_every_call_of_a_block_has_its_own_decisions(tiny_gpt2, token_batch, run
 def test_policies_of_other_models_are_refused(planned, tiny_gpt2, token_batch):
     _, _, profile, config = planned
     other = profile_model(tiny_gpt2("eager", layers=2, width=48), token_batch(), config)
-    with pytest.raises(PolicyMismatchError, match="is not one of the profile"):
+    with pytest.raises(PolicyMismatchError, match="is not in the profile"):
         selective_contexts(profile, uniform_policy(other, "retain"))

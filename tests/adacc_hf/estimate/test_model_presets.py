@@ -74,7 +74,8 @@ def test_a_preset_has_no_pretrained_weights():
 
 
 def test_an_unknown_model_names_the_presets():
-    with pytest.raises(ValueError, match=r"--model=no-such/model is none of demo, gpt2-117m, gpt2-345m, gpt2-4\.7b,"):
+    message = r"--model=no-such/model is not a preset \(demo, gpt2-117m, gpt2-345m, gpt2-4\.7b,"
+    with pytest.raises(ValueError, match=message):
         load_config("no-such/model")
 
 
@@ -102,5 +103,5 @@ def test_sequence_length_out_of_range(seq_len: int | None, config: GPT2Config | 
 
 def test_a_configuration_with_a_wrong_value_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": "wide"}')
-    with pytest.raises(ValueError, match=r"--model=.* has a configuration with a wrong value: .*n_embd"):
+    with pytest.raises(ValueError, match=r"--model=.* has a configuration with an invalid value: .*n_embd"):
         load_config(str(tmp_path))

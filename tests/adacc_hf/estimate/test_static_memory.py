@@ -88,5 +88,5 @@ def test_unknown_optimizer_names_the_known() -> None:
 
 
 def test_sharding_over_one_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="--fsdp with 1 devices shares nothing"):
+    with pytest.raises(ValueError, match="--fsdp needs at least 2 devices, not 1"):
         Sharding(method="fsdp", num_devices=1)

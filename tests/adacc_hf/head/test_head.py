@@ -71,7 +71,7 @@ def test_a_chunked_step_is_plain_training_but_for_the_order_of_sums(name, num_it
     head = ChunkedHead(model)
     (ours,) = run_steps(model, batch, num_steps=1, autocast=autocast)
     head.remove()
-    assert (head.num_losses, head.num_whole) == (1, 0)
+    assert (head.num_losses, head.num_full_logits) == (1, 0)
     # In bfloat16 the logits themselves are rounded, by 2**-9, and sums of them differ.
     tolerance = 1e-5 if autocast is None else 2**-6
     gradients = [tensor for key, tensor in plain[0].items() if key in dict(model.named_parameters())]
@@ -91,7 +91,7 @@ def test_a_model_that_computes_with_its_logits_is_trained_plainly(name, batch, r
     plain = run_steps(model, batch, num_steps=1)
     head = ChunkedHead(model)
     assert_same_steps(run_steps(model, batch, num_steps=1), plain)
-    assert (head.num_losses, head.num_whole) == (0, 1)
+    assert (head.num_losses, head.num_full_logits) == (0, 1)
 
 
 def test_no_trace_is_left(batch, run_steps, assert_same_steps, tiny_gpt2):
@@ -116,7 +116,7 @@ def test_what_is_no_training_step_is_plain(case, batch, tiny_gpt2):
     with torch.set_grad_enabled(case != "no_grad"):
         output = model(**batch)
     assert type(output.logits) is torch.Tensor
-    assert (head.num_losses, head.num_whole) == (0, 0)
+    assert (head.num_losses, head.num_full_logits) == (0, 0)
 
 
 def test_generate_while_training_is_plain(tiny_gpt2, batch):
@@ -125,7 +125,7 @@ def test_generate_while_training_is_plain(tiny_gpt2, batch):
     plain = model.generate(batch["input_ids"], **options)
     head = ChunkedHead(model)
     assert torch.equal(model.generate(batch["input_ids"], **options), plain)
-    assert head.num_whole == 0
+    assert head.num_full_logits == 0
 
 
 def test_reading_the_logits_of_a_step_gives_the_real_ones_and_says_so_once(batch, tiny_gpt2, caplog):
@@ -134,7 +134,7 @@ def test_reading_the_logits_of_a_step_gives_the_real_ones_and_says_so_once(batch
     head = ChunkedHead(model)
     for _ in range(2):
         assert torch.equal(model(**batch).logits, expected)
-    assert (head.num_losses, head.num_whole) == (2, 2)
+    assert (head.num_losses, head.num_full_logits) == (2, 2)
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
@@ -170,10 +170,10 @@ def test_a_head_that_cannot_be_chunked_is_refused_with_the_reason(case, tiny_gpt
             "BertForSequenceClassification has no output",
         )
     elif case == "sharded":
-        model.lm_head.weight.ds_id, reason = 0, r"during its forward only \(ZeRO 3\)"
+        model.lm_head.weight.ds_id, reason = 0, r"only during its forward \(ZeRO 3\)"
     elif case == "subclass":
         model.lm_head, reason = MyLinear(32, 61), "the output layer is a MyLinear, not a plain nn.Linear"
     else:
-        model.lm_head.forward, reason = model.lm_head.forward, "was replaced by something else"
+        model.lm_head.forward, reason = model.lm_head.forward, "was replaced by other code"
     with pytest.raises(ChunkedHeadError, match=reason):
         ChunkedHead(model)

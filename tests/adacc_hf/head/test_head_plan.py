@@ -122,16 +122,16 @@ def test_more_memory_never_costs_time_whatever_the_head(gpt2_like_profile, add_c
 FRACTIONS = (1.0, 0.9, 0.6, 0.3)
 
 
-@given(ms=st.integers(-30, 30), saved=st.integers(-(2**28), 2**28), of_peak=st.booleans())
+@given(ms=st.integers(-30, 30), saved=st.integers(-(2**28), 2**28), limits_peak=st.booleans())
 @settings(deadline=None, max_examples=8)
-def test_the_fastest_policy_with_any_head_is_found(head_profile, add_chunked_head, ms, saved, of_peak):
+def test_the_fastest_policy_with_any_head_is_found(head_profile, add_chunked_head, ms, saved, limits_peak):
     """A chunked head that is faster is chosen for it where the plain one would do, and one that is slower is not. The
     simulator agrees, and more memory never costs time."""
     both = add_chunked_head(head_profile, saved, ms)
     plain = uniform_policy(head_profile, "retain")
     previous_ms = -float("inf")
     for fraction in FRACTIONS:
-        budget = int(fraction * plain.predicted_peak_bytes) if of_peak else fraction
+        budget = int(fraction * plain.predicted_peak_bytes) if limits_peak else fraction
         found = {}
         for head in ("plain", "chunked", "auto"):
             try:
@@ -225,7 +225,8 @@ def test_a_model_without_a_head_keeps_its_plain_one(toy_model, toy_batch, caplog
     model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
     with caplog.at_level("INFO"):
         assert profile_model(model, toy_batch(), CONFIG).heads == ("plain",)
-    assert [r.message for r in caplog.records if "the head stays plain: ToyModel has no output layer" in r.message]
+    reason = "the head uses full logits (head='plain'): ToyModel has no output layer"
+    assert [record.message for record in caplog.records if reason in record.message]
     with pytest.raises(ChunkedHeadError, match="ToyModel has no output layer"):
         profile_model(model, toy_batch(), CHUNKED)
     assert "forward" not in model.head.__dict__
@@ -293,7 +294,7 @@ def test_a_profile_in_mid_run_leaves_the_chunked_head_on(wide):
     model, batch = wide
     profile = profile_model(model, batch, CHUNKED)
     with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
-        with handle.taken_off():
+        with handle.suspend():
             assert type(model(**batch).logits) is torch.Tensor
             profile_model(model, batch, CONFIG)
         assert type(model(**batch).logits) is not torch.Tensor

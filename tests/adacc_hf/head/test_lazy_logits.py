@@ -22,7 +22,7 @@ class Counts:
     def note_loss(self, loss):
         self.losses += 1
 
-    def note_whole(self):
+    def note_full_logits(self):
         self.wholes += 1
 
 

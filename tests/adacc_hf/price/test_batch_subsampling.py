@@ -9,15 +9,15 @@ import torch
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.price.batch_subsampling import ALIGNED, record_other_sizes, small_parts
-from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape.tape_cache import TapeCache, library_of_profiles
+from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 def families_of(library):
-    return {seen.family for outlines in library._seen.values() for seen in outlines.values()} - {None}
+    return {seen.symbolic_tape for outlines in library._records.values() for seen in outlines.values()} - {None}
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def parts_of():
         installation = Installation(model)
         try:
             record_other_sizes(model, batch, installation, library or TapeCache(verify=lambda *_: frozenset()))
-            assert all(type(function.strategy) is Plainly for function in installation.blocks.values())
+            assert all(type(function.strategy) is PlainStrategy for function in installation.blocks.values())
         finally:
             hook.remove()
             installation.remove()
@@ -79,7 +79,7 @@ def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
 def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch, recorded):
     model = tiny_gpt2()
     profile = profile_model(model, token_batch(4, 40), CONFIG)
-    assert len(families_of(library_of_profiles(model))) == 1
+    assert len(families_of(profiled_tapes(model))) == 1
     with apply_policy(model, uniform_policy(profile, "recompute")):
         model(**token_batch(3, 31)).loss.backward()  # the first new size is compared
         recorded.clear()
@@ -105,8 +105,8 @@ def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_step
     refusing(model, is_taken)
     with caplog.at_level(logging.INFO):
         profile = profile_model(model, batch, CONFIG)
-    assert [record for record in caplog.records if "takes no part of a batch" in record.message]
-    assert not families_of(library_of_profiles(model))
+    assert [record for record in caplog.records if "does not accept a part of the batch" in record.message]
+    assert not families_of(profiled_tapes(model))
     assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in expected.kinds]
     assert profile.outside_peak_bytes == expected.outside_peak_bytes
     with apply_policy(model, uniform_policy(profile, "recompute")):
@@ -116,7 +116,7 @@ def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_step
 def test_what_is_recorded_before_a_refusal_counts(tiny_gpt2, token_batch, parts_of):
     library = TapeCache(verify=lambda *_: frozenset())
     parts_of(refusing(tiny_gpt2(), lambda size: size[0] == 4), token_batch(4, 40), library)
-    records = [seen.records for outlines in library._seen.values() for seen in outlines.values()]
+    records = [seen.records for outlines in library._records.values() for seen in outlines.values()]
     assert [len(each) for each in records] == [1, 1]  # of each block
 
 
@@ -165,7 +165,7 @@ def test_a_pair_of_texts_makes_families_of_two_lengths(one_thread, run_steps, as
     ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
     model = architectures()["t5"].build()
     profile = profile_model(model, {"input_ids": ids, "labels": ids}, CONFIG)
-    assert families_of(library_of_profiles(model))
+    assert families_of(profiled_tapes(model))
     sizes = ((3, 30, 27), (4, 27, 30), (2, 33, 33), (4, 39, 21))
     batches = [{"input_ids": ids[:b, :s], "labels": ids[:b, :t].clone()} for b, s, t in sizes]
     plain = [run_steps(model, batch, num_steps=1) for batch in batches]
@@ -193,10 +193,10 @@ def test_batches_of_one_sample_are_recorded_at_other_lengths(
     plain = [run_steps(model, token_batch(1, tokens)) for tokens in (29, 33)]
     profile = profile_model(model, batch, CONFIG)
     with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
-        (family,) = families_of(handle.library)
+        (family,) = families_of(handle.tape_cache)
         for tokens, expected in zip((29, 33), plain, strict=True):
             assert_same_steps(run_steps(model, token_batch(1, tokens)), expected)
-        assert families_of(handle.library) == {family}
+        assert families_of(handle.tape_cache) == {family}
 
 
 def test_short_texts_are_not_cut(tiny_gpt2, token_batch, parts_of):

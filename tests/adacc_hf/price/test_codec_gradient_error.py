@@ -152,7 +152,7 @@ def test_where_memory_runs_out_nothing_is_tried(sharp_gpt2, token_batch, caplog,
     monkeypatch.setattr(pricing_module, "gradient_errors", fail)
     profile = profile_model(sharp_gpt2(), token_batch(4, 32), CONFIG)
     assert codecs_of(profile, "attn.c_attn:addmm") == ["channel_int4"]
-    assert "no memory to try codecs on the gradients of GPT2Block" in caplog.text
+    assert "not enough memory to measure how codecs change the gradients of GPT2Block" in caplog.text
 
 
 def test_a_codec_of_the_settings_that_is_too_coarse_has_no_other_in_its_place(sharp_gpt2, token_batch):

@@ -13,11 +13,11 @@ from adacc_hf.price.memory_profile import (
     AFTER,
     FORWARD,
     OPTIMIZER,
-    CountedStep,
+    StepMarker,
     missing_bytes,
-    peaks_of,
+    moment_peaks,
     predicted_peaks,
-    with_missing,
+    with_missing_bytes,
 )
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, MemoryPoint, count_static_bytes
@@ -48,12 +48,14 @@ def points(*marks: tuple[str, ...]) -> list[MemoryPoint]:
 
 def test_moments_of_two_micro_batches_and_the_optimizer():
     micro = [("leave", "a"), ("leave", "b"), ("backward", "b"), ("backward", "a"), ("tail", "a")]
-    found = peaks_of(points(("start",), ("step",), *micro, *micro, (OPTIMIZER,)))
+    found = moment_peaks(points(("start",), ("step",), *micro, *micro, (OPTIMIZER,)))
     assert found == {FORWARD: 9, "b": 10, "a": 11, AFTER: 12, OPTIMIZER: 13}
 
 
 def test_an_optimizer_that_steps_while_backward_runs_belongs_to_the_block():
-    found = peaks_of(points(("step",), ("backward", "b"), (OPTIMIZER,), ("backward", "a"), (OPTIMIZER,), ("tail", "a")))
+    found = moment_peaks(
+        points(("step",), ("backward", "b"), (OPTIMIZER,), ("backward", "a"), (OPTIMIZER,), ("tail", "a"))
+    )
     assert found == {FORWARD: 1, "b": 3, "a": 5, AFTER: 6}
 
 
@@ -65,13 +67,13 @@ def test_a_step_is_what_was_predicted_at_every_moment(profile, action):
             static = count_static_bytes(model, BATCH)
             with CpuMemoryMeter() as meter:
                 meter.mark(("step",))
-                marks = CountedStep(handle.installation.functions, meter)
+                marks = StepMarker(handle.installation.functions, meter)
                 model(**BATCH).loss.backward()
                 marks.remove()
             model.zero_grad()
         strategies = [function.strategy for function in handle.installation.functions.values()]
         assert strategies == list(handle.plans.strategies.values()), "nothing is marked any more"
-    measured = {moment: static + peak for moment, peak in peaks_of(meter.points).items()}
+    measured = {moment: static + peak for moment, peak in moment_peaks(meter.points).items()}
     predicted = predicted_peaks(profile, policy)
     assert predicted.pop(OPTIMIZER) > 0
     assert measured == predicted
@@ -84,7 +86,7 @@ def test_what_was_missing_is_predicted_from_then_on(profile, extra):
     measured = {m: predicted_peaks(profile, policy)[m] + more for m, more in zip(MOMENTS, extra, strict=True)}
     missing = missing_bytes(profile, policy, measured)
     assert missing == {m: more for m, more in zip(MOMENTS, extra, strict=True) if more > 0}
-    learnt = with_missing(profile, missing)
+    learnt = with_missing_bytes(profile, missing)
     for each in (policy, other):
         before, after = predicted_peaks(profile, each), predicted_peaks(learnt, each)
         assert all(after[m] == before[m] + missing.get(m, 0) for m in MOMENTS)
@@ -92,7 +94,7 @@ def test_what_was_missing_is_predicted_from_then_on(profile, extra):
 
 def test_every_head_learns_the_same(profile):
     chunked = profile_model(make_model(), BATCH, AdaccConfig())
-    learnt = with_missing(chunked, {FORWARD: 100, BLOCKS[1]: 10, AFTER: 1})
+    learnt = with_missing_bytes(chunked, {FORWARD: 100, BLOCKS[1]: 10, AFTER: 1})
     for name in chunked.heads:
         plain, more = chunked.with_head(name), learnt.with_head(name)
         assert more.loss_peak_bytes == plain.loss_peak_bytes + 100

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.price.heads import WithLoss
+from adacc_hf.price.heads import ModelWithLoss
 from adacc_hf.torch_glue.memory import forward_loss
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -48,7 +48,7 @@ def test_without_a_loss_the_error_names_both_ways(tiny_gpt2, token_batch):
 
 
 def test_an_output_without_a_loss_attribute():
-    with pytest.raises(ValueError, match="gives no loss"):
+    with pytest.raises(ValueError, match="returns no loss"):
         forward_loss(torch.nn.Linear(2, 2), {"input": torch.ones(1, 2)})
-    with_loss = WithLoss(torch.nn.Linear(2, 2), lambda model, batch: model(**batch).sum())
+    with_loss = ModelWithLoss(torch.nn.Linear(2, 2), lambda model, batch: model(**batch).sum())
     assert forward_loss(with_loss, {"input": torch.ones(1, 2)}).requires_grad

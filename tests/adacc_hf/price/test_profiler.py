@@ -144,7 +144,7 @@ def test_a_batch_that_there_is_no_memory_to_profile_is_told_from_few_of_its_samp
     with caplog.at_level(logging.WARNING):
         profile = profile_model(model, batch, CONFIG, optimizer, all_sizes=True)
     refusal.remove()
-    assert "no memory to profile the whole batch (CUDA out of memory)" in caplog.text
+    assert "not enough memory to profile the whole batch (CUDA out of memory)" in caplog.text
     after = everything_of(model)
     assert not [name for name in before if not torch.equal(before[name], after[name])]
     with apply_policy(model, uniform_policy(profile, "recompute")):

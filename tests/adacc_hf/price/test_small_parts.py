@@ -21,7 +21,7 @@ from transformers import (
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.price.batch_subsampling import media_first, small_parts
+from adacc_hf.price.batch_subsampling import move_media_first, small_parts
 from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.guards import BlockPrograms
@@ -85,7 +85,7 @@ def vit():
 
 
 CASES = [(gpt2, texts(samples, tokens, tokens), 0.03) for samples, tokens in ((1, 120), (2, 90), (3, 40), (5, 100))]
-# Sums of three products stand for the larger of several sums: see ProfileSizes.is_rough.
+# Sums of three products stand for the larger of several sums: see ProfileSizes.is_approximate.
 CASES += [(t5, texts(samples, *lengths), 0.3) for samples, *lengths in ((2, 80, 40), (4, 120, 15), (4, 60, 60))]
 CASES += [(vit, {"pixel_values": torch.zeros(4, 3, 32, 32), "labels": torch.zeros(4).long()}, 0.01)]
 
@@ -101,7 +101,7 @@ def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, o
         ours, real = uniform_policy(told, action), uniform_policy(whole, action)
         assert ours.predicted_stored_bytes == real.predicted_stored_bytes
         assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=tolerance)
-    assert told.sizes.class_of(told.measured[0][0]) is not None
+    assert told.sizes.size_class(told.measured[0][0]) is not None
 
 
 TABLE = architectures()
@@ -124,7 +124,7 @@ def test_features_and_images_are_told_of(name, one_thread):
 
 def test_positions_of_images_come_first_and_are_never_cut():
     model, batch = TABLE["smolvlm"].build(), four_samples("smolvlm")
-    moved, num_media = media_first(model, batch)
+    moved, num_media = move_media_first(model, batch)
     token = model.config.image_token_id
     is_media = (batch["input_ids"] == token).any(0)
     assert num_media == int(is_media.sum()) > 0
@@ -133,7 +133,7 @@ def test_positions_of_images_come_first_and_are_never_cut():
     for part in small_parts(moved, num_media)[0]:
         assert part["input_ids"].shape[1] > num_media
         assert len(part["pixel_values"]) == len(part["input_ids"])
-    assert media_first(gpt2(), texts(2, 20, 20))[1] == 0
+    assert move_media_first(gpt2(), texts(2, 20, 20))[1] == 0
 
 
 def test_a_vision_tower_that_collects_hidden_states_is_traced_once(one_thread, monkeypatch):

@@ -80,7 +80,7 @@ def test_a_broken_folder_never_loses_a_run(store, measured, tiny_gpt2, token_bat
     assert profile.kinds
     assert len(measured) == 1
     (record,) = caplog.records
-    assert "prices are measured and not kept" in record.message
+    assert "the profile cache is disabled for this run, and prices are measured" in record.message
     assert "adacc profiles clear" in record.message
     assert PROFILES_VARIABLE in record.message
 

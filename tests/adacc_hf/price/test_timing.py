@@ -8,13 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf.price.timing import (
-    CACHES_READ,
+    FLUSH_FACTOR,
     Timing,
     bottleneck,
     cache_flush,
     median_ms,
-    on_cuda,
     time_of,
+    time_on_cuda,
     wait_for,
 )
 
@@ -94,7 +94,7 @@ def test_what_comes_before_a_run_on_a_gpu_is_not_timed(monkeypatch):
         order.append(name)
         gpu.launch(10e-6, device_s)
 
-    timings = on_cuda(lambda: step("run", 2e-6), torch.device("cuda", 0), 2, before=lambda: step("flush", 90e-6))
+    timings = time_on_cuda(lambda: step("run", 2e-6), torch.device("cuda", 0), 2, prepare=lambda: step("flush", 90e-6))
     assert order == ["flush", "run"] * 3
     assert [timing.device_ms for timing in timings] == pytest.approx([2e-3, 2e-3])
 
@@ -108,7 +108,7 @@ def test_a_run_that_waits_for_the_gpu_does_not_wait_longer_each_time(monkeypatch
         gpu.launch(10e-6, 50e-6)
         gpu.synchronize()
 
-    timings = on_cuda(run, torch.device("cuda", 0), 20)
+    timings = time_on_cuda(run, torch.device("cuda", 0), 20)
     assert max(timing.host_ms for timing in timings) < 1.0  # threefold each time it would be 200 s
     assert timings[-1].device_ms == pytest.approx(50e-3)
 
@@ -148,7 +148,7 @@ def test_a_cache_is_flushed_by_reading_more_than_it_holds(monkeypatch):
     flush = cache_flush(CPU)
     with Noted():
         flush()
-    assert sum(read) >= CACHES_READ * cache_bytes > cache_bytes
+    assert sum(read) >= FLUSH_FACTOR * cache_bytes > cache_bytes
 
 
 def test_on_the_cpu_host_and_device_are_one():

@@ -71,7 +71,7 @@ def test_the_block_is_one_activation(profile):
 def test_the_explanation_says_why(profile):
     text = explain_policy(uniform_policy(profile, "recompute"), profile)
     assert re.search(r"checkpoint: \d+\.\d\d ms, stores .*; plain: 0\.00 ms, stores", text)
-    assert "no replay: such a block runs plainly or under torch's checkpoint, since" in text
+    assert "no replay: blocks of this kind run plainly or under torch's checkpoint, because" in text
     assert "recompute: with the whole block" in text
     assert "_local_scalar_dense" in text
 

@@ -49,7 +49,7 @@ def test_reason_puts_the_chosen_action_first(kind) -> None:
     rows = activation_rows(kind, plan_of(kind, RETAIN, RETAIN, RECOMPUTE, compressed))
     assert [row.reason for row in rows] == [
         "retain: frees nothing; recompute: not possible",
-        "retain: frees nothing; recompute: 1.00 ms for 8.00 MiB; channel_int4: no, a gradient would be 40% off",
+        "retain: frees nothing; recompute: 1.00 ms for 8.00 MiB; channel_int4: no, the gradient error would be 40%",
         "recompute: 2.00 ms for 8.00 MiB; outlier_int4: 0.38 ms for 6.00 MiB, error 0.1",
         "outlier_int4: 0.38 ms for 6.00 MiB, error 0; recompute: not possible",
     ]
@@ -57,7 +57,7 @@ def test_reason_puts_the_chosen_action_first(kind) -> None:
 
 def test_codec_without_a_price_is_named(kind) -> None:
     foreign = Choice(action=Action.COMPRESS, codec="int8", options=(("group_size", 32),))
-    with pytest.raises(PolicyMismatchError, match=r"no price for codec 'int8' with \{'group_size': 32\}.*\(b\)"):
+    with pytest.raises(PolicyMismatchError, match=r"no cost for codec 'int8' with \{'group_size': 32\}.*\(b\)"):
         activation_rows(kind, plan_of(kind, RETAIN, RETAIN, foreign, RETAIN))
 
 

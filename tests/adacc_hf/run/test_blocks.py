@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForI
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, remove_policy
 from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
-from adacc_hf.run.blocks import Installation, WhileTraining, find_blocks
+from adacc_hf.run.blocks import Installation, TrainingFlag, find_blocks
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
@@ -144,7 +144,7 @@ def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
 def test_adapters_that_are_caches_are_refused(tiny_gpt2, name, words):
     peft = pytest.importorskip("peft")
     config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ValueError, match=f"^{words} hands its prefix to the blocks"):
+    with pytest.raises(ValueError, match=f"^{words} passes its prefix to the blocks"):
         Installation(peft.get_peft_model(tiny_gpt2(), config))
 
 
@@ -155,7 +155,7 @@ def test_a_cache_that_holds_keys_is_refused(recomputing, wrap):
     cache = DynamicCache()
     for layer in range(2):
         cache.update(*torch.randn(2, len(batch["input_ids"]), 4, 3, 8), layer)
-    with apply_policy(model, policy), pytest.raises(ValueError, match=r"h\.0 is given past_key_values that hold keys"):
+    with apply_policy(model, policy), pytest.raises(ValueError, match=r"h\.0 gets past_key_values that contain keys"):
         model(**batch, past_key_values=wrap(cache), use_cache=True)
 
 
@@ -391,7 +391,7 @@ def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_step
             assert_same_steps(run_steps(model, batch), plain)
         assert handle.uncalled() == []
     assert state_of(model).keys() == before.keys()
-    assert not any(isinstance(module.__dict__.get(FLAG), WhileTraining) for module in model.modules())
+    assert not any(isinstance(module.__dict__.get(FLAG), TrainingFlag) for module in model.modules())
     assert was_on or not model.get_input_embeddings()._forward_hooks
 
 
@@ -576,5 +576,5 @@ def test_on_device_meta_blocks_run_plainly(plain_model):
     policy = uniform_policy(profile_model(plain_model, batch, config), "recompute")
     with apply_policy(plain_model, policy, config):
         plain_model.to("meta")(x=torch.ones(2, 8, device="meta")).loss.backward()
-    with pytest.raises(ValueError, match="device='meta', where nothing runs: load it"):
+    with pytest.raises(ValueError, match="device='meta', which has no memory: load it"):
         profile_model(plain_model, {"x": torch.ones(2, 8, device="meta")}, config)

@@ -144,7 +144,7 @@ def test_one_storage_is_encoded_once(toy_model, toy_batch):
         strategy.wrap_codec = lambda value, codec: CountingCodec(codec, value, counts)
         model(**batch).loss.backward()
         strategy.wrap_codec = None
-        before, schedule = dict(counts), entry.compiled.schedule
+        before, schedule = dict(counts), entry.execution_plan.schedule
         model(**batch).loss.backward()
     assert counts == before
     encoded = {value for moment, value in counts if moment == "encode"}

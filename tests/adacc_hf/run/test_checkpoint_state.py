@@ -142,7 +142,7 @@ def test_a_large_tensor_that_changes_late_is_refused(toy_model, toy_batch):
         for _ in range(3):
             model(**toy_batch()).loss.backward()
         SEEN.append(1)
-        with pytest.raises(UnrestorableError, match="no copy to put back"):
+        with pytest.raises(UnrestorableError, match="no copy to restore it from"):
             model(**toy_batch())
 
 

@@ -16,7 +16,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
 from adacc_hf.run import entries as entries_module
-from adacc_hf.run.block_executor import LEAVES_ALLOWED
+from adacc_hf.run.block_executor import MAX_DIVERGENCES
 from adacc_hf.run.entries import VARYING
 from adacc_hf.run.validation import Validator
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
@@ -90,7 +90,7 @@ def test_a_shape_with_other_operators_recomputes(gpt2, token_batch, recomputing,
         assert not caplog.records
         assert_same_steps(run_steps(gpt2, one), plain)
     (record,) = caplog.records
-    assert "given (1, 12, 32), block transformer.h.0 and others like it run other operators" in record.message
+    assert "for inputs of shape (1, 12, 32), block transformer.h.0 and others of its kind run other operators" in record.message
 
 
 def test_other_operators_are_said_once_with_what_to_do(gpt2, token_batch, recomputing, run_steps, caplog):
@@ -103,7 +103,7 @@ def test_other_operators_are_said_once_with_what_to_do(gpt2, token_batch, recomp
     assert [record.levelno for record in said] == [logging.WARNING, *[logging.INFO] * (len(said) - 1)]
     assert len(said) > 1
     assert (
-        "least memory that is lossless for what differs; to have none, set dataloader_drop_last=True, or pad"
+        "least lossless memory for the values that differ; to avoid this, set dataloader_drop_last=True or pad"
         in said[0].message
     )
 
@@ -147,9 +147,9 @@ def held_by(strategies):
             *strategy.entries.sized.values(),
             *strategy.entries.bases.values(),
         ]
-        plans |= {id(entry.compiled) for entry in entries}
+        plans |= {id(entry.execution_plan) for entry in entries}
         tapes |= {tape.digest for tape in strategy.tapes.values()}
-    outlines = [seen for strategy in strategies for seen in strategy.library._seen[strategy.name].values()]
+    outlines = [seen for strategy in strategies for seen in strategy.tape_cache._records[strategy.name].values()]
     return tapes | {record.tape.digest for seen in outlines for record in seen.records}, plans
 
 
@@ -166,8 +166,8 @@ def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps,
         for function in handle.installation.functions.values():
             assert len(function.strategy.entries.recorded) == len(function.strategy.tapes) == 3
             assert not function.strategy.entries.sized
-        assert len(handle.library._compiled) == 3
-        assert len(handle.library._tapes) == 3 + len(handle.library._kept)
+        assert len(handle.tape_cache._plans) == 3
+        assert len(handle.tape_cache._tapes) == 3 + len(handle.tape_cache._profiled)
 
 
 def test_forgotten_sizes_of_a_family_leave_nothing(
@@ -183,13 +183,13 @@ def test_forgotten_sizes_of_a_family_leave_nothing(
         for strategy in strategies:
             assert len(strategy.entries.sized) == 3
             assert len(strategy.entries.recorded) <= 3
-            assert len(strategy.entries.bases) == len(strategy.known.of_families) == 1
+            assert len(strategy.entries.bases) == len(strategy.known_shapes.symbolic_shapes) == 1
         gc.collect()
         tapes, plans = held_by(strategies)
         assert len(tapes) <= 3 + 3
         assert len(plans) <= 2 * (3 + 3 + 1)
-        assert len(handle.library._tapes) <= len(tapes | set(handle.library._kept))
-        assert len(handle.library._compiled) == len(plans)
+        assert len(handle.tape_cache._tapes) <= len(tapes | set(handle.tape_cache._profiled))
+        assert len(handle.tape_cache._plans) == len(plans)
 
 
 def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypatch):
@@ -207,11 +207,11 @@ def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypat
         for name in handle.installation.functions:
             strategies = [plans.strategies[name] for plans in both]
             assert [len(strategy.entries.recorded) for strategy in strategies] == [3, 3]
-            assert all(strategy.entries.recorded.keys() == strategy.known.keys() for strategy in strategies)
+            assert all(strategy.entries.recorded.keys() == strategy.known_shapes.keys() for strategy in strategies)
         gc.collect()
         tapes, _ = held_by([plans.strategies[name] for plans in both for name in handle.installation.functions])
         assert len(tapes) <= 3 + 2  # records of few tokens that need no padding, which are too few for a family
-        assert set(handle.library._tapes) == tapes | set(handle.library._kept)
+        assert set(handle.tape_cache._tapes) == tapes | set(handle.tape_cache._profiled)
 
 
 def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
@@ -225,12 +225,12 @@ def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, 
                 run_steps(gpt2, token_batch(2, tokens), num_steps=1)
         strategies = [plans.strategies[name] for plans in both for name in handle.installation.functions]
         assert {len(strategy.entries.sized) for strategy in strategies} == {3}
-        assert all(strategy.entries.recorded.keys() <= strategy.known.keys() for strategy in strategies)
+        assert all(strategy.entries.recorded.keys() <= strategy.known_shapes.keys() for strategy in strategies)
         gc.collect()
         tapes, plans = held_by(strategies)
         assert len(tapes) <= 3 + 3
-        assert len(handle.library._tapes) <= len(tapes | set(handle.library._kept))
-        assert len(handle.library._compiled) == len(plans) <= 4 * (3 + 3 + 1)
+        assert len(handle.tape_cache._tapes) <= len(tapes | set(handle.tape_cache._profiled))
+        assert len(handle.tape_cache._plans) == len(plans) <= 4 * (3 + 3 + 1)
 
 
 def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
@@ -286,10 +286,11 @@ def test_operators_that_vary_at_one_shape_are_refused(toy_model, toy_batch):
         for _ in range(2):  # the first call is recorded, the second checked against the record
             model(**batch).loss.backward()
         depth[0] = 2
-        with pytest.raises(TapeMismatchError, match=r"layers\.0: saved tensor 5 is .*no such slot; its operators vary"):
+        message = r"layers\.0: saved tensor 5 is .*no slot of this number; the block's operators vary"
+        with pytest.raises(TapeMismatchError, match=message):
             model(**batch)
         depth[0] = 0
-        with pytest.raises(TapeMismatchError, match=r"autograd saved 0 tensors, its tape has 5; .*block_classes"):
+        with pytest.raises(TapeMismatchError, match=r"autograd saved 0 tensors, but the tape has 5; .*block_classes"):
             model(**batch)
         depth[0] = 1
         model(**batch).loss.backward()
@@ -307,7 +308,7 @@ def test_a_saved_tensor_of_another_shape_is_refused(toy_model, toy_batch):
         for _ in range(2):
             model(**batch)
         width[0] = 4
-        with pytest.raises(TapeMismatchError, match=r"saved tensor \d is \(2, 6, 4\) .*its tape says \(2, 6, 8\)"):
+        with pytest.raises(TapeMismatchError, match=r"saved tensor \d is \(2, 6, 4\) .*but the tape has \(2, 6, 8\)"):
             model(**batch)
 
 
@@ -334,7 +335,7 @@ def test_a_saved_tensor_of_the_same_shape_that_lies_otherwise_is_refused(toy_mod
         for _ in range(2):
             model(**batch)
         is_other[0] = True
-        with pytest.raises(TapeMismatchError, match=r"saved tensor 2 is \(2, 6, 8\) .*its tape says \(2, 6, 8\)"):
+        with pytest.raises(TapeMismatchError, match=r"saved tensor 2 is \(2, 6, 8\) .*but the tape has \(2, 6, 8\)"):
             model(**batch)
 
 
@@ -500,8 +501,8 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
             accumulation(model, batch)
         strategy = handle.installation.functions["transformer.h.1"].strategy
         (entry,) = [*strategy.entries.recorded.values(), *strategy.entries.sized.values()]
-        order = entry.compiled.schedule.order
-    assert sorted(order) == list(range(entry.compiled.num_slots))
+        order = entry.execution_plan.schedule.order
+    assert sorted(order) == list(range(entry.execution_plan.num_slots))
 
 
 def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, monkeypatch):
@@ -711,7 +712,7 @@ def test_plans_with_other_numbers_of_channels_share_their_programs(gpt2, batch, 
             handle.replace(compressing(num))
             gpt2(**batch).loss.backward()
             entries = [entry for s in handle.plans.strategies.values() for entry in s.entries.recorded.values()]
-            programs += [entry.compiled for entry in entries]
+            programs += [entry.execution_plan for entry in entries]
             codecs = [codec for entry in entries for codec in entry.codecs.values()]
             channels.append({codec.num_outliers for codec in codecs if codec.name == "outlier_int4"})
     assert channels == [{0}, {1}]
@@ -808,7 +809,7 @@ def test_numbers_that_are_others_at_every_step_are_never_replayed(
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
-        assert handle.library.fallbacks[VARYING] > LEAVES_ALLOWED
+        assert handle.tape_cache.fallbacks[VARYING] > MAX_DIVERGENCES
         recorded.clear()
         handle.replace(policy)  # another policy knows it too
         assert_same_steps(steps_with(model, batch, scale, scales), plain)

@@ -6,7 +6,7 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape.tape_cache import library_of_profiles
+from adacc_hf.tape.tape_cache import profiled_tapes
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -56,6 +56,6 @@ def test_what_a_call_was_given_is_replayed_from(toy_model, toy_batch, run_steps,
     profile = profile_model(build(), batch, CONFIG)
     assert any(value.recomputable for value in profile.kinds[0].activations)
     model = build()
-    assert not library_of_profiles(model)._tapes  # so that the first call is recorded alone
+    assert not profiled_tapes(model)._tapes  # so that the first call is recorded alone
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch), plain)

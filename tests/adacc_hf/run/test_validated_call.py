@@ -17,8 +17,8 @@ from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
-from adacc_hf.tape.tape_cache import library_of_profiles
-from adacc_hf.torch_glue.memory import MemoryMeter, collecting_no_garbage
+from adacc_hf.tape.tape_cache import profiled_tapes
+from adacc_hf.torch_glue.memory import MemoryMeter, garbage_collection_disabled
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "compress", "recompute")
@@ -121,7 +121,7 @@ def test_a_call_that_leaves_its_tape_is_exact(
     policy = random_policy(profile_model(model, batch, CONFIG), seed, ACTIONS, lossless=True)
     if not knows_profile:
         assume((block, step) != (0, 0))  # with nothing to compare it with, the first call is that of another model
-        library_of_profiles(model).__init__()
+        profiled_tapes(model).__init__()
     programs.where = (block, step)
     with apply_policy(model, policy):
         assert_same_steps(programs.run_steps(run_steps, model, batch, 4), plain)
@@ -132,7 +132,7 @@ def peaks(model, batch, num_steps=4):
     found = []
     for _ in range(num_steps):
         model.zero_grad(set_to_none=True)
-        with collecting_no_garbage(), MemoryMeter.for_device(torch.device("cpu")) as meter:
+        with garbage_collection_disabled(), MemoryMeter.for_device(torch.device("cpu")) as meter:
             model(**batch).loss.backward()
         found.append(meter.peak_bytes)
     return found
@@ -152,7 +152,7 @@ def test_first_steps_take_no_more_than_others(tiny_gpt2, token_batch, attention,
     with apply_policy(model, policy):
         *first, steady = peaks(model, batch)
     assert max(first) <= steady + RECORDERS_OWN
-    library_of_profiles(model).__init__()
+    profiled_tapes(model).__init__()
     with apply_policy(model, policy):
         alone, second, *_ = peaks(model, batch)
     assert alone > first[0] + RECORDERS_OWN  # so that this test can fail
@@ -163,7 +163,7 @@ def test_a_run_that_resumes_knows_the_order_of_its_profile(tiny_gpt2, token_batc
     """Its first block is recorded and verified, while nothing else is stored; no backward comes in another order."""
     model, batch = tiny_gpt2("eager", layers=8), token_batch(8, 16)
     profile = profile_model(model, batch, CONFIG)
-    library_of_profiles(model).__init__()
+    profiled_tapes(model).__init__()
     policy = random_policy(profile, 0, ACTIONS, lossless=True)
     with PolicyHandle(model, policy):
         unknown, _, steady, _ = peaks(model, batch)
@@ -184,7 +184,7 @@ def test_blocks_whose_weights_share_a_storage_are_told_apart(tiny_gpt2, token_ba
     with apply_policy(model, policy):
         *first, steady = peaks(model, batch)
     assert max(first) <= steady + RECORDERS_OWN
-    library_of_profiles(model).__init__()
+    profiled_tapes(model).__init__()
     with apply_policy(model, policy):
         alone, second, *_ = peaks(model, batch)
     plain = uniform_policy(profile, "retain").predicted_peak_bytes - profile.static_bytes
@@ -203,7 +203,7 @@ def test_layers_with_numbers_of_their_own_run_as_when_profiled(toy_model, toy_ba
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy) as handle:
         *first, steady = peaks(model, batch)
-    assert not any(strategy.entries.was_surprised for strategy in handle.plans.strategies.values())
+    assert not any(strategy.entries.differs_from_record for strategy in handle.plans.strategies.values())
     assert max(first) <= steady + RECORDERS_OWN
 
 
@@ -226,11 +226,11 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_ste
         monkeypatch.setattr(of, "run", noted)
     with apply_policy(model, policy) as handle:
         assert_same_steps(run_steps(model, batch, num_steps=1), plain)
-    surprised = [name for name, strategy in handle.plans.strategies.items() if strategy.entries.was_surprised]
+    surprised = [name for name, strategy in handle.plans.strategies.items() if strategy.entries.differs_from_record]
     assert surprised == ["layers.0"]
     (first, validated), *others = calls
     assert first == "layers.0"
-    assert validated.why_left is not None
+    assert validated.divergence is not None
     assert [(name, type(call)) for name, call in others] == [(f"layers.{place}", Recording) for place in (1, 2, 3)]
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.errors import SavedOtherwiseError
+from adacc_hf.artifacts.errors import SavedTensorMismatchError
 from adacc_hf.artifacts.policy import Action, Choice
-from adacc_hf.artifacts.size_model import Polynomial
+from adacc_hf.artifacts.polynomials import Polynomial
 from adacc_hf.run import validation
 from adacc_hf.run.call import Recording
 from adacc_hf.run.entries import VARYING
@@ -20,10 +20,10 @@ from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.run.validation import Validator
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.execution_plan import ExecutionPlan, least_memory_choices
-from adacc_hf.tape.symbolic_tape import AGREED, SeenSizes
-from adacc_hf.tape.tape_cache import TapeCache, library_of_profiles
+from adacc_hf.tape.symbolic_tape import AGREED, SizeClassRecords
+from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.memory import MemoryMeter
-from adacc_hf.torch_glue.rng_state import drawing_from
+from adacc_hf.torch_glue.rng_state import draw_from_state
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")
@@ -32,11 +32,11 @@ NOT_COMPARED = 4
 
 
 def seen_by(library):
-    return [(block, outline, seen) for block, each in library._seen.items() for outline, seen in each.items()]
+    return [(block, outline, seen) for block, each in library._records.items() for outline, seen in each.items()]
 
 
 def families_of(library):
-    return {seen.family for _, _, seen in seen_by(library)} - {None}
+    return {seen.symbolic_tape for _, _, seen in seen_by(library)} - {None}
 
 
 def text(tokens, samples=4):
@@ -70,10 +70,10 @@ class Begun:
             if isinstance(policy, str)
             else random_policy(profile, policy, ACTIONS, lossless=True)
         )
-        library = library_of_profiles(model)
+        library = profiled_tapes(model)
         if not families_of(library):  # no text, of which it records parts
             with apply_policy(model, self.policy) as handle:
-                library = handle.library
+                library = handle.tape_cache
                 for others in (text(11, 2), text(21, 3)):
                     model(**others).loss.backward()
             model.zero_grad(set_to_none=True)
@@ -82,12 +82,12 @@ class Begun:
     def apply(self, num_new=NOT_COMPARED):
         """(handle, its only family), as if nothing had been found out by an earlier handle."""
         handle = apply_policy(self.model, self.policy)
-        library = handle.library
-        library._families.clear()
+        library = handle.tape_cache
+        library._symbolic_tapes.clear()
         for block, outline, records in self._records:
-            library._seen[block][outline] = SeenSizes()
+            library._records[block][outline] = SizeClassRecords()
             for record in records:
-                library._seen[block][outline].add(record, library._family)
+                library._records[block][outline].add(record, library._symbolic_tape_of)
         (family,) = families_of(library)
         family._num_new = num_new
         return handle, family
@@ -141,7 +141,7 @@ def test_no_wrong_coefficient_makes_a_wrong_gradient(gpt2, token_batch, run_step
             was_noticed = any("runs other operators at some sizes" in record.message for record in caplog.records)
             if right != wrong and not was_noticed:
                 unnoticed.append(family._expressions._distinct[place])
-            assert families_of(handle.library) == (set() if was_noticed else {family})
+            assert families_of(handle.tape_cache) == (set() if was_noticed else {family})
     assert not unnoticed
 
 
@@ -150,7 +150,7 @@ def tape_at(family, strategy, model, batch):
     found = []
 
     def run_as(key, block, fn, args, kwargs):
-        found.append(strategy.library._sizes_of(key))
+        found.append(strategy.tape_cache._sizes_of(key))
         return fn(*args)
 
     strategy._run_as = run_as
@@ -170,7 +170,7 @@ def test_a_right_family_is_not_doubted(gpt2, token_batch, run_steps, assert_same
             plain = run_steps(gpt2.model, batch)
             handle.follow(handle.plans)
             assert_same_steps(run_steps(gpt2.model, batch), plain)
-        assert families_of(handle.library) == {family}
+        assert families_of(handle.tape_cache) == {family}
     assert not caplog.records
 
 
@@ -224,7 +224,7 @@ def test_casts_and_dropout_and_constants_are_no_other_operators(
     handle, family = Begun(model, text(40), autocast=autocast).apply()
     with handle:
         assert_same_steps(run_steps(model, text(29), autocast=autocast), plain)
-        assert families_of(handle.library) == {family}
+        assert families_of(handle.tape_cache) == {family}
     assert not caplog.records
 
 
@@ -411,9 +411,9 @@ def test_other_operators_at_the_second_call_are_noticed(toy_model, run_steps, as
         # The second call leaves the tape; the next ones are recorded anew, and validated.
         for switch.is_on in (False, True, True, True):
             assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on][:1])
-        assert handle.library.fallbacks[VARYING] == 2  # one call of each block
+        assert handle.tape_cache.fallbacks[VARYING] == 2  # one call of each block
         assert_same_steps(run_steps(model, batch, autocast=autocast), plain[True])
-        assert handle.library.fallbacks[VARYING] == 2
+        assert handle.tape_cache.fallbacks[VARYING] == 2
 
 
 def test_other_operators_of_an_untraced_block_are_noticed_at_any_call(toy_model, run_steps, assert_same_steps, case):
@@ -429,8 +429,8 @@ def test_other_operators_of_an_untraced_block_are_noticed_at_any_call(toy_model,
         for switch.is_on in [False] * 5 + [True, False, True, True, False, True] + [False] * 3:
             assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on])
         strategies = handle.plans.strategies.values()
-        assert all("torch.compiler.disable" in strategy.known.untraced for strategy in strategies)
-        assert handle.library.fallbacks[VARYING] > 2
+        assert all("torch.compiler.disable" in strategy.known_shapes.untraced for strategy in strategies)
+        assert handle.tape_cache.fallbacks[VARYING] > 2
 
 
 def test_other_operators_at_a_new_size_are_noticed(toy_model, run_steps, assert_same_steps, case, caplog):
@@ -450,7 +450,7 @@ def test_other_operators_at_a_new_size_are_noticed(toy_model, run_steps, assert_
         assert "block layers.0 runs other operators at some sizes" in caplog.records[0].message
         switch.is_on = False
         assert_same_steps(run_steps(model, text(14), 1, autocast), plain[2])
-        assert not families_of(handle.library)
+        assert not families_of(handle.tape_cache)
         strategies = handle.plans.strategies.values()
         assert not [entry for each in strategies for entry in each.entries.sized.values() if entry.is_current]
 
@@ -468,7 +468,7 @@ def test_tensors_from_elsewhere_may_be_others(toy_model, run_steps, assert_same_
     with apply_policy(model, policy) as handle:
         for switch.is_on in (False, True, True, False, False, True, False):
             assert_same_steps(run_steps(model, batch, 1), plain[switch.is_on])
-        assert handle.library.fallbacks[VARYING] == 0
+        assert handle.tape_cache.fallbacks[VARYING] == 0
 
 
 def test_the_block_that_no_call_is_compared_of_is_refused(toy_model, run_steps):
@@ -478,7 +478,8 @@ def test_the_block_that_no_call_is_compared_of_is_refused(toy_model, run_steps):
     handle, _ = Begun(model, text(40)).apply()
     with handle:
         switch.is_on = True
-        with pytest.raises(SavedOtherwiseError, match=r"block layers\.1: .*its operators vary at one shape"):
+        message = r"block layers\.1: .*the block's operators vary at one shape"
+        with pytest.raises(SavedTensorMismatchError, match=message):
             run_steps(model, text(13))
         switch.is_on = False
         run_steps(model, text(13))
@@ -499,8 +500,8 @@ def test_what_a_guard_sees_is_another_program(toy_model, run_steps, assert_same_
     with handle:
         for tokens, expected in [*zip((12, 13, 14), plain, strict=True)] * 2:
             assert_same_steps(run_steps(model, text(tokens)), expected)
-        assert family in families_of(handle.library)
-        assert handle.library.fallbacks[VARYING] == 0
+        assert family in families_of(handle.tape_cache)
+        assert handle.tape_cache.fallbacks[VARYING] == 0
     assert not [record for record in caplog.records if "at some sizes" in record.message]
 
 
@@ -524,7 +525,7 @@ def test_a_block_that_changes_state_runs_once(toy_model, run_steps, assert_same_
         for tokens, expected in zip((12, 13), plain, strict=True):
             switch.is_on = tokens == 13
             assert_same_steps(run_steps(model, text(tokens)), expected)
-        assert (families_of(handle.library) == {family}) == (then is torch.exp)
+        assert (families_of(handle.tape_cache) == {family}) == (then is torch.exp)
 
 
 # Results that differ from call to call
@@ -572,13 +573,13 @@ def test_a_kernel_that_differs_at_one_size_is_retained_at_all(
         model(**text(13)).loss.backward()  # the first new size
         model.zero_grad(set_to_none=True)
         assert "replay did not recompute block:unsteady of block layers.0 bit for bit" in caplog.records[0].message
-        assert families_of(handle.library) == {family}
+        assert families_of(handle.tape_cache) == {family}
         assert value not in family.base.recomputable
         NUM_CALLS[0] = 0
         assert_same_steps(run_steps(model, text(15)), plain)
         for strategy in handle.plans.strategies.values():
             for entry in (*strategy.entries.recorded.values(), *strategy.entries.sized.values()):
-                assert value in entry.compiled.store.retained
+                assert value in entry.execution_plan.store.retained
 
 
 @pytest.fixture(scope="module")
@@ -611,7 +612,7 @@ def test_what_no_replay_makes_is_not_compared(toy_model, leaving_unwritten, capl
     with handle:
         begun.model(**text(13)).loss.backward()  # the first new size, at which replay is compared
         assert not [record for record in caplog.records if "replay did not recompute" in record.message]
-        assert families_of(handle.library) == {family}
+        assert families_of(handle.tape_cache) == {family}
 
 
 @pytest.mark.parametrize("draws_otherwise", [False, True])
@@ -625,7 +626,7 @@ def test_masks_are_drawn_again_at_a_new_size_and_compared(
     handle, _ = begun.apply(num_new=0)
     if draws_otherwise:
         other = torch.Generator().manual_seed(99).get_state()
-        monkeypatch.setattr(validation, "drawing_from", lambda state, device: drawing_from(other, device))
+        monkeypatch.setattr(validation, "draw_from_state", lambda state, device: draw_from_state(other, device))
     with handle:
         assert_same_steps(run_steps(model, text(13)), plain)
     told = [record.message for record in caplog.records if "did not recompute" in record.message]
@@ -657,14 +658,14 @@ def usual(block, hidden):
 def plan_of(block, call, *args):
     recording = Recording("block", block, args, {})
     recording.run(lambda *given: call(block, *given))
-    tape = TapeCache().verified(recording.recorder)
+    tape = TapeCache().verified_tape(recording.recorder)
     recording.close()
     return ExecutionPlan(tape, least_memory_choices(tape))
 
 
-def validate(plan, block, call, *args, keeps=True, on_leaving=lambda values: None):
+def validate(plan, block, call, *args, keeps=True, on_divergence=lambda values: None):
     """The validator that saw the call; what autograd saves is let go at once unless `keeps`."""
-    validator = Validator(plan, False, on_leaving)
+    validator = Validator(plan, False, on_divergence)
 
     def pack(tensor):
         validator.saves(tensor)
@@ -680,7 +681,7 @@ def validate(plan, block, call, *args, keeps=True, on_leaving=lambda values: Non
 def test_a_call_that_is_its_tape_does_not_leave(linear):
     """Storages die on the way, and new ones are made in their places."""
     plan = plan_of(linear, usual, rows())
-    assert validate(plan, linear, usual, rows(), keeps=False).why_left is None
+    assert validate(plan, linear, usual, rows(), keeps=False).divergence is None
 
 
 def test_validation_keeps_no_memory(linear):
@@ -717,9 +718,9 @@ def test_it_tells_once_where_a_call_leaves_the_tape(linear, call):
     """With what the plan would store of what was made before, as it was."""
     found = []
     plan = plan_of(linear, usual, rows())
-    validator = validate(plan, linear, call, rows(), on_leaving=found.append)
-    assert validator.has_left
-    assert validator.why_left
+    validator = validate(plan, linear, call, rows(), on_divergence=found.append)
+    assert validator.has_diverged
+    assert validator.divergence
     (values,) = found
     assert values.keys() <= set(plan.roots)
 
@@ -742,7 +743,7 @@ def test_what_the_plan_would_store_is_given_where_a_call_leaves(linear):
     choices = least_memory_choices(tape) | {tanh: Choice(action=Action.RETAIN)}
     plan = ExecutionPlan(tape, choices)
     assert tanh in plan.roots
-    validate(plan, linear, leaves, hidden, on_leaving=found.append)
+    validate(plan, linear, leaves, hidden, on_divergence=found.append)
     # tanh saves its result itself, after it was made: it is no more at hand once it was saved.
     assert [tanh in values for values in found] == [False]
     found.clear()
@@ -752,7 +753,7 @@ def test_what_the_plan_would_store_is_given_where_a_call_leaves(linear):
             early = block(hidden).tanh()
         return early.sin()
 
-    validate(plan, linear, leaves_before, hidden, on_leaving=found.append)
+    validate(plan, linear, leaves_before, hidden, on_divergence=found.append)
     (values,) = found
     assert torch.equal(values[tanh], linear(hidden).tanh())
 
@@ -772,7 +773,7 @@ def test_what_runs_in_a_pause_is_not_the_blocks(linear):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed), validator:
         usual(linear, hidden)
     validator.finish()
-    assert not validator.has_left
+    assert not validator.has_diverged
 
 
 def test_tensors_without_memory_are_no_affair_of_it(linear):
@@ -788,7 +789,7 @@ def test_tensors_without_memory_are_no_affair_of_it(linear):
 
     plan = plan_of(linear, call, rows())
     for each in (call, other):
-        assert validate(plan, linear, each, rows()).why_left is None
+        assert validate(plan, linear, each, rows()).divergence is None
 
 
 @pytest.fixture
@@ -812,7 +813,7 @@ def test_collectives_are_compared_by_their_tensors(linear, one_rank):
 
     plan = plan_of(linear, call, rows())
     assert plan.tape.has_collectives
-    assert validate(plan, linear, call, rows()).why_left is None
+    assert validate(plan, linear, call, rows()).divergence is None
     another = distributed.new_group([0])
-    assert validate(plan, linear, lambda b, h: call(b, h, group=another), rows()).why_left is None
-    assert validate(plan, linear, lambda b, h: call(b, h, which=1), rows()).has_left
+    assert validate(plan, linear, lambda b, h: call(b, h, group=another), rows()).divergence is None
+    assert validate(plan, linear, lambda b, h: call(b, h, which=1), rows()).has_diverged

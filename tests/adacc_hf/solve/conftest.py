@@ -29,7 +29,7 @@ def solve_greedy() -> Callable[[Profile, float | int], Policy]:
         oracle = PeakOracle(profile)
         needed = 0
         for policy in greedy_policies(profile, [build_block_model(kind, config) for kind in profile.kinds]):
-            needed = oracle.peak_bytes(policy) if budget.of_peak else stored_bytes(profile, policy)
+            needed = oracle.peak_bytes(policy) if budget.limits_peak else stored_bytes(profile, policy)
             if needed <= budget.nbytes:
                 return policy_of_plans(profile, [column.plan for column in policy])
         raise InfeasibleBudgetError(

@@ -34,7 +34,7 @@ def test_a_rival_hides_nothing_that_is_faster(profiles, data):
         True: uniform_policy(profile, "retain").predicted_peak_bytes * part // 20,
         False: profile.plain_stored_bytes * part // 20,
     }
-    budget = Budget(part / 20, nbytes[of_peak := data.draw(st.booleans())], of_peak)
+    budget = Budget(part / 20, nbytes[limits_peak := data.draw(st.booleans())], limits_peak)
     try:
         alone_ms = found_ms(profile, budget)
     except InfeasibleBudgetError:
@@ -47,7 +47,7 @@ def test_a_rival_hides_nothing_that_is_faster(profiles, data):
 def test_what_is_slower_than_a_rival_takes_no_program(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=12)
     nbytes = 4 * uniform_policy(profile, "retain").predicted_peak_bytes // 5
-    budget = Budget(nbytes, nbytes, of_peak=True)
+    budget = Budget(nbytes, nbytes, limits_peak=True)
     kinds = Kinds(profile, CONFIG)
     search = PolicySearch(profile, CONFIG, kinds)
     found = search.within(budget)
@@ -63,7 +63,7 @@ def test_the_bound_knows_what_a_backward_has_no_room_for(gpt2_like_profile):
     profile = replace(profile, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
     search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
     least = least_bound(profile, search.kinds.frontiers)
-    bounds = [search.bound_ms(Budget(nbytes, nbytes, of_peak=True)) for nbytes in (least - 1, least, 2 * least)]
+    bounds = [search.bound_ms(Budget(nbytes, nbytes, limits_peak=True)) for nbytes in (least - 1, least, 2 * least)]
     assert bounds[0] == math.inf
     assert math.inf > bounds[1] > bounds[2]
 
@@ -76,12 +76,12 @@ def test_a_policy_that_does_not_fit_counts_once_as_a_miss(tape_builder, profile_
         tape.operator(name, [start], [(name, nbytes)], nbytes / 100, save=[-1])
     profile = profile_of([tape.kind(digest="two")], [0], outside_stored_bytes=0)
     search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
-    least = search._uniform.least_bytes()
+    least = search._uniform_program.least_bytes()
     assert search.rank(least) == (10.0, 4)
 
     def fits(policy):
         return search.rank(policy) != (8.0, 204)
 
-    plentiful = Budget(10000, 10000, of_peak=True)
-    found = map(search.rank, search._one_plans(least, least, plentiful, fits, math.inf))
+    plentiful = Budget(10000, 10000, limits_peak=True)
+    found = map(search.rank, search._uniform_policies(least, least, plentiful, fits, math.inf))
     assert list(dict.fromkeys(found)) == [(10.0, 4), (2.0, 804), (0.0, 1000)]

@@ -141,34 +141,34 @@ MOVES = [flatten, shift, transpose, tie, grow, grow_in_place, grow_a_buffer, ret
 def test_tensors_that_lie_elsewhere_are_another_layout(block, move):
     known = KnownShapes()
     key = key_of(known, torch.ones(2), block=block)
-    first = known.moved(key, block)
+    first = known.with_current_layout(key, block)
     move(block)
-    second = known.moved(first, block)
+    second = known.with_current_layout(first, block)
     assert second == first._replace(layout=second.layout) != first
     assert key_of(known, torch.ones(2), block=block).layout == second.layout  # from now on
-    assert known.moved(second, block) == second
+    assert known.with_current_layout(second, block) == second
 
 
 def test_other_tensors_that_lie_alike_are_no_other_layout(block):
     known = KnownShapes()
-    key = known.moved(key_of(known, torch.ones(2), block=block), block)
+    key = known.with_current_layout(key_of(known, torch.ones(2), block=block), block)
     block.layer.weight = nn.Parameter(torch.zeros(2, 2))
     block.layer.bias.data = torch.zeros(2)
     block.tables, block.table = [torch.zeros(4)], torch.zeros(4)
-    assert known.moved(key, block) == key
+    assert known.with_current_layout(key, block) == key
 
 
 def test_a_layout_is_known_again(block):
     known = KnownShapes()
-    key = known.moved(key_of(known, torch.ones(2), block=block), block)
+    key = known.with_current_layout(key_of(known, torch.ones(2), block=block), block)
     table = block.table
     block.table = torch.ones(9)
-    moved = known.moved(key, block)
+    moved = known.with_current_layout(key, block)
     block.table = table
-    assert known.moved(moved, block) == key
+    assert known.with_current_layout(moved, block) == key
     assert key_of(known, torch.ones(2), block=block) == key
     block.table = torch.ones(9)
-    assert known.moved(key, block) == moved
+    assert known.with_current_layout(key, block) == moved
 
 
 def test_blocks_of_one_kind_have_keys_in_common(block):
@@ -179,7 +179,7 @@ def test_blocks_of_one_kind_have_keys_in_common(block):
     keys = [key_of(k, torch.ones(2), block=b) for k, b in zip(known, (one, other, third), strict=True)]
     assert keys[0] != keys[1] == keys[2]
     one.tables = [torch.ones(9)]
-    assert known[0].moved(keys[0], one) == keys[1]
+    assert known[0].with_current_layout(keys[0], one) == keys[1]
 
 
 def test_few_layouts_are_kept(block, monkeypatch):
@@ -189,7 +189,7 @@ def test_few_layouts_are_kept(block, monkeypatch):
     key = key_of(known, torch.ones(2), block=block)
     for size in (2, 3, 4, 5, 5, 4, 3, 2):
         block.table = torch.ones(size)
-        key = known.moved(key, block)
+        key = known.with_current_layout(key, block)
         assert len(known._layouts) <= 3
 
 
@@ -197,11 +197,11 @@ def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_told_from_others(b
     known = KnownShapes()
     for size in range(2, 30):
         block.table = torch.ones(size)
-        known.moved(key_of(known, torch.ones(2), block=block), block)
-        assert known.is_ever_moving == (size >= 2 + call_key.MANY_LAYOUTS - 1)
+        known.with_current_layout(key_of(known, torch.ones(2), block=block), block)
+        assert known.has_unstable_layout == (size >= 2 + call_key.MANY_LAYOUTS - 1)
     for _ in range(30 * call_key.CALLS_PER_LAYOUT):
         key_of(known, torch.ones(2), block=block)
-    assert not known.is_ever_moving  # they have been where they are for long
+    assert not known.has_unstable_layout  # they have been where they are for long
 
 
 # Tapes that calls left
@@ -223,7 +223,7 @@ def test_a_tape_that_was_left_is_recorded_anew_and_counted():
     for number in (1, 2):
         known.outdate(one)
         assert list(known) == [other]
-        assert (known.num_left(one), known.num_left(other)) == (number, 0)
+        assert (known.num_divergences(one), known.num_divergences(other)) == (number, 0)
         known.add(one, shape())
     assert follower.forgotten == [one, one]
 
@@ -232,13 +232,13 @@ def test_new_data_at_a_known_shape_is_unseen_once():
     known, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
     first = known.add(key_of(known, a=one), shape(a=one))
     unseen, new_shape = key_of(known, a=other), key_of(known, a=torch.tensor([1]))
-    assert [known.is_unseen(key) for key in (first, new_shape, unseen, unseen)] == [False, False, True, False]
+    assert [known.has_new_data(key) for key in (first, new_shape, unseen, unseen)] == [False, False, True, False]
 
 
 def test_unseen_data_is_not_remembered_for_ever():
     known, one = KnownShapes(), torch.tensor([0])
     known.add(key_of(known, a=one), shape(a=one))
     keys = [key_of(known, a=torch.tensor([number])) for number in range(1, MAX_SHAPES + 2)]
-    assert all(known.is_unseen(key) for key in keys)
-    assert known.is_unseen(keys[0])
-    assert not known.is_unseen(keys[-1])
+    assert all(known.has_new_data(key) for key in keys)
+    assert known.has_new_data(keys[0])
+    assert not known.has_new_data(keys[-1])

@@ -77,9 +77,8 @@ def test_what_is_drawn_is_drawn_again_from_the_state_before(record_call, forward
     assert not torch.equal(after, before)
     (drawn,) = random_operators(tape)
     assert drawn.may_run_again
-    assert {*drawn.made(), *tape.saved_values()} - found == {v.index for v in tape.values if v.source is not None} & {
-        *tape.saved_values()
-    }
+    externals = {v.index for v in tape.values if v.source is not None}
+    assert {*drawn.results(), *tape.saved_values()} - found == externals & {*tape.saved_values()}
     assert tape.is_generator_state(drawn.generator)
     assert not tape.is_held_elsewhere(drawn.generator)
     assert tape.values[drawn.generator].nbytes == before.nbytes
@@ -90,7 +89,7 @@ def test_a_mask_follows_from_the_state_alone(record_call, forward):
     """To draw it again nothing of what it is put on has to be recomputed."""
     tape, _ = record_call(forward, Linear(), given_x(2, 3, 8))
     (drawn,) = random_operators(tape)
-    operators, leaves = closure(tape, drawn.made()[0], lambda value: False)
+    operators, leaves = closure(tape, drawn.results()[0], lambda value: False)
     assert leaves == [drawn.generator]
     assert not any("linear" in tape.operators[j].name or "addmm" in tape.operators[j].name for j in operators)
     assert any(isinstance(leaf, Blank) for j in operators for leaf in tape.operators[j].blanks())
@@ -125,7 +124,7 @@ def test_what_no_state_is_taken_for_is_not_drawn_again(record_call, forward, abl
     tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
     assert [operator.may_run_again for operator in random_operators(tape)] == able
     found = verify(tape, recorder.bases)
-    assert [not found.isdisjoint(operator.made()) for operator in random_operators(tape)] == able
+    assert [not found.isdisjoint(operator.results()) for operator in random_operators(tape)] == able
 
 
 def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
@@ -153,11 +152,11 @@ def test_each_of_several_dropouts_has_a_state_of_its_own(record_call):
     states = [operator.generator for operator in random_operators(tape)]
     assert len({*states}) == 3
     found = verify(tape, recorder.bases)
-    assert all(not found.isdisjoint(operator.made()) for operator in random_operators(tape))
+    assert all(not found.isdisjoint(operator.results()) for operator in random_operators(tape))
     tape.recomputable = found
-    places = [num_saved for num_saved, _, _ in tape.drawing()]
+    places = [num_saved for num_saved, _, _ in tape.generator_states()]
     assert places == sorted({*places})
-    assert [value for _, value, _ in tape.drawing()] == states
+    assert [value for _, value, _ in tape.generator_states()] == states
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -184,4 +183,4 @@ def test_masks_of_all_layouts_are_drawn_again(record_call, sizes, order, dtype, 
     tape, recorder = record_call(forward, nn.Identity(), numbers)
     found = verify(tape, recorder.bases)
     assert random_operators(tape) or rate == 1.0
-    assert all(not found.isdisjoint(operator.made()) for operator in random_operators(tape))
+    assert all(not found.isdisjoint(operator.results()) for operator in random_operators(tape))

@@ -10,7 +10,7 @@ from torch import nn
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import TapeMismatchError
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.tape.inputs import find_held, held_tensors
+from adacc_hf.tape.inputs import attached_tensors, find_attached
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -38,14 +38,14 @@ def model(toy_model):
 
 def test_all_of_them_are_found_again(model):
     block = model.layers[0]
-    found = {str(source): (source, tensor) for source, tensor in held_tensors(block)}
+    found = {str(source): (source, tensor) for source, tensor in attached_tensors(block)}
     assert list(found) == ["attached up.weight.scale", "module .state.scale", "module .by_name.default.0"]
     for source, tensor in found.values():
         owner = block.up.weight if source.place == "attached" else block
-        assert torch.equal(find_held(owner, source.path[1:]), tensor)
-    assert find_held(block, ("state", "offset")) is None
-    assert find_held(block, ("by_name", "default", 1)) is None
-    assert find_held(block, ("state",)) is None
+        assert torch.equal(find_attached(owner, source.path[1:]), tensor)
+    assert find_attached(block, ("state", "offset")) is None
+    assert find_attached(block, ("by_name", "default", 1)) is None
+    assert find_attached(block, ("state",)) is None
 
 
 def test_what_depends_on_them_is_replayed(model, toy_batch, assert_exact):

@@ -10,7 +10,7 @@ from torch import nn
 
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.parts import VOCABULARY
-from adacc_hf.run.blocks import Installation, Plainly
+from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
 from adacc_hf.tape import symbolic_tape as families
 from adacc_hf.tape.call_key import KnownShapes
@@ -20,7 +20,7 @@ from adacc_hf.tape.symbolic_tape import (
     MOST_RECORDS,
     CallSizes,
     RecordedCall,
-    SeenSizes,
+    SizeClassRecords,
     SymbolicTape,
 )
 from adacc_hf.tape.tape import BITS, OPERATORS
@@ -37,7 +37,7 @@ def recorded(block, *args, name="block", library=None, **kwargs):
     key = key_of(block, *args, **kwargs)
     recording = Recording(name, block, args, kwargs)
     recording.run(lambda *given: block(*given, **kwargs))
-    tape = library.verified(recording.recorder)
+    tape = library.verified_tape(recording.recorder)
     library.remember(tape, key, name)
     recording.close()
     return key, tape
@@ -74,18 +74,18 @@ def sizes_of(*args, alignment=1, block=None):
 
 
 def test_sizes_of_zero_and_one_are_told_from_others():
-    outlines = [sizes_of(text(samples, 5)).outline for samples in (0, 1, 2, 3, 40)]
+    outlines = [sizes_of(text(samples, 5)).size_class for samples in (0, 1, 2, 3, 40)]
     assert len(set(outlines)) == 3
     assert len(set(outlines[2:])) == 1
 
 
 def test_sizes_that_are_aligned_are_told_from_others_where_kernels_do():
-    outlines = [sizes_of(text(2, tokens), alignment=16).outline for tokens in (16, 32, 160, 17, 40)]
+    outlines = [sizes_of(text(2, tokens), alignment=16).size_class for tokens in (16, 32, 160, 17, 40)]
     assert len(set(outlines[:3])) == len(set(outlines[3:])) == 1
     assert outlines[0] != outlines[3]
-    assert sizes_of(text(2, 16)).outline == sizes_of(text(2, 17)).outline
+    assert sizes_of(text(2, 16)).size_class == sizes_of(text(2, 17)).size_class
     # Masks end in a number of tokens: a batch of 32 samples is served by what was recorded of few.
-    assert sizes_of(text(32, 16), alignment=16).outline == outlines[0]
+    assert sizes_of(text(32, 16), alignment=16).size_class == outlines[0]
 
 
 def test_numbers_among_arguments_are_sizes_too():
@@ -97,17 +97,17 @@ def test_numbers_among_arguments_are_sizes_too():
 
     block = Block(forward)
     few, many = (sizes_of(text(2, n), grid, "same", block=block) for n, grid in ((6, (2, 3)), (36, (4, 9))))
-    assert few.outline == many.outline
+    assert few.size_class == many.size_class
     assert few.dimensions == (2, 6, 8, 2, 3)
     assert many.dimensions == (2, 36, 8, 4, 9)
     assert sizes_of(text(2, 6), (2, 3), "same", 7, block=block).dimensions == few.dimensions
     others = [((1, 6), "same"), ((2, 3), "other"), ((2, 3), True)]
-    assert few.outline not in [sizes_of(text(2, 6), *args, block=block).outline for args in others]
+    assert few.size_class not in [sizes_of(text(2, 6), *args, block=block).size_class for args in others]
 
 
 def test_strides_and_offsets_are_no_sizes():
     one, other = (sizes_of(torch.ones(3, 6, 8 + n, requires_grad=True)[1:, :, n:]) for n in (1, 2))
-    assert one.outline == other.outline
+    assert one.size_class == other.size_class
     assert one.dimensions == other.dimensions == (2, 6, 8)
     assert one.layout != other.layout
 
@@ -144,7 +144,7 @@ class Recorded:
         """The record of each block's call."""
         library, found = TapeCache(verify=lambda *_: frozenset()), {}
 
-        class Note(Plainly):
+        class Note(PlainStrategy):
             expects_outer_hooks = True
 
             def __init__(self, name):
@@ -155,7 +155,7 @@ class Recorded:
                 key = known.key(block, fn, args, kwargs)
                 recording = Recording(self.name, block, args, kwargs)
                 result = recording.run(fn)
-                found[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified(recording.recorder))
+                found[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified_tape(recording.recorder))
                 recording.discard()
                 return result
 
@@ -192,8 +192,8 @@ def test_all_blocks_of_a_kind_have_one_family(model):
     for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14)):
         for name, record in model.at(*sizes).items():
             tape = seen._tapes.setdefault(record.tape.digest, record.tape)
-            seen._seen_sizes(name, record.sizes).add(RecordedCall(record.sizes, tape), seen._family)
-    found = [s.family for each in seen._seen.values() for s in each.values()]
+            seen._records_of(name, record.sizes).add(RecordedCall(record.sizes, tape), seen._symbolic_tape_of)
+    found = [s.symbolic_tape for each in seen._records.values() for s in each.values()]
     assert None not in found
     kinds = {family.base.structure for family in found}
     assert len({id(family) for family in found}) == len(kinds)
@@ -217,7 +217,7 @@ def test_few_tapes_are_kept(monkeypatch):
         assert len(family._sized) <= 3
 
 
-# Which sizes a family serves
+# Which sizes a symbolic tape serves
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def library():
 
 def family_of(library, tokens, samples=3, block=None):
     """The family that serves a call of these sizes, if there is one."""
-    found = library.family_at(key_of(block or Block(), text(samples, tokens)), "block")
+    found = library.symbolic_tape_at(key_of(block or Block(), text(samples, tokens)), "block")
     return None if found is None else found[0]
 
 
@@ -252,7 +252,7 @@ def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
     block = Block()
     for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
         recorded(block, text(samples, tokens), library=library)
-    (seen,) = library._seen["block"].values()
+    (seen,) = library._records["block"].values()
     assert len(seen.records) == ENOUGH_RECORDS  # the last one told nothing new
 
 
@@ -352,8 +352,8 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
     for tokens in lengths:
         recorded(block, text(3, tokens), library=library)
         assert not served(library, 20, block=block)
-    (seen,) = library._seen["block"].values()
-    assert seen.is_given_up
+    (seen,) = library._records["block"].values()
+    assert seen.has_failed
     assert seen.records == []
     for tokens in (16, 32, 48, 64):  # these do follow one
         recorded(block, text(3, tokens), library=library)
@@ -365,8 +365,8 @@ def test_of_many_structures_few_are_kept(library):
     block = Untraced(lambda layer, hidden: layer(token_by_token(hidden)))
     for tokens in range(2, 20):
         recorded(block, text(3, tokens), library=library)
-    (seen,) = library._seen["block"].values()
-    assert seen.is_given_up
+    (seen,) = library._records["block"].values()
+    assert seen.has_failed
     assert seen.records == []
     assert not any(served(library, tokens, block=block) for tokens in range(2, 20))
 
@@ -412,16 +412,16 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
     block = Pair()
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(block, text(samples, tokens), text(samples, tokens), library=library)
-    family, sizes = library.family_at(given_pair(block, 3, 10, 10), "block")
+    family, sizes = library.symbolic_tape_at(given_pair(block, 3, 10, 10), "block")
     assert library.tape_of(family, sizes) is not None
-    family, sizes = library.family_at(given_pair(block, 3, 10, 15), "block")
+    family, sizes = library.symbolic_tape_at(given_pair(block, 3, 10, 15), "block")
     assert not family.covers(sizes)
     assert library.tape_of(family, sizes) is None
     for tokens, others in ((10, 15), (19, 9)):
         recorded(block, text(3, tokens), text(3, others), library=library)
-        assert not family.is_in_force  # what was made from it is made anew
+        assert not family.is_active  # what was made from it is made anew
     for tokens, others in ((17, 8), (9, 20), (12, 12)):
-        family, sizes = library.family_at(given_pair(block, 3, tokens, others), "block")
+        family, sizes = library.symbolic_tape_at(given_pair(block, 3, tokens, others), "block")
         _, tape = recorded(block, text(3, tokens), text(3, others))
         assert_equal_tapes(library.tape_of(family, sizes), tape)
 
@@ -433,7 +433,7 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
 def family(library):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library)
-    found, _ = library.family_at(key_of(Block(), text(3, 10)), "block")
+    found, _ = library.symbolic_tape_at(key_of(Block(), text(3, 10)), "block")
     return found
 
 
@@ -452,10 +452,10 @@ def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
     assert exp in after.recomputable  # from tanh, which is saved
     again = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 8), (4, 20), (4, 13))])
     assert linear in again.base.recomputable
-    library._families.clear()
+    library._symbolic_tapes.clear()
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library, name="another")
-    (seen,) = library._seen["another"].values()
+    (seen,) = library._records["another"].values()
     assert seen.family is not family
     assert linear not in seen.family.base.recomputable
 
@@ -467,10 +467,10 @@ def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     library.distrust(family, "block", "so it is")
     assert "block block runs other operators at some sizes" in caplog.records[0].message
     assert not served(library, 10)
-    assert not family.is_in_force
-    for outlines in library._seen.values():
+    assert not family.is_active
+    for outlines in library._records.values():
         for seen in outlines.values():
-            assert seen.family_in_force() is None
+            assert seen.active_symbolic_tape() is None
     for tokens in (9, 11, 12):
         recorded(Block(), text(3, tokens), library=library)
     assert not served(library, 10)
@@ -518,8 +518,8 @@ def test_tapes_of_calls_with_gaps_are_of_no_family():
 
 
 def test_what_was_seen_holds_no_family_of_too_few():
-    seen = SeenSizes()
+    seen = SizeClassRecords()
     records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (3, 8), (4, 13))]
     for record, is_there in zip(records, (False, False, False, True), strict=True):
         seen.add(record, SymbolicTape.of)  # the same size twice tells nothing
-        assert (seen.family_in_force() is not None) == is_there
+        assert (seen.active_symbolic_tape() is not None) == is_there

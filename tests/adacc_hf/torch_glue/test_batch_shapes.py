@@ -6,12 +6,12 @@ import torch
 from adacc_hf.torch_glue.batch_shapes import (
     TensorShape,
     batch_shapes,
-    bucket_of,
     fits_in,
-    is_alike,
-    resized,
+    has_same_tensors,
+    resize_batch,
     shapes_from_json,
     shapes_to_json,
+    size_class_of,
 )
 
 
@@ -41,27 +41,27 @@ def images(height, width):
 )
 def test_sizes_differ_from_batch_to_batch(small, large):
     small, large = batch_shapes(small), batch_shapes(large)
-    assert is_alike(small, large)
+    assert has_same_tensors(small, large)
     assert fits_in(small, large)
     assert not fits_in(large, small)
 
 
 def test_one_policy_is_for_sizes_up_to_a_power_of_two():
-    assert bucket_of(batch_shapes(sounds(513))) == bucket_of(batch_shapes(sounds(1024)))
-    assert bucket_of(batch_shapes(sounds(512))) != bucket_of(batch_shapes(sounds(513)))
+    assert size_class_of(batch_shapes(sounds(513))) == size_class_of(batch_shapes(sounds(1024)))
+    assert size_class_of(batch_shapes(sounds(512))) != size_class_of(batch_shapes(sounds(513)))
 
 
 def test_images_are_as_many_as_a_text_says():
     one, two = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (1, 2))
-    assert not is_alike(one, two)
+    assert not has_same_tensors(one, two)
     three, four = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (3, 4))
-    assert bucket_of(three) != bucket_of(four)
+    assert size_class_of(three) != size_class_of(four)
 
 
 def test_other_tensors_make_another_sort_of_batch():
     ids = torch.ones(2, 8, dtype=torch.long)
     for other in ({"input_ids": ids, "attention_mask": ids}, {"inputs": ids}, {"input_ids": ids.unsqueeze(-1)}):
-        assert not is_alike(batch_shapes({"input_ids": ids}), batch_shapes(other))
+        assert not has_same_tensors(batch_shapes({"input_ids": ids}), batch_shapes(other))
 
 
 def test_sizes_go_into_a_checkpoint_and_back():
@@ -72,7 +72,7 @@ def test_sizes_go_into_a_checkpoint_and_back():
 
 def test_a_batch_made_to_another_size():
     shapes = [batch_shapes(rollouts(4, 6, 9)), batch_shapes(rollouts(3, 7, 5))]
-    made = resized(rollouts(4, 6, 9), *shapes)
+    made = resize_batch(rollouts(4, 6, 9), *shapes)
     assert batch_shapes(made) == shapes[1]
     assert made["beta"] == 0.1
 

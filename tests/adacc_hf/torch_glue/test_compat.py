@@ -104,7 +104,7 @@ def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
         raise KeyError("planned")
 
     with pytest.raises(KeyError, match="planned") as held:
-        compat.checkpointed(fail, torch.ones(1, requires_grad=True))
+        compat.checkpoint_call(fail, torch.ones(1, requires_grad=True))
     assert held.value is not None
     assert compat.outer_hooks() is None
 
@@ -118,10 +118,10 @@ def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
     state = PythonStates()
     plain = torch.autograd.grad(sum(skips(x) for _ in range(12)), x)
     state.restore()
-    outputs = [compat.checkpointed(skips, x) for _ in range(12)]
+    outputs = [compat.checkpoint_call(skips, x) for _ in range(12)]
     state = PythonStates()
     assert torch.equal(*torch.autograd.grad(sum(outputs), x), *plain)
-    assert not state.have_moved()
+    assert not state.have_advanced()
 
 
 def test_a_checkpointed_function_may_fail_in_backward():
@@ -132,7 +132,7 @@ def test_a_checkpointed_function_may_fail_in_backward():
             raise KeyError("planned")
         return x.exp()
 
-    y = compat.checkpointed(fail_later, torch.ones(1, requires_grad=True))
+    y = compat.checkpoint_call(fail_later, torch.ones(1, requires_grad=True))
     failures.append("now")
     with pytest.raises(KeyError, match="planned"):
         y.backward()
@@ -150,11 +150,11 @@ class Twice(torch.autograd.Function):
 
 def test_an_owner_keeps_the_graph_of_a_tensor_that_is_gone():
     x = torch.ones(1, requires_grad=True)
-    owner = compat.owner_of(Twice.apply(x * 3))
+    owner = compat.graph_owner(Twice.apply(x * 3))
     node = owner if owner.name() == "TwiceBackward" else owner.next_functions[0][0]
     assert node.name() == "TwiceBackward"
     assert node.next_functions[0][0].name() == "MulBackward0"
-    assert compat.owns_its_node(owner)
+    assert compat.owns_graph_node(owner)
 
 
 def test_checkpointing_is_switched_by_its_name_in_every_release(tiny_gpt2):
@@ -168,6 +168,6 @@ def test_checkpointing_is_switched_by_its_name_in_every_release(tiny_gpt2):
 
 def test_a_cast_tells_what_it_is_a_copy_of():
     leaf = torch.ones(2, requires_grad=True)
-    assert compat.cast_from(leaf.to(torch.bfloat16)) is leaf
+    assert compat.cast_source(leaf.to(torch.bfloat16)) is leaf
     others = [leaf, leaf * 2, leaf.detach().to(torch.bfloat16), (leaf * 2).to(torch.bfloat16), leaf.double().float()]
-    assert [compat.cast_from(tensor) for tensor in others] == [None] * 5
+    assert [compat.cast_source(tensor) for tensor in others] == [None] * 5

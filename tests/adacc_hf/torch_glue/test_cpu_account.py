@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adacc_hf.torch_glue import memory as cpu_account
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, all_threads_counted
+from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_all_threads
 
 
 def in_another_thread(call):
@@ -50,13 +50,13 @@ def test_what_another_thread_takes_is_live():
 
 
 def test_without_the_switch_a_meter_counts_its_own_thread(monkeypatch):
-    monkeypatch.setattr(cpu_account, "flag", None)
+    monkeypatch.setattr(cpu_account, "all_threads_flag", None)
     assert live_after_another_thread_frees() == [4000, 4040]
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_the_switch_is_left_as_it_was(before):
-    flag = cpu_account.flag
+    flag = cpu_account.all_threads_flag
     assert flag is not None, "this build of torch has none: what gloo's threads free counts as live"
     kept, flag.value = flag.value, before
     try:
@@ -68,9 +68,9 @@ def test_the_switch_is_left_as_it_was(before):
 
 
 def test_the_switch_is_left_as_it_was_after_an_error():
-    with pytest.raises(KeyError), all_threads_counted():
+    with pytest.raises(KeyError), count_all_threads():
         raise KeyError
-    assert not cpu_account.flag.value
+    assert not cpu_account.all_threads_flag.value
 
 
 FREE_WHAT_WAS_THERE = """
@@ -92,9 +92,9 @@ def test_blocks_that_were_there_before_are_freed_without_a_word():
     assert "the user's line\na library's line\n" in run.stderr
 
 
-@pytest.mark.skipif(cpu_account.threshold is None, reason="a build without the variable")
-def test_the_threshold_is_as_it_was_afterwards():
-    before = cpu_account.threshold.value
-    with all_threads_counted():
-        assert cpu_account.threshold.value == max(2, before)
-    assert cpu_account.threshold.value == before
+@pytest.mark.skipif(cpu_account.log_level is None, reason="a build without the variable")
+def test_the_log_level_is_as_it_was_afterwards():
+    before = cpu_account.log_level.value
+    with count_all_threads():
+        assert cpu_account.log_level.value == max(2, before)
+    assert cpu_account.log_level.value == before

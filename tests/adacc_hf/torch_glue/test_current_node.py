@@ -4,7 +4,7 @@ import torch
 
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import fake_tensors
-from adacc_hf.torch_glue.tensors import calling, current_node
+from adacc_hf.torch_glue.tensors import calling_node, current_node
 
 
 class Square(torch.autograd.Function):
@@ -45,7 +45,7 @@ def test_backward_without_memory_unpacks_for_the_nodes_that_the_engine_does() ->
 
 def test_the_engines_own_backward_inside_goes_first() -> None:
     node = torch.ones(2, requires_grad=True).exp().grad_fn
-    with calling(node):
+    with calling_node(node):
         loss, names = loss_and_unpacks()
         loss.backward()
         assert [name for _, name in names] == ["SigmoidBackward0", "SquareBackward", "ExpBackward0"]

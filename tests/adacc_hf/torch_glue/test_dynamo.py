@@ -348,7 +348,7 @@ def test_a_storage_offset_is_noticed_by_the_plan_alone(offset):
     guards = traced(block, hidden)
     recording = Recording("block", block, (hidden,), {})
     recording.run(block)
-    tape = TapeCache().verified(recording.recorder)
+    tape = TapeCache().verified_tape(recording.recorder)
     recording.close()
     plan = ExecutionPlan(tape, least_memory_choices(tape))
 

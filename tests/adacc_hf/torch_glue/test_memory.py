@@ -20,10 +20,10 @@ from adacc_hf.torch_glue.memory import (
     allocate_workspaces,
     allocated_bytes,
     available_bytes,
-    collecting_no_garbage,
     count_static_bytes,
     distinct_bytes,
     forward_loss,
+    garbage_collection_disabled,
     measure_step,
     static_bytes,
 )
@@ -277,7 +277,7 @@ def test_a_step_under_torchs_checkpoint_stores_the_input_and_the_generators_stat
 
 
 def test_a_batch_without_labels_is_refused(tiny_gpt2, token_batch):
-    with pytest.raises(ValueError, match="gives no loss to train on: pass the labels with it"):
+    with pytest.raises(ValueError, match="returns no loss for this batch: add the labels to the batch"):
         measure_step(tiny_gpt2(), {"input_ids": token_batch()["input_ids"]})
 
 
@@ -286,7 +286,7 @@ def test_no_garbage_is_collected_meanwhile(was_enabled):
     """A cycle that holds a tensor stays live however often Python would collect, and all is as before."""
     (gc.enable if was_enabled else gc.disable)()
     try:
-        with collecting_no_garbage(), MemoryMeter.for_device(CPU) as meter:
+        with garbage_collection_disabled(), MemoryMeter.for_device(CPU) as meter:
             cycle = [torch.ones(1000)]
             cycle.append(cycle)
             del cycle

@@ -16,7 +16,7 @@ from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import UnrestorableError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.model_state import ModelState
-from adacc_hf.torch_glue.no_trace import STILL, NoTrace, state_before
+from adacc_hf.torch_glue.no_trace import UNCHANGED_CALLS, NoTrace, record_state_changes
 from adacc_hf.torch_glue.rng_state import RandomStates
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -195,7 +195,7 @@ def test_all_state_is_put_back(kind):
     snapshot.restore()
     assert state(module) == before
     module(x)
-    with snapshot.back_for_a_while():
+    with snapshot.temporarily_restored():
         assert state(module) == before
         module(x)
     snapshot.restore()
@@ -206,12 +206,12 @@ def test_all_state_is_put_back(kind):
 def test_a_change_is_noticed_and_put_back_for_a_while(kind):
     module, x = Counts(kind), torch.ones(2, requires_grad=True)
     before = state(module)
-    with state_before(module) as changed:
+    with record_state_changes(module) as changed:
         module(x)
     after = state(module)
     assert bool(changed) is (after != before)
     for part in changed:
-        with part.back_for_a_while():
+        with part.temporarily_restored():
             assert state(module) == before
             module(x)
         assert state(module) == after
@@ -228,9 +228,9 @@ def test_an_iterator_that_advances_is_refused(value):
     snapshot = ModelState([module])
     assert snapshot.changed() is None
     next(value)
-    with pytest.raises(UnrestorableError, match="nothing can take back"):
+    with pytest.raises(UnrestorableError, match="which cannot be undone"):
         snapshot.changed()
-    with pytest.raises(UnrestorableError, match="nothing can take back"):
+    with pytest.raises(UnrestorableError, match="which cannot be undone"):
         snapshot.restore()
 
 
@@ -262,7 +262,7 @@ def test_tensors_that_lie_in_any_way_are_put_back(kind):
     with torch.no_grad():
         base.add_(1)
     if kind == "unfolded":
-        with pytest.raises(UnrestorableError, match="no copy"):
+        with pytest.raises(UnrestorableError, match="there is no copy to restore it from"):
             snapshot.restore()
     else:
         snapshot.restore()
@@ -315,22 +315,22 @@ def test_tables_that_are_made_once_stay():
 def test_a_block_that_changes_nothing_keeps_no_copies():
     block, x = nn.Identity(), torch.ones(2)
     block.register_buffer("large", torch.zeros(1 << 16))
-    for _ in range(STILL):
-        with state_before(block) as changed:
+    for _ in range(UNCHANGED_CALLS):
+        with record_state_changes(block) as changed:
             block(x)
         assert not changed
-    with pytest.raises(UnrestorableError, match="no copy"), state_before(block):
+    with pytest.raises(UnrestorableError, match="there is no copy to restore it from"), record_state_changes(block):
         block.large.add_(1)
 
 
 def test_a_block_whose_mode_changes_is_looked_at_again():
     block = nn.BatchNorm1d(1 << 15).eval()
-    for _ in range(STILL + 1):
-        with state_before(block) as changed:
+    for _ in range(UNCHANGED_CALLS + 1):
+        with record_state_changes(block) as changed:
             block(torch.randn(2, 1 << 15))
         assert not changed
     block.train()
-    with state_before(block) as changed:
+    with record_state_changes(block) as changed:
         block(torch.randn(2, 1 << 15))
     assert changed
 
@@ -364,7 +364,7 @@ def own_backward(module, _):
         lambda module, _: (module.weight.sum() * 3).backward(),
         lambda module, _: module.requires_grad_(False),
         lambda module, context: (torch.rand(9), context.start_over()),
-        lambda module, context: (random.random(), context.draw_on(), numpy.random.rand()),
+        lambda module, context: (random.random(), context.continue_random_states(), numpy.random.rand()),
     ],
 )
 def test_gradients_flags_and_generators_are_put_back(run, has_gradient):
@@ -406,7 +406,7 @@ def test_gradients_below_an_output_are_put_back():
     hidden = outside(torch.ones(1, 2))
     with NoTrace([module], lambda: RandomStates([])) as context:
         loss = hidden.sum()
-        context.keep_gradients_of([loss])
+        context.protect_gradients_of([loss])
         loss.backward()
         assert outside.weight.grad is not None
     assert outside.weight.grad is None

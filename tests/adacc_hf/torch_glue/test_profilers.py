@@ -8,7 +8,7 @@ import torch
 from torch import profiler
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.errors import ProfilerAtWorkError, SeveralThreadsError
+from adacc_hf.artifacts.errors import ConcurrentCallError, ProfilerConflictError
 from adacc_hf.price.optimizer_memory import measure_clipping
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import CpuMemoryMeter
@@ -67,7 +67,7 @@ def test_a_profile_leaves_the_session_to_the_user(tiny_gpt2, token_batch, kind):
     model = tiny_gpt2()
     with AT_WORK[kind]():
         assert is_profiling()
-        with pytest.raises(ProfilerAtWorkError, match="is at work"):
+        with pytest.raises(ProfilerConflictError, match="another torch profiler is running"):
             profile_model(model, token_batch(), CONFIG)
         torch.ones(2) + 1
     assert not is_profiling()
@@ -87,11 +87,11 @@ def test_a_users_profiler_that_starts_meanwhile_takes_over(kind, ends_first):
     meter = CpuMemoryMeter().__enter__()
     with AT_WORK[kind]() as profiled:
         if not ends_first:
-            with pytest.raises(ProfilerAtWorkError, match="was started"):
+            with pytest.raises(ProfilerConflictError, match="was started"):
                 meter.__exit__(None, None, None)
         torch.ones(5).sin()
     if ends_first:
-        with pytest.raises(ProfilerAtWorkError, match="was started"):
+        with pytest.raises(ProfilerConflictError, match="was started"):
             meter.__exit__(None, None, None)
     if isinstance(profiled, profiler.profile) and kind != "warm-up":
         assert any("sin" in event.name for event in profiled.events())
@@ -163,7 +163,7 @@ def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):
         other = threading.Thread(target=lambda: model(**token_batch()).loss.backward())
         other.start()
         assert inside.wait(60)
-        with pytest.raises(SeveralThreadsError, match="in one thread"):
+        with pytest.raises(ConcurrentCallError, match="in one thread"):
             model(**token_batch())
         done.set()
         other.join(60)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from adacc_hf import Profile
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError, PolicyMismatchError
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.distributed import check_same_policy, common_profile, from_first_rank, num_ranks
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, check_same_policy, common_profile, num_ranks
 
 
 class UnsendableError(RuntimeError):
@@ -38,11 +38,11 @@ def test_one_process_does_nothing(profile_of, tape_builder):
     profile = profile_of([tape.kind()], [0])
     assert num_ranks() == 1
     assert common_profile(profile) is profile
-    assert from_first_rank(lambda: profile) is profile
+    assert broadcast_from_first_rank(lambda: profile) is profile
     check_same_policy(uniform_policy(profile, "retain"))
     error = InfeasibleBudgetError("too small", 7)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        from_first_rank(raising(error))
+        broadcast_from_first_rank(raising(error))
     assert caught.value is error
 
 
@@ -72,18 +72,18 @@ def check_result(rank: int, profile) -> None:
         solved.append(rank)
         return uniform_policy(profile, "recompute")
 
-    assert from_first_rank(solve) == uniform_policy(profile, "recompute")
+    assert broadcast_from_first_rank(solve) == uniform_policy(profile, "recompute")
     assert solved == ([0] if rank == 0 else [])
-    assert from_first_rank(lambda: None if rank == 0 else 1 / 0) is None
+    assert broadcast_from_first_rank(lambda: None if rank == 0 else 1 / 0) is None
 
 
 def check_errors(rank: int) -> None:
     with pytest.raises(InfeasibleBudgetError, match="too small") as caught:
-        from_first_rank(raising(InfeasibleBudgetError("too small", 7)))
+        broadcast_from_first_rank(raising(InfeasibleBudgetError("too small", 7)))
     assert caught.value.smallest_budget_bytes == 7
     kind, message = (UnsendableError, "^odd$") if rank == 0 else (AdaccError, "first rank failed with Unsend.*: odd")
     with pytest.raises(kind, match=message):
-        from_first_rank(raising(UnsendableError("odd")))
+        broadcast_from_first_rank(raising(UnsendableError("odd")))
 
 
 def check_policies(rank: int, profile) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adacc_hf.torch_glue.rng_state import drawing_from, generator_state, generators_replaced
+from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state, replace_generators
 
 CPU = torch.device("cpu")
 
@@ -13,10 +13,10 @@ def test_what_is_drawn_from_a_state_is_what_was_drawn_after_it_and_the_generator
     state = generator_state(CPU)
     drawn = torch.rand(5)
     later = torch.get_rng_state()
-    with drawing_from(state, CPU):
+    with draw_from_state(state, CPU):
         assert torch.equal(torch.rand(5), drawn)
     assert torch.equal(torch.get_rng_state(), later)
-    with pytest.raises(RuntimeError, match="shape"), drawing_from(state, CPU):
+    with pytest.raises(RuntimeError, match="shape"), draw_from_state(state, CPU):
         (torch.rand(2) + torch.rand(2)).view(3)
     assert torch.equal(torch.get_rng_state(), later)
 
@@ -38,7 +38,7 @@ def test_a_gpus_state_is_that_of_its_own_generator(monkeypatch):
 
 def test_other_devices_have_none_and_imitated_ones_what_stands_for_it():
     assert generator_state(torch.device("meta")) is None
-    with generators_replaced({"meta": torch.Generator().manual_seed(4)}):
+    with replace_generators({"meta": torch.Generator().manual_seed(4)}):
         assert generator_state(torch.device("meta")) is not None
         assert generator_state(CPU) is None
     assert generator_state(torch.device("meta")) is None

@@ -20,8 +20,7 @@ from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.tensors import (
     NUM_PARTS,
     SMALLEST_PART,
-    arrived,
-    copied,
+    clone_with_storage,
     difference_norm,
     l2_norm,
     local_of,
@@ -30,7 +29,8 @@ from adacc_hf.torch_glue.tensors import (
     runs_on_parts,
     spec_of,
     storage_of,
-    whole,
+    to_dtensor,
+    wait_if_async,
 )
 
 
@@ -45,16 +45,16 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_a_plain_tensor_is_its_own_part(make) -> None:
     tensor = make(torch.arange(6.0))
     assert local_of(tensor) is tensor
-    assert arrived(tensor) is tensor
+    assert wait_if_async(tensor) is tensor
     assert spec_of(tensor) is None
-    assert whole(tensor, None) is tensor
+    assert to_dtensor(tensor, None) is tensor
     assert not runs_on_parts(type(tensor))
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 def test_a_part_becomes_the_whole_again(mesh: DeviceMesh, placement) -> None:
     tensor = distribute_tensor(torch.randn(4, 6), mesh, [placement])
-    again = whole(local_of(tensor), spec_of(tensor))
+    again = to_dtensor(local_of(tensor), spec_of(tensor))
     assert runs_on_parts(DTensor)
     assert again.placements == tensor.placements
     assert torch.equal(again.full_tensor(), tensor.full_tensor())
@@ -62,7 +62,7 @@ def test_a_part_becomes_the_whole_again(mesh: DeviceMesh, placement) -> None:
 
 def test_a_copy_has_memory_of_its_own(mesh: DeviceMesh) -> None:
     tensor = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
-    before, copy = tensor.full_tensor().clone(), copied(tensor)
+    before, copy = tensor.full_tensor().clone(), clone_with_storage(tensor)
     local_of(copy).zero_()
     assert copy.placements == tensor.placements
     assert torch.equal(tensor.full_tensor(), before)
@@ -73,7 +73,7 @@ def test_what_is_on_its_way_is_waited_for() -> None:
     pending = AsyncCollectiveTensor(tensor)
     assert runs_on_parts(AsyncCollectiveTensor)
     assert torch.equal(local_of(pending), tensor)
-    assert type(arrived(pending)) is torch.Tensor
+    assert type(wait_if_async(pending)) is torch.Tensor
 
 
 def test_memory_is_that_of_the_part(mesh: DeviceMesh) -> None:
@@ -108,7 +108,7 @@ def test_what_other_ranks_take_part_in_is_a_new_version_that_never_runs_again(me
     tape = recorder.tape()
     assert [operator.is_collective for operator in tape.operators] == [False, True, False]
     assert [operator.may_run_again for operator in tape.operators] == [True, False, True]
-    doubled, summed = tape.operators[0].made() + tape.operators[1].made()
+    doubled, summed = tape.operators[0].results() + tape.operators[1].results()
     assert tape.values[doubled].overwritten
     assert tape.operators[2].inputs() == (summed,)
     assert tape.has_collectives
@@ -126,7 +126,7 @@ def test_a_tape_of_freed_memory_is_not_trusted() -> None:
     recorder = Recorder(block, (given,), {})
     with recorder:
         block(given)
-    assert recorder.tape().untrusted.startswith("memory is taken away")
+    assert recorder.tape().untrusted.startswith("memory of tensors that backward reads is freed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)

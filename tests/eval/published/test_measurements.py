@@ -10,9 +10,9 @@ from adacc_hf.estimate.static_memory import OPTIMIZERS
 from adacc_hf.eval.published.measurements import (
     METERS,
     UNITS,
+    apply_second_looks,
     held_out,
     held_out_pairs,
-    looked_at_again,
     model_config,
     pairs,
     remains,
@@ -63,7 +63,7 @@ def test_a_second_look_changes_what_it_says_and_no_figure():
         of_it = [row for row in rows().values() if look.is_for(row)]
         assert of_it, look.reason
     row = rows()["litgpt phi-1.5 batch 1"]
-    again, of_model = looked_at_again(row)
+    again, of_model = apply_second_looks(row)
     assert again.lora == {**row.lora, "dropout": 0.05}
     assert of_model == {"hidden_act": "gelu_pytorch_tanh"}
     assert model_config(row.model, of_model).hidden_act == "gelu_pytorch_tanh"

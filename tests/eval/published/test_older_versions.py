@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from adacc_hf.eval.published.older_versions import as_in
+from adacc_hf.eval.published.older_versions import older_behaviours
 from adacc_hf.torch_glue.memory import measure_step
 
 
@@ -22,7 +22,7 @@ def test_softmax_keeps_its_input_and_gives_the_same():
     weights = torch.randn(4, 8)
     now, kept_now = saved_by(lambda: functional.softmax(scores, dim=-1))
     (gradient_now,) = torch.autograd.grad((now * weights).sum(), scores)
-    with as_in(["softmax keeps its input"]):
+    with older_behaviours(["softmax keeps its input"]):
         then, kept_then = saved_by(lambda: functional.softmax(scores, dim=-1))
     (gradient_then,) = torch.autograd.grad((then * weights).sum(), scores)
     assert torch.equal(now, then)
@@ -41,7 +41,7 @@ def test_the_loss_copies_the_logits_and_is_the_same(one_thread):
     ids = torch.randint(0, vocab_size, (4, 64))
     batch = {"input_ids": ids, "labels": ids.clone()}
     now, step_now = model(**batch).loss, measure_step(model, batch)
-    with as_in(["the loss copies the shifted logits"]):
+    with older_behaviours(["the loss copies the shifted logits"]):
         then, step_then = model(**batch).loss, measure_step(model, batch)
     assert now.item() == pytest.approx(then.item(), rel=1e-6)
     logits_bytes = 4 * ids.numel() * vocab_size
@@ -52,6 +52,6 @@ def test_the_loss_copies_the_logits_and_is_the_same(one_thread):
 
 def test_nothing_is_left_of_it():
     before = functional.softmax
-    with as_in(["softmax keeps its input", "the loss copies the shifted logits"]):
+    with older_behaviours(["softmax keeps its input", "the loss copies the shifted logits"]):
         assert functional.softmax is not before
     assert functional.softmax is before

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval.records.ledger import Ledger, RecordError, locked, open_ledger
+from adacc_hf.eval.records.ledger import Ledger, RecordError, lock_folder, open_ledger
 from adacc_hf.eval.records.records import OUT_OF_TIME
 from adacc_hf.reports.run_record import Settings
 
@@ -107,7 +107,7 @@ def test_a_damaged_record_is_reported_and_kept(settings: Settings) -> None:
 
 
 def test_two_runs_in_one_folder_are_refused(settings: Settings) -> None:
-    with locked(settings.output.parent), pytest.raises(RecordError, match=r"another run writes into .*--output"):
+    with lock_folder(settings.output.parent), pytest.raises(RecordError, match=r"another run writes into .*--output"):
         run(settings, "abc")
     assert run(settings, "abc") == "abc"
 
@@ -133,5 +133,5 @@ def test_a_record_can_be_reported_on_again(settings: Settings, capsys: pytest.Ca
 
 def test_another_kind_of_file_is_not_reported_on(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"rows": []}')
-    with pytest.raises(RecordError, match="is no record with points"):
+    with pytest.raises(RecordError, match="is not a record with points"):
         Ledger.load(tmp_path / "x.json")

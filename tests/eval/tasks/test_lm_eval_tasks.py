@@ -51,7 +51,7 @@ def test_a_changed_file_is_read_anew(data_dir: Path) -> None:
 
 def test_missing_file_is_named(data_dir: Path) -> None:
     (data_dir / "swag" / "validation.jsonl").rename(data_dir / "swag" / "test.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"holds neither swag/validation\.jsonl nor "):
+    with pytest.raises(FileNotFoundError, match=r"has neither swag/validation\.jsonl nor "):
         load_tasks(PAPER_TASKS, data_dir)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials import barrier
 from adacc_hf.eval.trials.barrier import Reference, check, reference_gradients
 from adacc_hf.eval.trials.gradients import ROUNDING, Gradients
-from adacc_hf.eval.trials.methods import Installed, Promise
+from adacc_hf.eval.trials.methods import InstalledMethod, Promise
 from adacc_hf.eval.trials.model_under_test import Subject
 
 SUBJECT = Subject(preset="demo", batch=1, tokens=16)
@@ -43,11 +43,11 @@ def test_noise_is_the_worst_of_three_runs(runs: list[float]) -> None:
 def test_a_gpu_may_add_in_another_order_though_no_run_showed_it(runs: list[float], device: str, is_red: bool) -> None:
     subject = Subject(preset="demo", batch=1, tokens=16, device=device)
     model = torch.nn.Linear(1, 1)
-    installed = Installed(call=model, promise=Promise.EXACT)
+    installed = InstalledMethod(call=model, promise=Promise.EXACT)
     reference = Reference(name="plain", batch=SUBJECT.example(), gradients=gradients(0.0), noise=0.0)
     runs += [ROUNDING["fp32"] / 2] if is_red else [ROUNDING["fp32"] / 2] * 3
     if is_red:
-        with pytest.raises(RedGateError, match="weight differs"):
+        with pytest.raises(WrongResultError, match="weight differs"):
             check(subject, model, installed, reference)
     else:
         found = check(subject, model, installed, reference)
@@ -59,5 +59,5 @@ def test_what_is_wrong_is_red_on_a_gpu_too(runs: list[float]) -> None:
     model = torch.nn.Linear(1, 1)
     reference = Reference(name="plain", batch=SUBJECT.example(), gradients=gradients(0.0), noise=0.0)
     runs += [2 * ROUNDING["fp32"]]
-    with pytest.raises(RedGateError, match="weight differs"):
-        check(subject, model, Installed(call=model, promise=Promise.EXACT), reference)
+    with pytest.raises(WrongResultError, match="weight differs"):
+        check(subject, model, InstalledMethod(call=model, promise=Promise.EXACT), reference)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adacc_hf import Action, AdaccConfig, profile_model
-from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials import contenders
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
@@ -59,7 +59,7 @@ def test_lossy_method_passes_with_its_error(build) -> None:
 def test_gate_stops_the_smallest_error_of_a_lossless_method(build, index: int) -> None:
     contenders = build(Action.RECOMPUTE)
     scale_gradient(contenders[index], 1 + 2**-20)
-    with pytest.raises(RedGateError, match=r"step 1, beside plain: .*h\.0\.mlp.c_fc\.weight differs"):
+    with pytest.raises(WrongResultError, match=r"step 1, compared with plain: .*h\.0\.mlp.c_fc\.weight differs"):
         check_gradients(contenders)
 
 
@@ -72,7 +72,7 @@ def test_gate_looks_at_the_steady_state_too(build) -> None:
         return gradient if len(calls) < 3 else gradient * (1 + 2**-20)
 
     contenders[2].model.transformer.h[0].mlp.c_fc.weight.register_hook(wrong_from_the_third_call_on)
-    with pytest.raises(RedGateError, match="step 3"):
+    with pytest.raises(WrongResultError, match="step 3"):
         check_gradients(contenders)
 
 
@@ -80,7 +80,7 @@ def test_gate_looks_at_the_steady_state_too(build) -> None:
 def test_gate_stops_a_lossy_method_that_is_broken(build, factor: float) -> None:
     contenders = build(Action.COMPRESS)
     scale_gradient(contenders[-1], factor)
-    with pytest.raises(RedGateError, match=r"compress, .* allowed 0\.5; of the loss 0, allowed 0$"):
+    with pytest.raises(WrongResultError, match=r"compress, .* allowed 0\.5; of the loss 0, allowed 0$"):
         check_gradients(contenders)
 
 
@@ -92,7 +92,7 @@ def test_a_chunked_head_may_round_the_loss_otherwise(tiny: Workload) -> None:
     assert everyone[1].is_lossless
     assert 0.0 < check_gradients(everyone)["chunked"] < 1e-5
     scale_gradient(everyone[1], 1.01)
-    with pytest.raises(RedGateError, match=r"chunked, .* differs: .* allowed 1e-05; of the loss"):
+    with pytest.raises(WrongResultError, match=r"chunked, .* differs: .* allowed 1e-05; of the loss"):
         check_gradients(everyone)
 
 
@@ -159,7 +159,7 @@ def test_what_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: floa
     if passes:
         assert check_gradients(everyone)["other"] == pytest.approx(factor * 1e-4, rel=1e-3)
     else:
-        with pytest.raises(RedGateError, match=r"other, .* w differs: .* allowed 0\.0004; "):
+        with pytest.raises(WrongResultError, match=r"other, .* w differs: .* allowed 0\.0004; "):
             check_gradients(everyone)
 
 
@@ -176,7 +176,7 @@ def test_where_plain_runs_are_alike_a_lossless_method_is_bit_equal() -> None:
             off = 0.0 if self.name == PLAIN else 1e-200
             return Gradients(torch.ones(()), {"w": torch.tensor([1.0, off], dtype=torch.float64)})
 
-    with pytest.raises(RedGateError, match=r"other, .* w differs: .* allowed 0; "):
+    with pytest.raises(WrongResultError, match=r"other, .* w differs: .* allowed 0; "):
         check_gradients([Stub(PLAIN), Stub("other")])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adacc_hf import InfeasibleBudgetError
-from adacc_hf.eval.records.records import RedGateError
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials import isolation
 from adacc_hf.eval.trials.isolation import CannotRunError, OverLimitError, run_here, run_isolated
 
@@ -39,7 +39,7 @@ def raise_error(error: Exception) -> None:
             ("error", "RuntimeError: CUDA error: an illegal memory access"),
         ),
         (InfeasibleBudgetError("too small", 7), ("out_of_memory", "too small")),
-        (RedGateError("wrong"), ("red", "wrong")),
+        (WrongResultError("wrong"), ("red", "wrong")),
         (CannotRunError("no GPU"), ("cannot_run", "no GPU")),
         (KeyError("x"), ("error", "KeyError: 'x'")),
     ],

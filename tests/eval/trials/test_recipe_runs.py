@@ -36,7 +36,7 @@ def test_a_folder_that_is_trained_into_is_left_alone(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        with pytest.raises(RecordError, match="still being trained into"):
+        with pytest.raises(RecordError, match="is locked by the training of an earlier run"):
             RecipeRun(method="none", folder=tmp_path, options=[]).train()
     finally:
         os.close(descriptor)

@@ -43,7 +43,7 @@ def test_every_family_trains(tiny: Workload, family: str, blocks: list[str]) -> 
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="family='gpt9' is none of gpt2, llama, t5, bert"):
+    with pytest.raises(ValueError, match="family='gpt9' is unknown: choose from gpt2, llama, t5, bert"):
         Workload(width=32, layers=2, batch=4, tokens=128, family="gpt9")
 
 

@@ -187,7 +187,7 @@ TESTS = [
         files=("tests/test_decoder_models.py",),
         select="test_prefix_tuning_mistral or test_prompt_learning_with_gradient_checkpointing",
         lost={"diffusers": ("StableDiffusionPipeline",)},
-        refusals={"prefix_tuning_mistral": "prefix tuning hands its prefix to the blocks"},
+        refusals={"prefix_tuning_mistral": "prefix tuning passes its prefix to the blocks"},
     ),
     Tests(
         name="peft test_cpt.py",

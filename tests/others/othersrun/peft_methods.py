@@ -6,7 +6,7 @@ from typing import Any
 
 _QV = {"target_modules": ["q_proj", "v_proj"]}
 _CAUSAL = {"task_type": "CAUSAL_LM"}
-_A_CACHE = {"refused": "hands its prefix to the blocks as a key-value cache"}
+_A_CACHE = {"refused": "passes its prefix to the blocks as a key-value cache"}
 """Gradient checkpointing cannot keep it either; PEFT itself refuses the two together."""
 
 

@@ -7,7 +7,7 @@ import torch
 
 from adacc_hf import AdaccConfig
 from adacc_hf.adapt.full_recompute import MOST_STEPS, FullRecompute, is_ready
-from adacc_hf.adapt.policy_builder import PolicyBuilder
+from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.errors import UncalledBlocksError
 
@@ -20,27 +20,27 @@ class Unforeseeable(torch.optim.SGD):
 
 
 @pytest.fixture
-def maker():
-    return PolicyBuilder(AdaccConfig(), None, TrainingLoop())
+def profiler():
+    return RunProfiler(AdaccConfig(), TrainingLoop())
 
 
-def test_a_state_that_nobody_foresees_ends_no_run(maker, caplog):
+def test_a_state_that_nobody_foresees_ends_no_run(profiler, caplog):
     """As after first steps that fp16 has left out, one and all."""
     model = torch.nn.Linear(2, 2)
     with caplog.at_level(logging.WARNING):
-        assert maker._coming_bytes(model, Unforeseeable(model.parameters())) == 0
+        assert profiler._state_bytes(model, Unforeseeable(model.parameters())) == 0
     (record,) = caplog.records
-    assert "optimizer=Unforeseeable(...) has yet to make its state" in record.message
+    assert "optimizer=Unforeseeable(...) has not created all of its state" in record.message
     assert "who are you?" in record.message
     assert "until a step is counted" in record.message
 
 
-def test_a_state_that_is_foreseen_is_left_to_the_profile(maker, caplog):
+def test_a_state_that_is_foreseen_is_left_to_the_profile(profiler, caplog):
     model = torch.nn.Linear(2, 2)
-    assert maker._coming_bytes(model, torch.optim.AdamW(model.parameters())) is None
-    assert maker._coming_bytes(model, None) == 0
-    maker.inner_steps.were_seen = True
-    assert maker._coming_bytes(model, Unforeseeable(model.parameters())) == 0
+    assert profiler._state_bytes(model, torch.optim.AdamW(model.parameters())) is None
+    assert profiler._state_bytes(model, None) == 0
+    profiler.inner_steps.were_seen = True
+    assert profiler._state_bytes(model, Unforeseeable(model.parameters())) == 0
     assert not caplog.records
 
 

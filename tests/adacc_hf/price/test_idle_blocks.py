@@ -9,7 +9,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from adacc_hf import AdaccConfig, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.errors import UncalledBlocksError
-from adacc_hf.price.heads import RanBlocks
+from adacc_hf.price.idle_blocks import ExecutedBlocks
 from adacc_hf.reports.explain import NOTHING_TO_DECIDE, explain_policy
 from adacc_hf.reports.report import write_report
 
@@ -72,7 +72,7 @@ def test_the_others_are_missed(model, token_batch):
 
 
 def test_a_copy_of_a_watched_model_is_watched_by_nobody_else(model, token_batch):
-    with RanBlocks({"teacher": model.teacher}) as ran:
+    with ExecutedBlocks({"teacher": model.teacher}) as ran:
         copied = copy.deepcopy(model)
         copied(**token_batch())
         assert not ran.names

@@ -1,10 +1,10 @@
-"""What a policy may have after it ran out of memory."""
+"""The tighter budget after a policy ran out of memory."""
 
 import pytest
 
 from adacc_hf import AdaccConfig, solve_policy
+from adacc_hf.adapt.oom_retry import tighter_budget
 from adacc_hf.adapt.replanner import Replanner
-from adacc_hf.adapt.step_timer import tighter_budget
 
 
 @pytest.mark.parametrize("form", ["auto", "bytes", "fraction"])
@@ -16,7 +16,7 @@ def test_a_policy_that_ran_out_of_memory_may_have_nine_tenths_of_what_it_kept_to
     policy = solve_policy(profile, budget, config)
     tighter = tighter_budget(Replanner(profile, policy, config))
     if form == "fraction":
-        kept = policy.predicted_stored_bytes / profile.plain_stored_bytes
-        assert tighter == pytest.approx(0.9 * kept, abs=1e-6)  # it is rounded down to a millionth
+        stored_share = policy.predicted_stored_bytes / profile.plain_stored_bytes
+        assert tighter == pytest.approx(0.9 * stored_share, abs=1e-6)  # it is rounded down to a millionth
     else:
         assert tighter == int(0.9 * policy.predicted_peak_bytes)

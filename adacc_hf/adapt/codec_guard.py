@@ -1,0 +1,104 @@
+"""LossGuard: switches off the codecs that degrade gradients.
+
+A gradient is degraded if its relative error exceeds DEGRADED_ERROR. Gradients are checked in the sampled blocks of
+every tracking step and, after a suspicious loss, in one block of every kind in the next step. The codecs that degrade
+them are not used from then on. The first step of the next policy checks every kind again, because a policy may
+recompute a value that must be exact from compressed ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from adacc_hf.adapt.loss_spike import LossSpikeDetector
+from adacc_hf.adapt.outlier_tracking import full_name
+from adacc_hf.adapt.profile_updates import SwitchedOff
+from adacc_hf.adapt.replanner import Tracking
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks
+
+log = logging.getLogger(__name__)
+
+PROOF = "codecs that degraded gradients were switched off"
+"""`LossGuard.suspicion` of a check that no suspicious loss has caused. Saved in checkpoints."""
+
+
+class LossGuard:
+    """A guard that requests checks of the gradients of all kinds of blocks, and judges their results."""
+
+    def __init__(
+        self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
+    ) -> None:
+        self.suspicion: str | None = None
+        """Reason to check all kinds of blocks in the next step; None for no check."""
+        self.switched_off = frozenset(switched_off)
+        """Codecs that have degraded gradients. No batch size uses them any more."""
+        self.is_unproven = False
+        """True if codecs were switched off and no policy without them is followed yet."""
+        self._is_on = config.guard
+        self._detector = LossSpikeDetector(config.loss_spike, losses)
+
+    @property
+    def losses(self) -> list[float]:
+        """Latest logged losses."""
+        return self._detector.losses
+
+    def logged(self, logs: Mapping[str, float], is_lossy: bool) -> None:
+        """Check the logged loss and gradient norm, and set `suspicion` if they are suspicious and a policy is lossy.
+
+        All ranks have to log at the same steps.
+        """
+        if not self._is_on or self.suspicion is not None:
+            return
+        own_reason = self._detector.check(logs.get("loss"), logs.get("grad_norm"))
+        reason = next((reason for reason in gather_from_all_ranks(own_reason) if reason is not None), None)
+        if is_lossy:
+            self.suspicion = reason
+
+    def policy_changed(self) -> bool:
+        """Return True if codecs were switched off for the new policy, and request a check of its first step."""
+        if not self.is_unproven:
+            return False
+        self.suspicion, self.is_unproven = self.suspicion or PROOF, False
+        return True
+
+    def taken_suspicion(self) -> str | None:
+        """Reset `suspicion`. Return the reason of the check that was due, or None if no suspicious loss caused it."""
+        suspicion, self.suspicion = self.suspicion, None
+        return None if suspicion == PROOF else suspicion
+
+    def doubt(self, tracking: Tracking) -> str | None:
+        """Return a reason to call `judge` after a tracking step without a suspicious loss, or None."""
+        largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
+        return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
+
+    def judge(self, suspicion: str, profile: Profile, tracking: Tracking) -> tuple[bool, str]:
+        """Return (True if compression degrades the gradient of any kind of block, verdict), and log the verdict."""
+        errors = {kind: gradient.error for kind, gradient in tracking.gradients.items()}
+        degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
+        if degraded:
+            return True, self._switch_off(suspicion, profile, tracking, degraded)
+        if errors:
+            largest_error = max(errors.values())
+            verdict = f"compression is not the cause: the relative error of gradients is at most {largest_error:.3g}"
+            log.info("Adacc: %s; %s", suspicion, verdict)
+        else:
+            verdict = "no gradient was compared: the exact one is zero or not finite without compression too"
+            log.warning("Adacc: %s; %s", suspicion, verdict)
+        return False, verdict
+
+    def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
+        """Log the codecs that are switched off, and return the verdict."""
+        self.is_unproven = True
+        culprits = sorted(key for key in tracking.degrading_codecs if key[0] in degraded)
+        names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
+        log.warning(
+            "Adacc: %s, and compression degrades gradients (relative error %.3g): it is switched off for %s",
+            suspicion,
+            max(degraded.values()),
+            names,
+        )
+        return f"lossy compression is switched off for {names}"

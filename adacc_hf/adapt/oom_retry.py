@@ -1,0 +1,102 @@
+"""Retry of a micro-batch that ran out of memory, under a tighter budget."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.adapt.replanner import Replanner
+from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.errors import as_sentence
+from adacc_hf.torch_glue.memory import is_out_of_memory
+from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.rng_state import RandomStates, gpus_in_use
+from adacc_hf.torch_glue.tensors import has_gradient_hooks
+
+log = logging.getLogger(__name__)
+
+TIGHTER = 0.9
+"""Budget after running out of memory, as a share of what the policy needed."""
+
+
+def tighter_budget(replanner: Replanner) -> int | float:
+    """Return a budget 10 % below the current policy's need, or below the current budget if that is smaller.
+
+    The result is in bytes if the budget bounds the peak, else a fraction of the bytes that plain training stores.
+    """
+    budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
+    if budget.limits_peak:
+        return int(TIGHTER * min(budget.nbytes, replanner.policy.predicted_peak_bytes))
+    stored = min(budget.nbytes, replanner.policy.predicted_stored_bytes)
+    return math.floor(1e6 * TIGHTER * stored / replanner.profile.plain_stored_bytes) / 1e6
+
+
+def advice(replanner: Replanner) -> str:
+    """Return the settings that make a step fit in memory, for the error message of one that did not."""
+    needed = replanner.policy.predicted_peak_bytes
+    return (
+        f"Adacc planned a peak of {needed} bytes for memory_budget={replanner.memory_budget!r}: set "
+        f"memory_budget={int(needed * TIGHTER)} or less, or use a smaller batch or shorter sequences"
+    )
+
+
+class SavedGradients:
+    """References to a model's gradients before a micro-batch. They cost no copy and no synchronization."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._gradients = [
+            (parameter, parameter.grad, None if parameter.grad is None else version_of(parameter.grad))
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+
+    def restore(self) -> str | None:
+        """Remove the gradients of a failed backward. Return None, or the reason why that is impossible."""
+        for parameter, gradient, version in self._gradients:
+            if gradient is not None and version_of(gradient) != version:
+                return "the failed backward has changed gradients of earlier micro-batches in place"
+            if has_gradient_hooks(parameter):
+                return "hooks have used gradients of the failed backward (DeepSpeed, an optimizer step inside backward)"
+        for parameter, gradient, _ in self._gradients:
+            parameter.grad = gradient
+        return None
+
+
+def run_with_retry(
+    run: Callable[[], Any], model: nn.Module, tighten: Callable[[], str | None], advice: Callable[[], str]
+) -> Any:
+    """Call `run` and return its result. If it runs out of memory, call it once more with the same random numbers.
+
+    `tighten` is called before the second attempt. It frees memory and makes a policy that needs less; it returns None,
+    or the reason why it cannot. Raises torch.OutOfMemoryError, with the text of `advice`, if the first attempt cannot
+    be repeated, or if the second one runs out of memory too.
+    """
+    gradients = SavedGradients(model)
+    random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds
+    try:
+        return run()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        message = str(error)
+    # Outside the except clause, because the error's traceback keeps the frames alive whose tensors are to be freed.
+    gc.collect()
+    obstacle = gradients.restore() or tighten()
+    if obstacle is not None:
+        raise torch.OutOfMemoryError(f"{as_sentence(message)} {advice()}. The step was not tried again: {obstacle}")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    random_states.restore()
+    log.warning("Adacc: out of memory (%s); trying the step again under a tighter policy", message.splitlines()[0])
+    try:
+        return run()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(f"{as_sentence(error)} {advice()}. The step failed twice") from None

@@ -1,0 +1,218 @@
+"""PolicyChoice: the choice of a policy for each micro-batch, by the sizes of its tensors.
+
+NOTE [Choice of a policy]. This is the only place where a micro-batch gets its policy.
+| sizes of the micro-batch | policy |
+|---|---|
+| in a size class that has one | that class's |
+| in a new class, before a step was counted | the first; the class's least memory if the first exceeds the budget |
+| in a new class, later | solved for the class's extrapolated profile |
+| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | the same, but as plans that no tracking changes |
+| in no class, within a profiled size | that of the smallest such size |
+| in no class, else | none: torch's checkpoint |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from adacc_hf.adapt.diverged_batches import DivergedBatches
+from adacc_hf.adapt.events import PolicySet, predictions
+from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
+from adacc_hf.adapt.fallback_stats import NO_POLICY, ratio
+from adacc_hf.adapt.policy_cache import PolicyCache
+from adacc_hf.adapt.policy_selection import current_policy
+from adacc_hf.adapt.replanner import Replanner
+from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
+from adacc_hf.adapt.size_policy import SizePolicy
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
+from adacc_hf.torch_glue.distributed import num_ranks
+
+
+class PolicyChoice:
+    """Policies of a run, the one in force, and the sizes of the current step's micro-batches."""
+
+    def __init__(self, handle: PolicyHandle, context: RunContext) -> None:
+        self.cache = PolicyCache()
+        self.extrapolated = ExtrapolatedPolicies(context, self.cache)
+        self.current: SizePolicy | None = None
+        """Size policy in force; None under torch's checkpoint, and under plans without a size policy."""
+        self.plans: BlockPlans | None = None
+        """Plans in force; None under torch's checkpoint."""
+        self.shapes: BatchShapes = ()
+        """Sizes of the last micro-batch."""
+        self.largest: BatchShapes = ()
+        """Sizes of the largest micro-batch of the step."""
+        self.batch_bytes = 0
+        """Bytes of the largest micro-batch of the step."""
+        self.diverged = DivergedBatches(context.config, context.note_memory)
+        self._handle, self._context = handle, context
+        self._used: dict[int, SizePolicy | None] = {}
+        """Size policies of the step's micro-batches, by identity of the plans; None for plans without one."""
+        self._lasts = False
+        """True if the next micro-batch of the same sizes needs no new choice."""
+        self._is_alone = num_ranks() == 1
+        handle.tape_cache.may_record = self._may_record
+
+    @property
+    def shown(self) -> SizePolicy:
+        """Size policy of the last micro-batch; the first one if that ran under torch's checkpoint."""
+        return self.current or self.cache.all[0]
+
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the last step."""
+        self._used.clear()
+        self.largest, self.batch_bytes = (), 0
+
+    def choose(self, shapes: BatchShapes, nbytes: int) -> None:
+        """Put the policy for a micro-batch of `shapes`, which has `nbytes`, in force."""
+        self.batch_bytes = max(self.batch_bytes, nbytes)
+        if not self._lasts or shapes != self.shapes:
+            self._choose(shapes)
+        self._used[id(self.plans)] = self.current
+        if shapes != self.largest and num_elements(shapes) > num_elements(self.largest):
+            self.largest = shapes
+
+    def _choose(self, shapes: BatchShapes) -> None:
+        self.shapes = shapes
+        sizes = self.cache.class_of(shapes)
+        size_policy = self.cache.around(shapes) if sizes is None else self._of_class(sizes, shapes)
+        plans = None if size_policy is None else size_policy.plans
+        if size_policy is None and sizes is not None:
+            plans = self.cache.untracked_plans(sizes, shapes)
+        if size_policy is not self.current or plans is not self.plans:
+            self._put(size_policy, plans)
+        # Batches whose bucket lacks a policy are counted each time.
+        self._lasts = size_policy is not None and not self.cache.counted
+
+    def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
+        """Return the size policy of the class `sizes` of a batch of `shapes`; make one if the class is new.
+
+        None if the class has plans without a size policy.
+        """
+        size_policy = self.cache.at(sizes) or self.cache.at(shapes)
+        if size_policy is not None or self.cache.untracked_plans(sizes, shapes) is not None:
+            return size_policy
+        measured, _ = self.cache.size_model()
+        if measured.is_provisional:
+            return self._before_counting(sizes, measured)
+        sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
+        if not self._is_alone or self.cache.is_full:
+            self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
+            return None
+        return self.add_extrapolated(sizes, profile, policy)
+
+    def _before_counting(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
+        """Return `measured`, or a policy of least memory for the class `sizes` if `measured` exceeds the budget there.
+
+        With several ranks, such a class gets plans without a size policy, and the result is None.
+        """
+        profile = self.extrapolated.profile_at(sizes)
+        policy = current_policy(profile, measured.replanner.policy)
+        if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
+            return measured
+        policy = self.extrapolated.least(profile)
+        if not self._is_alone:
+            self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
+            return None
+        least = self.add_extrapolated(sizes, profile, policy)
+        least.is_provisional = True
+        return least
+
+    def add(
+        self,
+        shapes: BatchShapes | None,
+        profile: Profile,
+        policy: Policy,
+        is_provisional: bool = False,
+        was_measured: bool = False,
+        is_extrapolated: bool = False,
+    ) -> SizePolicy:
+        """Add a size policy for batches of `shapes`, put it in force and return it.
+
+        If `is_provisional`, it is followed until a step was counted. `was_measured` is True if `profile` was to measure
+        other sizes too; a profile without a size model then shows that the model takes no parts of a batch.
+        """
+        size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
+        size_policy.is_provisional = is_provisional
+        self.cache.add(size_policy)
+        self.cache.may_measure = not was_measured or profile.sizes is not None
+        self._put(size_policy, size_policy.plans)
+        self._context.turns.wait(RECORDED_STEPS)
+        self._context.turns.is_wanted |= is_provisional
+        return size_policy
+
+    def add_extrapolated(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> SizePolicy:
+        """Add a size policy for a class whose `profile` was extrapolated, and return it."""
+        size_policy = self._size_policy(sizes, profile, policy, is_extrapolated=True)
+        size_policy.num_steps = RECORDED_STEPS
+        size_policy.must_count = num_elements(sizes) > self.cache.size_model()[1].max_measured_elements
+        self._context.turns.is_wanted |= size_policy.must_count
+        self.cache.add(size_policy)
+        self._lasts = False
+        reason = f"for batches of {describe(sizes)}"
+        self._context.note(PolicySet(step=self._context.step, reason=reason, **predictions(policy)))
+        return size_policy
+
+    def _size_policy(
+        self, shapes: BatchShapes | None, profile: Profile, policy: Policy, is_extrapolated: bool
+    ) -> SizePolicy:
+        replanner = Replanner(profile, policy, self._context.config, self._context.memory_budget)
+        replanner.switch_off(self._context.switched_off)
+        plans = self._handle.prepare(policy, self._handle.plans)
+        return SizePolicy(shapes, replanner, plans, is_extrapolated=is_extrapolated)
+
+    def follow(self, size_policy: SizePolicy, policy: Policy) -> None:
+        """Let `size_policy` follow `policy` from the next micro-batch on."""
+        self._lasts = False
+        size_policy.plans = self._handle.prepare(policy, size_policy.plans)
+        size_policy.times.start_over()
+        size_policy.is_fresh = True
+        if size_policy is self.current:
+            self._put(size_policy, size_policy.plans)
+
+    def _put(self, size_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
+        """Put `plans` in force."""
+        self._handle.follow(plans)
+        self.current, self.plans, self._lasts = size_policy, plans, False
+
+    def used(self) -> list[SizePolicy | None]:
+        """Return the size policies of the step's micro-batches; None for those without one."""
+        return list(self._used.values()) or [self.current]
+
+    def ran_alone(self) -> bool:
+        """Return True if the whole step ran under the policy in force."""
+        return self.current is not None and all(plans == id(self.current.plans) for plans in self._used)
+
+    def end_micro_batch(self, fallbacks: Mapping[str, int]) -> tuple[float, dict[str, int]]:
+        """Return (predicted overhead in ms, number of fallbacks by reason) of the last micro-batch.
+
+        `fallbacks` are the calls of blocks that left their plans.
+        """
+        if self.plans is None:
+            self.diverged.add(0.0)
+            return self._fallback_ms(), {NO_POLICY: 1}
+        policy = self.plans.policy if self.current is None else self.current.replanner.policy  # at today's prices
+        planned_ms = policy.predicted_overhead_ms * ratio(
+            self.shapes, None if self.current is None else self.current.shapes
+        )
+        share = min(1.0, sum(fallbacks.values()) / len(policy.blocks))
+        self.diverged.add(share)
+        if not fallbacks:
+            return planned_ms, {}
+        return (1 - share) * planned_ms + share * self._fallback_ms(), dict(fallbacks)
+
+    def _fallback_ms(self) -> float:
+        """Return the overhead of the last micro-batch under full recomputation."""
+        return self.diverged.overhead_ms(self.shapes, self._reference, self._context.memory_budget)
+
+    def _may_record(self) -> bool:
+        """Return True if the micro-batch keeps to the budget while a block's call is recorded."""
+        return self.diverged.may_record(self.shapes, self._reference, self._context.memory_budget)
+
+    @property
+    def _reference(self) -> SizePolicy:
+        """Size policy whose profile is closest to the last micro-batch."""
+        return self.current or self.cache.measured or self.shown

@@ -1,0 +1,153 @@
+"""Replanning: solves a size's policy again when its prices have changed, and puts the result in force.
+
+All ranks do this at the same steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from adacc_hf.adapt.events import MemoryNoted, PolicyChanged, predictions
+from adacc_hf.adapt.oom_retry import tighter_budget
+from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_selection import NOTHING_FITS
+from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.size_policy import SizePolicy
+from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.torch_glue.distributed import check_same_policy, num_ranks
+
+log = logging.getLogger(__name__)
+
+
+class Replanning:
+    """Solver runs for the size policies of a run: on a thread, at once after a counted step, or after out-of-memory."""
+
+    def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:
+        self._choice, self._context = choice, context
+        self._num_micro = num_micro
+        """Micro-batches of a step."""
+
+    @property
+    def all(self) -> list[SizePolicy]:
+        """Size policies of the run."""
+        return self._choice.cache.all
+
+    def start(self, step: int, size_policy: SizePolicy) -> None:
+        """Start the solver on a thread, or remember to start it again if it runs.
+
+        A provisional policy is left alone: it is solved when a step was counted.
+        """
+        if size_policy.is_provisional:
+            return
+        size_policy.must_solve = size_policy.replanner.is_solving
+        if not size_policy.must_solve:
+            size_policy.replanner.start_solving()
+            size_policy.due = step + self._context.config.takeover_steps
+
+    def has_due(self, step: int) -> bool:
+        """Return True if a result of the solver is to be put in force at the end of `step`."""
+        return any(size_policy.due is not None and step >= size_policy.due for size_policy in self.all)
+
+    def take_over(self, step: int) -> bool:
+        """Put the results that are due in force. Return True if a policy changed."""
+        has_changed = False
+        for size_policy in self.all:
+            if size_policy.due is None or step < size_policy.due:
+                continue
+            started = time.perf_counter()
+            before, result = size_policy.replanner.policy, size_policy.replanner.take_over()
+            waited_ms = (time.perf_counter() - started) * 1e3
+            size_policy.due = None
+            # The wait is part of this step's time. What the solver computed before was taken from training's core.
+            self._context.extra_ms += max(0.0, size_policy.replanner.solver_ms - waited_ms)
+            if NOTHING_FITS in result.reason:
+                log.warning("Adacc: step %d: %s", step, result.reason)
+            if result.policy is not None:
+                has_changed = True
+                self._change(step, size_policy, before, result.policy, result.reason, waited_ms)
+            elif result.reason.startswith(NOTHING_FITS):
+                self._context.note(MemoryNoted(step=step, reason=result.reason))
+            if size_policy.must_solve:
+                self.start(step, size_policy)
+        return has_changed
+
+    def solve_now(self, step: int, size_policy: SizePolicy, profile: Profile, reason: str) -> bool:
+        """Solve for the prices of `profile` and follow the result. Return False, and warn, if no policy fits."""
+        replanner, before = size_policy.replanner, size_policy.replanner.policy
+        started = time.perf_counter()
+        try:
+            policy = replanner.solve_for(profile)
+        except InfeasibleBudgetError as error:
+            log.warning("Adacc: step %d: %s: %s; the policy of least memory stays", step, NOTHING_FITS, error)
+            self._context.note(MemoryNoted(step=step, reason=f"{NOTHING_FITS}: {error}"))
+            return False
+        waited_ms = (time.perf_counter() - started) * 1e3
+        self._change(step, size_policy, before, policy, reason, waited_ms)
+        return True
+
+    def tighten(self, step: int) -> str | None:
+        """Follow a policy of less memory after `step` ran out of memory. Return the obstacle, or None if it is done."""
+        size_policy = self._choice.current
+        if num_ranks() > 1:
+            return "the other ranks are in the middle of it"
+        if size_policy is None:
+            return "it ran under full recomputation already"
+        replanner = size_policy.replanner
+        budget = tighter_budget(replanner)
+        try:
+            policy = replanner.solve_within(budget)
+        except InfeasibleBudgetError as error:
+            return f"no policy needs that much less: {error}"
+        self._context.tightened = budget
+        size_policy.due, size_policy.must_solve = None, False
+        self._follow(step, size_policy, policy)
+        reason = f"out of memory: from now on memory_budget={budget}"
+        self._context.note(MemoryNoted(step=step, reason=reason, **predictions(policy)))
+        return None
+
+    def _change(
+        self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
+    ) -> None:
+        """Follow `policy` in the place of `before`, and note the change."""
+        check_same_policy(policy)
+        extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
+        step_ms = size_policy.times.median_ms
+        size_policy.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
+        num_actions, num_channels = num_changes(before, policy)
+        if num_actions:
+            size_policy.must_count = self._context.turns.is_wanted = True
+            self._context.turns.wait(0)
+        self._context.note(
+            PolicyChanged(
+                step=step,
+                reason=reason,
+                moved=f"{num_actions} actions, {num_channels} sets of channels",
+                waited_ms=waited_ms,
+                step_ms=step_ms,
+                predicted_step_ms=size_policy.predicted_step_ms,
+                **predictions(policy),
+            )
+        )
+        self._follow(step, size_policy, policy)
+        log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
+
+    def _follow(self, step: int, size_policy: SizePolicy, policy: Policy) -> None:
+        self._choice.follow(size_policy, policy)
+        if self._context.guard.policy_changed():
+            self._context.policy_step = step  # tracked as often as the first policy
+
+
+def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
+    """Return the number of activations, over all blocks, with another action or codec, and with other channels only."""
+    num_actions = num_channels = 0
+    for block, _ in before.blocks:
+        old = dict(before.plan_of(block).choices)
+        for value, choice in after.plan_of(block).choices:
+            earlier = old.get(value, choice)
+            is_other = (earlier.action, earlier.codec) != (choice.action, choice.codec)
+            num_actions += is_other
+            num_channels += not is_other and earlier.options != choice.options
+    return num_actions, num_channels

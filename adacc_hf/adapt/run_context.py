@@ -1,0 +1,54 @@
+"""RunContext: the budget of a run and what its steps have shown, shared by the parts of the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.events import Event, MemoryNoted
+from adacc_hf.adapt.profile_updates import SwitchedOff
+from adacc_hf.adapt.step_timer import CountingTurns
+from adacc_hf.artifacts.config import AdaccConfig
+
+RECORDED_STEPS = 2
+"""First steps of a policy, in which calls may be recorded. They take longer than later steps, and more memory if no
+profile has recorded the model before."""
+
+
+@dataclass(slots=True)
+class RunContext:
+    """State that the parts of one run's controller share."""
+
+    config: AdaccConfig
+    policy_step: int
+    """Finished steps when the policy was set. Tracking steps are counted from here."""
+    note: Callable[[Event], None]
+    """Function that appends an event to the run's history."""
+    guard: LossGuard
+    tightened: float | int | None = None
+    """Budget of new policies after a step ran out of memory; None before."""
+    missing_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that a counted step took beyond its profile, by moment of the step."""
+    counted_elements: int = 0
+    """Elements of the largest micro-batch of that step; 0 before a step was counted."""
+    step: int = 0
+    """Number of the current step, counted from 1."""
+    extra_ms: float = 0.0
+    """Time in ms by which steps with tracking, solving, counting or profiling took longer than normal steps."""
+    turns: CountingTurns = field(default_factory=CountingTurns)
+    """Decision in which steps memory is counted."""
+
+    @property
+    def memory_budget(self) -> str | float | int:
+        """Budget of new policies: the config's, or less after a step ran out of memory."""
+        return self.config.memory_budget if self.tightened is None else self.tightened
+
+    @property
+    def switched_off(self) -> frozenset[SwitchedOff]:
+        """Codecs that degraded gradients, and are not used any more."""
+        return self.guard.switched_off
+
+    def note_memory(self, reason: str) -> None:
+        """Append a statement on memory to the history, at the current step."""
+        self.note(MemoryNoted(step=self.step, reason=reason))

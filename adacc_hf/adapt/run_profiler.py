@@ -1,0 +1,226 @@
+"""RunProfiler: profiles of a run's batches, under the run's own settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.adapt.optimizer_hooks import InnerSteps, OptimizerProbe
+from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import NoEstimateError, OptimizerStateError, UncalledBlocksError, as_sentence
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS
+from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.price.memory_profile import NoSync
+from adacc_hf.price.optimizer_memory import coming_state_bytes
+from adacc_hf.price.profiler import estimate_profile, profile_model
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, describe, resize_batch, size_class_of
+from adacc_hf.torch_glue.distributed import (
+    broadcast_from_first_rank,
+    common_profile,
+    end_process_if_out_of_memory,
+    fail_together,
+    gather_from_all_ranks,
+    is_sharded,
+)
+from adacc_hf.torch_glue.memory import is_out_of_memory
+from adacc_hf.torch_glue.private import is_profiling
+
+log = logging.getLogger(__name__)
+
+FIRST_STEPS_CHECKPOINTED = "Adacc: the first steps run under torch's checkpoint: %s"
+
+
+class RunProfiler:
+    """Profiler of one run's batches.
+
+    `optimizer` and `inner_steps` observe the run's own steps for memory that a profile cannot measure.
+    """
+
+    def __init__(self, config: AdaccConfig, loop: TrainingLoop) -> None:
+        self.optimizer = OptimizerProbe()
+        self.inner_steps = InnerSteps()
+        self.all_sizes = False
+        """True if batches differ in size, so that profiles measure a size model too."""
+        self._config, self._loop = config, loop
+        self._has_said_busy = False
+
+    def remove(self) -> None:
+        """Remove the hooks from the optimizer. Harmless when called again."""
+        self.optimizer.end()
+        self.inner_steps.close()
+
+    def must_wait(self, model: nn.Module) -> bool:
+        """Return True, and warn once, if a profiler of torch's is active on a rank. On a CPU a profile would end it."""
+        if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
+            return False
+        if not self._has_said_busy:
+            self._has_said_busy = True
+            log.warning(
+                "Adacc: a profiler of torch's is active, which a memory profile on a CPU would end: the profile waits "
+                "until a step ends without one, and the model trains as before. Let the profiler end, or start it some "
+                "steps after profile_steps=%d",
+                self._config.profile_steps,
+            )
+        return True
+
+    def estimate(
+        self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
+    ) -> Profile | None:
+        """Return this rank's profile of the first batch, estimated from small parts of it.
+
+        If the model cannot run on parts, warn and measure the whole batch. If it cannot run on that either, or leaves
+        blocks out, log why and return None. Raises torch.OutOfMemoryError on all ranks if one runs out of memory.
+        """
+        with self._training_mode(model):
+            try:
+                return self._estimate_or_measure(model, optimizer, batch, compute_loss)
+            except (UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
+                if is_out_of_memory(error):
+                    raise
+                level = logging.INFO if isinstance(error, UncalledBlocksError) else logging.WARNING
+                log.log(level, FIRST_STEPS_CHECKPOINTED, as_sentence(error))
+                log.debug("Adacc: no profile of the first batch", exc_info=error)
+                return None
+
+    def _estimate_or_measure(
+        self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
+    ) -> Profile:
+        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
+        try:
+            profile = estimate_profile(model, batch, self._config, optimizer, **settings)
+        except (NoEstimateError, UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
+            if is_out_of_memory(error):
+                raise
+            self._warn_whole_batch(batch, as_sentence(error))
+        else:
+            log.info("Adacc: the profile is estimated from small parts of the batch")
+            return profile
+        return profile_model(model, batch, self._config, optimizer, **settings)
+
+    def measure(
+        self, model: nn.Module, optimizer: Any, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
+    ) -> Profile:
+        """Return the profile of a whole batch, the same on all ranks.
+
+        Raises RuntimeError if no batch was kept, and torch.OutOfMemoryError on all ranks if one runs out of memory.
+        """
+        if batch is None:
+            raise RuntimeError(self._loop.no_batch)
+        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss, "all_sizes": self.all_sizes}
+        with self._training_mode(model):
+            profile = profile_model(model, batch, self._config, optimizer, **settings)
+        return common_profile(profile)  # once all ranks have one
+
+    def measure_resized(
+        self,
+        sizes: BatchShapes,
+        batch: dict[str, Any],
+        shapes: BatchShapes,
+        model: nn.Module,
+        optimizer: Any,
+        compute_loss: ComputeLoss | None,
+    ) -> tuple[BatchShapes, Profile] | None:
+        """Return (sizes, profile) of a batch of `shapes`, resized to `sizes`. See `profile_resized`."""
+
+        def profile(resized_batch: dict[str, Any]) -> Profile:
+            self._warn_whole_batch(resized_batch, "no profile predicts batches of this size")
+            return self.measure(model, optimizer, resized_batch, compute_loss)
+
+        return profile_resized(sizes, batch, shapes, model, profile)
+
+    def with_advice(self, error: torch.OutOfMemoryError, batch: dict[str, Any]) -> torch.OutOfMemoryError:
+        """Return `error` with advice on a batch that can be profiled."""
+        return type(error)(
+            f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which "
+            f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
+            + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
+        )
+
+    def _warn_whole_batch(self, batch: dict[str, Any], why: str) -> None:
+        """Log that a whole batch is about to be profiled: as a warning if the budget bounds the peak in bytes."""
+        budget = self._config.memory_budget
+        in_bytes = not isinstance(budget, float) and budget != "auto"
+        log.log(
+            logging.WARNING if in_bytes else logging.INFO,
+            "Adacc: a whole batch of %s is profiled, which takes what one block makes on top of full recomputation and "
+            "may be more than memory_budget=%r: %s",
+            describe(batch_shapes(batch)),
+            budget,
+            why,
+        )
+
+    @contextmanager
+    def _training_mode(self, model: nn.Module) -> Iterator[None]:
+        """Return a context for profiling: train mode, the loop's autocast, and errors raised on all ranks together."""
+        was_training = model.training
+        model.train()
+        try:
+            guarded = end_process_if_out_of_memory() if is_sharded(model) else fail_together()
+            with guarded, self._loop.profiling():
+                yield
+        finally:
+            model.train(was_training)
+
+    def _settings(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return the arguments of `profile_model` that describe the run."""
+        return {
+            "gradient_accumulation_steps": self._loop.num_micro,
+            "prefetched_batches": self._loop.num_prefetched(next(model.parameters()).device),
+            "optimizer_step_bytes": self.optimizer.nbytes,
+            "optimizer_state_bytes": self._state_bytes(model, optimizer),
+            "no_sync": self._no_sync(model),
+        }
+
+    def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
+        """Return None if the profile can find out the optimizer's future state, else 0 until a step is counted.
+
+        After `profile_steps` steps there is state, unless the Trainer skipped their updates (fp16 that overflows).
+        """
+        if optimizer is None or self.inner_steps.were_seen:
+            return 0
+        try:
+            coming_state_bytes(optimizer, model.parameters())
+        except OptimizerStateError as error:
+            log.warning("Adacc: %s; until a step is counted, the plan leaves this state out", error)
+            return 0
+        return None
+
+    def _no_sync(self, model: nn.Module) -> NoSync | None:
+        """Return the context of micro-batches before a step's last one, if ranks hold parts of the gradients."""
+        return self._loop.no_sync(model) if is_sharded(model) else None
+
+
+def profile_resized(
+    sizes: BatchShapes,
+    batch: dict[str, Any],
+    shapes: BatchShapes,
+    model: nn.Module,
+    profile: Callable[[dict[str, Any]], Profile],
+) -> tuple[BatchShapes, Profile] | None:
+    """Return (sizes, profile) of `batch`, which has `shapes`, resized to `sizes`.
+
+    The model may refuse the resized batch: numbers of image patches and of tokens depend on each other. Then `batch` is
+    profiled at its own `shapes` if both sizes are of one class. Return None if they are not.
+    """
+    try:
+        return sizes, profile(resize_batch(batch, shapes, sizes))
+    except (torch.OutOfMemoryError, UncalledBlocksError):
+        raise
+    except Exception as error:
+        if shapes == sizes or is_sharded(model):
+            raise
+        log.info(
+            "Adacc: the model refuses a batch of %s resized to %s (%s): it is profiled at its own size",
+            *map(describe, (shapes, sizes)),
+            error,
+        )
+    if not all(gather_from_all_ranks(size_class_of(shapes) == size_class_of(sizes))):
+        return None
+    return broadcast_from_first_rank(lambda: shapes), profile(batch)

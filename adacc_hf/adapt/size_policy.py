@@ -1,0 +1,98 @@
+"""SizePolicy: the policy for batches of one size, and its figures.
+
+NOTE [States of a size policy]
+| state | meaning | ends with |
+|---|---|---|
+| `is_provisional` | the policy of least memory, before any step was counted | the first counted step |
+| `must_count` | its actions were never counted in a step | the next counted step at this size |
+| `due` is a step | the solver runs on a thread | that step's end, when the result is put in force |
+| `must_solve` | prices changed while the solver ran | the next start of the solver |
+| `is_fresh` | no step has run under its present plans | the end of such a step |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from adacc_hf.adapt.checkpoint_files import SavedSizePolicy
+from adacc_hf.adapt.events import OutliersTracked
+from adacc_hf.adapt.replanner import Replanner, Tracking
+from adacc_hf.adapt.step_timer import StepTimes
+from adacc_hf.torch_glue.batch_shapes import BatchShapes
+
+if TYPE_CHECKING:
+    from adacc_hf.run.policy_handle import BlockPlans
+
+
+@dataclass(slots=True)
+class SizePolicy:
+    """Policy for one size of batch, with its replanner, its plans and the figures of its steps."""
+
+    shapes: BatchShapes | None
+    """Sizes of the batch that the policy was made for; None if they are not known."""
+    replanner: Replanner
+    plans: BlockPlans
+    due: int | None = None
+    """Step at whose end the solver's result is put in force; None if the solver does not run."""
+    must_solve: bool = False
+    """True if prices changed while the solver ran."""
+    is_provisional: bool = False
+    """True if this is the policy of least memory, until a whole step was counted."""
+    must_count: bool = True
+    """True if no step was counted under the present actions."""
+    is_extrapolated: bool = False
+    """True if the profile was predicted from another size's."""
+    num_steps: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
+    is_fresh: bool = False
+    """True before the first step under the present plans, which prepares them."""
+    predicted_step_ms: float | None = None
+    error: float | None = None
+    """Largest round-trip error in the last tracking step."""
+    gradient_error: float | None = None
+    measured_peak_bytes: int | None = None
+
+    def saved(self) -> SavedSizePolicy:
+        """Return what a resumed run needs at this size."""
+        replanner = self.replanner
+        return SavedSizePolicy(
+            policy=replanner.policy,
+            profile=replanner.priced,
+            prices=None if replanner.profile == replanner.priced else replanner.profile,
+            searched=None if replanner.searched == replanner.priced else replanner.searched,
+            shapes=self.shapes,
+            due=self.due,
+            num_tracked=replanner.num_tracked,
+            memory_budget=replanner.memory_budget,
+            is_provisional=self.is_provisional,
+            is_told=self.is_extrapolated,
+        )
+
+    def resume(self, record: SavedSizePolicy) -> None:
+        """Restore the state of `record`. If the solver was running then, start it again."""
+        self.replanner.num_tracked, self.due = record.num_tracked, record.due
+        self.is_provisional = record.is_provisional
+        if record.memory_budget is not None:
+            self.replanner.memory_budget = record.memory_budget
+        if record.prices is not None:
+            self.replanner.profile = record.prices
+        if record.searched is not None:
+            self.replanner.searched = record.searched
+        if self.due is not None:
+            self.replanner.start_solving()
+
+    def tracked(self, step: int, tracking: Tracking) -> OutliersTracked:
+        """Return the event of a tracking step, with the figures of the steps before it."""
+        gradients = tracking.gradients.values()
+        return OutliersTracked(
+            step=step,
+            reason=tracking.reason,
+            num_outliers=tracking.num_outliers,
+            errors=tracking.errors,
+            compression_rate=self.replanner.policy.predicted_stored_bytes / self.replanner.profile.plain_stored_bytes,
+            gradient_error=max((gradient.error for gradient in gradients), default=None),
+            gradient_cosine=min((gradient.cosine for gradient in gradients), default=None),
+            step_ms=self.times.median_ms,
+            predicted_step_ms=self.predicted_step_ms,
+        )

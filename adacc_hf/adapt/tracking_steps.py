@@ -1,0 +1,108 @@
+"""TrackingSteps: measurement of outliers and gradients in chosen steps, for all size policies of a run."""
+
+from __future__ import annotations
+
+import logging
+
+from adacc_hf.adapt.events import GuardVerdict
+from adacc_hf.adapt.outlier_tracking import NamedObservation
+from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.replanner import Tracking
+from adacc_hf.adapt.replanning import Replanning
+from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.size_policy import SizePolicy
+from adacc_hf.torch_glue.batch_shapes import describe
+
+log = logging.getLogger(__name__)
+
+
+def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
+    """Return True if outliers are tracked `steps_since` steps after the policy was set.
+
+    With "exponential" after 1, 2, 4, ... steps, with a number N after every N steps.
+    """
+    if tracking == "off" or steps_since < 1:
+        return False
+    if tracking == "exponential":
+        return steps_since & (steps_since - 1) == 0
+    return steps_since % int(tracking) == 0
+
+
+class TrackingSteps:
+    """Tracking of all size policies with lossy codecs: start at a step's begin, finish at its end."""
+
+    def __init__(self, choice: PolicyChoice, replanning: Replanning, context: RunContext) -> None:
+        self.is_on = False
+        """True during a tracking step."""
+        self._choice, self._replanning, self._context = choice, replanning, context
+        self._has_said_room = False
+
+    def begin_step(self, step: int) -> None:
+        """Start tracking if `step` is a tracking step, or if the accuracy guard has a suspicion."""
+        is_due = is_tracking_step(step - self._context.policy_step, self._context.config.tracking)
+        if is_due or self._context.guard.suspicion is not None:
+            self._start()
+
+    def _start(self) -> None:
+        every_kind = self._context.guard.suspicion is not None
+        for size_policy in self._choice.cache.all:
+            if size_policy.replanner.has_work():
+                size_policy.replanner.start_tracking(size_policy.plans, every_kind=every_kind)
+                self.is_on = True
+        self._say_room()
+        # On a CPU, counting takes a profiler and as long as a step: not repeated for the same actions while tracking.
+        must_count = any(size_policy.must_count for size_policy in self._choice.cache.all)
+        self._context.turns.is_wanted = not self.is_on or must_count
+
+    def _say_room(self) -> None:
+        """Log once that the budget has too little room for the guard's comparisons."""
+        lack_room = [s for s in self._choice.cache.all if s.replanner.lacks_room]
+        if not lack_room or self._has_said_room:
+            return
+        self._has_said_room = True
+        sizes = "batches" if lack_room[0].shapes is None else f"batches of {describe(lack_room[0].shapes)}"
+        log.info(
+            "Adacc: at %s the budget has no room to compare gradients of %d blocks (guard_blocks) with exact ones: "
+            "only as many are compared as fit",
+            sizes,
+            self._context.config.guard_blocks,
+        )
+
+    def finish(self, step: int) -> None:
+        """Put the measurements of the tracking step into the prices, and start the solver where they changed.
+
+        Measurements at one size count for the same blocks at all sizes.
+        """
+        self.is_on = False
+        guard, size_policies = self._context.guard, self._choice.cache.all
+        suspicion = guard.taken_suspicion()
+        must_solve, is_degraded = {}, False
+        tracked = [size_policy for size_policy in size_policies if size_policy.replanner.is_tracking]
+        observed = NamedObservation.merged([size_policy.replanner.observed() for size_policy in tracked])
+        for size_policy in size_policies:
+            tracking = size_policy.replanner.reprice(observed)
+            must_solve[id(size_policy)] = tracking.needs_solving
+            if size_policy not in tracked:
+                continue
+            size_policy.error = max(tracking.errors.values(), default=None)
+            size_policy.gradient_error = max((g.error for g in tracking.gradients.values()), default=None)
+            self._context.note(size_policy.tracked(step, tracking))
+            guard.switched_off |= size_policy.replanner.switched_off
+            doubt = suspicion or guard.doubt(tracking)
+            is_degraded |= doubt is not None and self._judge(step, size_policy, doubt, tracking)
+        for size_policy in size_policies:
+            size_policy.replanner.switch_off(guard.switched_off)
+            if is_degraded or must_solve.get(id(size_policy)):
+                self._replanning.start(step, size_policy)
+
+    def _judge(self, step: int, size_policy: SizePolicy, doubt: str, tracking: Tracking) -> bool:
+        """Return True if compression degrades a gradient, and note the verdict."""
+        is_degraded, verdict = self._context.guard.judge(doubt, size_policy.replanner.profile, tracking)
+        self._context.note(GuardVerdict(step=step, reason=doubt, verdict=verdict))
+        return is_degraded
+
+    def cancel(self) -> None:
+        """Stop tracking. Harmless when no tracking runs."""
+        for size_policy in self._choice.cache.all:
+            size_policy.replanner.cancel_tracking()
+        self.is_on = False

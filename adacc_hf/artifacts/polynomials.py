@@ -1,0 +1,220 @@
+"""Exact integer polynomials of tensor sizes, fitted to the numbers of a few calls.
+
+The sizes, strides, offsets and bytes of a block's tensors are sums of products of a few sizes, such as batch size and
+sequence length. A fit tries a constant, then one product of sizes times a factor, then sums of two and of three
+products, all in exact integers. A fit is accepted only if at least one call checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations, product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+Sizes = tuple[int, ...]
+"""The independent sizes of one call (see `independent_sizes`)."""
+Column = tuple[int, ...]
+"""The values that one number has in all calls, in the order of the calls: a column of a table with a row per call."""
+
+MAX_DEGREE = 3
+"""Maximum number of sizes multiplied in one product. Attention scores have batch x tokens x tokens elements."""
+MAX_TERMS = 3
+MIN_LEAST_SQUARES_CALLS = 2 * MAX_TERMS
+"""Minimum number of calls for an approximation by least squares with MAX_TERMS terms."""
+RELATIVE_TOLERANCE = 1e-6
+"""Largest float error of a candidate sum of products, relative to the largest number of the column. Floats round at
+1e-16 of each term. Terms of opposite sign may be 1e9 times as large as their sum."""
+MAX_SYMBOLS = 5
+"""Maximum number of independent sizes. With more, the combinations of products are too many to try."""
+
+
+class Polynomial:
+    """A sum of products of sizes, each with an integer factor, over a common integer divisor.
+
+    A call takes the values of the products, which all polynomials of a `Basis` share.
+    """
+
+    __slots__ = ("divisor", "terms")
+
+    def __init__(self, terms: tuple[tuple[int, int], ...], divisor: int = 1) -> None:
+        self.terms = terms
+        """(factor, index of the product in the basis) of each term."""
+        self.divisor = divisor
+
+    def __call__(self, products: Sequence[int]) -> int | None:
+        """Evaluate the polynomial. Return None if the result is not an integer."""
+        total = 0
+        for factor, place in self.terms:
+            total += factor * products[place]
+        if self.divisor == 1:
+            return total
+        quotient, remainder = divmod(total, self.divisor)
+        return None if remainder else quotient
+
+    def __repr__(self) -> str:
+        return f"Polynomial({self.terms}, {self.divisor})"
+
+
+class Basis:
+    """The products of the sizes of some calls, from which polynomials are fitted.
+
+    `calls` has the independent sizes of each call (see `independent_sizes`). No two calls have the same sizes.
+    """
+
+    def __init__(self, calls: Sequence[Sizes]) -> None:
+        self._exponents = _exponents(len(calls[0]))
+        self._columns = list(zip(*map(self.products, calls), strict=True))
+        self._num_calls = len(calls)
+        self._combined: dict[int, tuple[Any, Any, Any]] = {}
+        """Cache of `_combinations`, by number of terms."""
+
+    def products(self, sizes: Sizes) -> list[int]:
+        """Return the value of each product at `sizes`."""
+        return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
+
+    def share_of_full_products(self, polynomial: Polynomial, sizes: Sizes) -> float:
+        """Return the part of the polynomial's value at `sizes` that comes from products with every size as a factor."""
+        products = self.products(sizes)
+        full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
+        return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
+
+    def fit(self, column: Column) -> Polynomial | None:
+        """Return the polynomial with the fewest terms that is exact in every call. Return None if there is no fit.
+
+        A sum of n products needs n + 1 calls, so that one call checks the sum. A sum of three products with a negative
+        factor needs five calls, because one of the many combinations may fit four calls by chance. Sums of bytes have
+        no negative factors.
+        """
+        if len(set(column)) == 1:
+            return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
+        products = enumerate(self._columns)
+        single = next(filter(None, (_fit_single_product(values, column, place) for place, values in products)), None)
+        if single is not None:
+            return single
+        for num_terms in range(2, MAX_TERMS + 1):
+            if self._num_calls <= num_terms:
+                return None
+            is_doubtful = self._num_calls < 2 * num_terms - 1
+            for places in self._candidate_places(num_terms, column):
+                factors = _solve_integers([self._columns[place] for place in places], column)
+                if factors is not None and all(factors) and not (is_doubtful and min(factors) < 0):
+                    return Polynomial(tuple(zip(factors, places, strict=True)))
+        return None
+
+    def fit_least_squares(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
+        """Fit `column` by least squares with MAX_TERMS products of sizes. Return None if no fit is possible.
+
+        Returns ((factor, index of the product), ...) with factors of 0 or more, and the largest amount by which the fit
+        is below a measured number. Used for peaks of models with two texts per sample. These peaks are the maximum of
+        several sums of different products. A line through two calls would confuse the length of one text with the
+        length of the other.
+        """
+        if len(self._columns) < MAX_TERMS:
+            return None
+        places, matrices, inverses = self._combinations(MAX_TERMS)
+        target = np.array(column, dtype=np.float64)
+        factors = inverses @ target
+        distance = np.square((matrices @ factors[:, :, None])[:, :, 0] - target).sum(axis=1)
+        distance[(factors < 0).any(axis=1)] = np.inf
+        best = int(distance.argmin())
+        if not np.isfinite(distance[best]):
+            return None
+        shortfall = float((target - matrices[best] @ factors[best]).max())
+        scaled = factors[best] / self._norms()[places[best]]
+        return tuple(zip(scaled.tolist(), places[best].tolist(), strict=True)), max(0.0, shortfall)
+
+    def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
+        """Yield the indices of each choice of `num_terms` products that fits `column` in floats.
+
+        The caller checks in integers if the fit is exact.
+        """
+        if len(self._columns) < num_terms:
+            return
+        places, matrices, inverses = self._combinations(num_terms)
+        target = np.array(column, dtype=np.float64)
+        distance = np.abs((matrices @ (inverses @ target)[:, :, None])[:, :, 0] - target).max(axis=1)
+        for place in np.flatnonzero(distance <= RELATIVE_TOLERANCE * np.abs(target).max()):
+            yield tuple(places[place].tolist())
+
+    def _norms(self) -> Any:
+        return np.maximum(np.linalg.norm(np.array(self._columns, dtype=np.float64), axis=1), 1.0)
+
+    def _combinations(self, num_terms: int) -> tuple[Any, Any, Any]:
+        """Return (indices, values in each call, pseudo-inverses) of every choice of `num_terms` products of norm 1."""
+        combined = self._combined.get(num_terms)
+        if combined is None:
+            products = np.array(self._columns, dtype=np.float64) / self._norms()[:, None]
+            places = np.array(list(combinations(range(len(products)), num_terms)))
+            matrices = products[places].transpose(0, 2, 1)
+            combined = self._combined[num_terms] = places, matrices, np.linalg.pinv(matrices)
+        return combined
+
+
+@cache
+def _exponents(num_sizes: int) -> list[tuple[int, ...]]:
+    """Return the exponents of the sizes in each product, by ascending degree. The first product is the constant 1."""
+    exponents = [e for e in product(range(MAX_DEGREE), repeat=num_sizes) if sum(e) <= MAX_DEGREE]
+    return sorted(exponents, key=lambda e: (sum(e), max(e, default=0)))
+
+
+def _fit_single_product(values: Column, column: Column, place: int) -> Polynomial | None:
+    """Return `column` as one factor times `values`, the product with index `place`. Return None if there is no fit.
+
+    The factor may be a fraction, as for half of the tokens.
+    """
+    numerator, denominator = column[0], values[0]
+    if denominator == 0 or any(n * denominator != numerator * v for n, v in zip(column, values, strict=True)):
+        return None
+    quotient, remainder = divmod(numerator, denominator)
+    return Polynomial(((numerator, place),), denominator) if remainder else Polynomial(((quotient, place),))
+
+
+def _solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | None:
+    """Return the integer factors with which `columns` sum to `target` in every call.
+
+    Return None if there is no solution, or more than one.
+    """
+    size = len(columns)
+    rows = list(zip(*columns, target, strict=True))
+    matrix = [list(row) for row in rows]
+    # Gauss-Jordan elimination without fractions: each row is an integer multiple of the row with fractions.
+    for pivot in range(size):
+        pivot_row = next((r for r in range(pivot, len(matrix)) if matrix[r][pivot]), None)
+        if pivot_row is None:
+            return None
+        matrix[pivot], matrix[pivot_row] = matrix[pivot_row], matrix[pivot]
+        top = matrix[pivot]
+        for r, row in enumerate(matrix):
+            if r != pivot and row[pivot]:
+                lead, head = top[pivot], row[pivot]
+                matrix[r] = [lead * x - head * y for x, y in zip(row, top, strict=True)]
+    if any(row[size] for row in matrix[size:]):
+        return None
+    factors = []
+    for place in range(size):
+        quotient, remainder = divmod(matrix[place][size], matrix[place][place])
+        if remainder:
+            return None
+        factors.append(quotient)
+    return tuple(factors)
+
+
+def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """Return the indices of the sizes that vary independently. Return None if there are more than MAX_SYMBOLS.
+
+    Every other size is constant, or a polynomial of the independent sizes before that size. Two sizes may be related by
+    chance in `calls`. The first call without the relation reveals the independence.
+    """
+    places: list[int] = []
+    basis = Basis([()] * len(calls))
+    for place, column in enumerate(zip(*calls, strict=True)):
+        if basis.fit(column) is None:
+            places.append(place)
+            if len(places) > MAX_SYMBOLS:
+                return None
+            basis = Basis([tuple(call[p] for p in places) for call in calls])
+    return tuple(places)

@@ -1,0 +1,88 @@
+"""Blocks that run without gradients in the profiled batch, such as a teacher's.
+
+An idle block stores nothing for backward, so that a policy has nothing to decide for it. The profile lists idle blocks
+as blocks without activations. If a later step does train an idle block, torch's checkpoint runs it until a profile of
+such a step exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from adacc_hf.artifacts.policy import IDLE_KIND
+from adacc_hf.artifacts.profile import BlockProfile, KindProfile, Profile
+from adacc_hf.run.blocks import Installation
+from adacc_hf.torch_glue.compat import class_name
+
+
+class ExecutedBlocks:
+    """Names of the `blocks` that ran, with or without gradients, recorded until `remove()`."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.names: set[str] = set()
+        self._hooks = [
+            block.register_forward_pre_hook(_NameRecorder(name, self.names)) for name, block in blocks.items()
+        ]
+
+    def remove(self) -> None:
+        """Stop recording. Harmless when called again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> ExecutedBlocks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+class _NameRecorder:
+    """Hook that records a block's name. It holds no model, so that a copy of a hooked model copies nothing else."""
+
+    def __init__(self, name: str, names: set[str]) -> None:
+        self.name = name
+        self.names = names
+
+    def __call__(self, *_: Any) -> None:
+        self.names.add(self.name)
+
+
+def with_idle_blocks(profile: Profile, idle: Sequence[str], installation: Installation) -> Profile:
+    """Return `profile` with the blocks named `idle` added after its own blocks."""
+    modules = installation.modules
+    classes = {name: class_name(modules[name]) for name in idle}
+    kinds = {
+        block_class: len(profile.kinds) + index for index, block_class in enumerate(dict.fromkeys(classes.values()))
+    }
+    bases = (profile.static_bytes,) * len(idle)
+    return replace(
+        profile,
+        kinds=(*profile.kinds, *map(_idle_kind, kinds)),
+        blocks=(
+            *profile.blocks,
+            *(
+                BlockProfile(name=name, kind=kinds[classes[name]], forward_base_bytes=base, backward_base_bytes=base)
+                for name, base in zip(idle, bases, strict=True)
+            ),
+        ),
+        other_heads=tuple(
+            replace(head, backward_base_bytes=head.backward_base_bytes + bases) for head in profile.other_heads
+        ),
+    )
+
+
+def _idle_kind(block_class: str) -> KindProfile:
+    return KindProfile(
+        digest=IDLE_KIND,
+        block_class=block_class,
+        values=(),
+        operators=(),
+        slots=(),
+        backward=(),
+        forward=(),
+        forward_ms=0.0,
+    )

@@ -1,0 +1,161 @@
+"""The profile of a kind of block, built from recorded blocks: activations, and the actions that each one allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
+from adacc_hf.artifacts.policy import BlockAction, Place
+from adacc_hf.artifacts.profile import KindProfile, Operator, Value
+from adacc_hf.price.codec_selection import role_of, storable_values, with_outliers
+from adacc_hf.price.cost_model import Prices, generator_bytes, shared_argument_records
+from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
+from adacc_hf.tape.execution_plan import encode_view
+from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
+from adacc_hf.tape.tape import Tape, TapeOperator
+
+
+class KindProfileBuilder:
+    """Builder of the profile that a group of blocks has in common. Their tapes are equal, and they share the same
+    tensors. The kind's memory is measured later."""
+
+    def __init__(
+        self, group: Sequence[RecordedBlock], shared_tensors: SharedTensors, prices: Prices, config: AdaccConfig
+    ) -> None:
+        block = group[0]
+        self.tape = block.tape
+        self.prices = prices
+        self.config = config
+        self.dead_slots = block.dead_slots
+        self.saved_values = set(block.saved_values())
+        self.externally_held = block.externally_held
+        self.shared_records = {
+            value: shared_tensors.record_index(tensor) for value, tensor in block.input_tensors.items()
+        }
+        held_values = {value for value, tensor in block.outputs.items() if shared_tensors.is_shared_output(tensor)}
+        cached_casts = {value: cast for value, cast in block.casts.items() if shared_tensors.is_shared_cast(cast)}
+        held_values |= cached_casts.keys() | block.externally_held
+        self.counted_elsewhere = {
+            value for value, cast in cached_casts.items() if not shared_tensors.owns_cast(block, cast)
+        }
+        input_values = {value.index for value in self.tape.values if self.tape.is_block_input(value.index)}
+        own_values = {value for value in storable_values(self.tape) if self.shared_records.get(value) is None}
+        self.activations = own_values & (self.saved_values | input_values)
+        """Values that the block may store. Dead slots store nothing."""
+        self.held_values = held_values
+        self.optional = self.activations - held_values
+        """Activations that the block may also leave out. An output, a cast or any other value that others hold is
+        always live and costs nothing more to store."""
+        self.recomputable = obtainable_values(self.tape, self.tape.recomputable, self.saved_values) - held_values
+        self.block_actions = _block_actions(self.tape)
+        self.shared_arguments = shared_argument_records(block, shared_tensors)
+        self.generator_bytes = generator_bytes(block)
+        self.outliers = {value: max(block.outliers.get(value, 0) for block in group) for value in prices.codecs}
+        self.errors = [block.errors for block in group]
+
+    def build(self) -> KindProfile:
+        """Return the profile, without the memory of its forward and backward."""
+        tape = self.tape
+        return KindProfile(
+            digest=tape.kind,
+            block_class=tape.block_class,
+            values=tuple(self._value(index) for index in range(len(tape.values))),
+            operators=tuple(self._operator(index) for index in range(len(tape.operators))),
+            slots=tuple(
+                -1 if slot in self.dead_slots or tape.is_held_elsewhere(ref.value) else ref.value
+                for slot, ref in enumerate(tape.slots)
+            ),
+            copied_slots=tuple(sorted(tape.function_slots)),
+            forward=(),
+            backward=(),
+            forward_ms=sum(self.prices.operator_ms),
+            given=self.shared_arguments,
+            block_actions=self.block_actions,
+            elsewhere_bytes=sum(tape.values[value].nbytes for value in self.counted_elsewhere),
+            generator_bytes=self.generator_bytes,
+        )
+
+    def _value(self, index: int) -> Value:
+        tape, record = self.tape, self.tape.values[index]
+        options = self.prices.codecs.get(index, ()) if index in self.optional else ()
+        errors = {option.codec: self._gradient_error(index, option.codec) for option in options}
+        too_coarse = {codec: error for codec, error in errors.items() if error > DEGRADED_ERROR}
+        codecs = tuple(option for option in options if option.codec not in too_coarse)
+        return Value(
+            index=index,
+            name=record.name,
+            shape=record.ref.geometry[0],
+            encoded_shape=encode_view(tape, index).geometry[0],
+            dtype=str(record.ref.dtype).removeprefix("torch."),
+            nbytes=0 if index in self.counted_elsewhere else record.nbytes,
+            producer=record.producer,
+            saved=index in self.saved_values,
+            cached=index in self.externally_held,
+            activation=index in self.activations,
+            is_kept=index in self.held_values,
+            shared=self.shared_records.get(index),
+            recomputable=index in self.recomputable,
+            role=role_of(tape, index),
+            codecs=with_outliers(codecs, tape, index, self.config, self.outliers[index]) if codecs else (),
+            equal_to=self._equal_to(index),
+            replay_error=max(errors.replay.get(index, 0.0) for errors in self.errors),
+            taken_after=record.source.path[0] if record.source and tape.is_generator_state(index) else 0,
+            too_coarse=tuple(too_coarse.items()),
+            place=self._place(index),
+        )
+
+    def _place(self, index: int) -> Place:
+        """Return the path at which a call finds a block input, or () if no codec can encode the argument as the call
+        passes it."""
+        record = self.tape.values[index]
+        if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
+            return ()
+        size = record.ref.geometry[0]
+        keeps_order = encode_view(self.tape, index).geometry[0] == size
+        return record.source.path if keeps_order and len(record.source.path) == 1 else ()
+
+    def _gradient_error(self, index: int, codec: str) -> float:
+        """Return the largest gradient error of `codec` on this value in any block of the kind."""
+        return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
+
+    def _equal_to(self, index: int) -> int | None:
+        """Return the activation that replaces this value, by the same rule as `ExecutionPlan`, or None."""
+        equal_value = self.tape.equal.get(index)
+        may_be_left_out = index in self.recomputable and (
+            index in self.optional or index not in self.tape.saved_values()
+        )
+        return equal_value if may_be_left_out and equal_value in self.activations else None
+
+    def _operator(self, index: int) -> Operator:
+        operator = self.tape.operators[index]
+        return Operator(
+            index=index,
+            name=operator.name,
+            module=operator.module,
+            inputs=tuple(value for value in operator.inputs() if not self.tape.is_module_state(value)),
+            outputs=tuple(operator.results()),
+            ms=self.prices.operator_ms[index],
+            replayable=not self.recomputable.isdisjoint(operator.results()),
+            extra_bytes=self.prices.operator_bytes[index] - self._reused_bytes(operator),
+        )
+
+    def _reused_bytes(self, operator: TapeOperator) -> int:
+        """Return the bytes that the operator overwrites in place. Replay overwrites values that no other operator
+        reads, so that their results need no new memory."""
+        return sum(
+            self.tape.values[old].nbytes
+            for old, _ in operator.mutations
+            if old not in self.activations
+            and self.tape.values[old].source is None
+            and not any(old in other.inputs() for other in self.tape.operators if other is not operator)
+        )
+
+
+def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
+    """Return the actions allowed on a whole block that runs as `tape` says.
+
+    Torch's checkpoint runs the whole block again, so that all of its operators must be reproducible (rule R7).
+    """
+    is_checkpointable = not tape.has_collectives and is_reproducible(tape)
+    return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)
