@@ -31,7 +31,7 @@ TORCH_FREE = (
     "artifacts/config",
     "artifacts/policy",
     "artifacts/profile",
-    "artifacts/step_peak",
+    "artifacts/memory_simulator",
     "solve/solver",
 )
 

@@ -35,6 +35,9 @@ _ORIGINAL_FIELDS = ("policy_step", "memory_budget", "tightened", "history", "los
 _ADDED_FIELDS = ("suspicion", "is_unproven", "step", "missing_bytes", "counted_elements")
 """Plain fields of `Saved` that older checkpoints lack."""
 
+SIZE_POLICIES = "shape_policies"
+"""Key of the size policies in a checkpoint. The name is that of the first release."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSizePolicy:
@@ -101,7 +104,7 @@ class SavedSizePolicy:
 class Saved:
     """State of a run, for resuming."""
 
-    shape_policies: list[SavedSizePolicy]
+    size_policies: list[SavedSizePolicy]
     """Size policies, the current one first."""
     policy_step: int | None = None
     """Step from which tracking steps are counted; None for the step at which the run resumes."""
@@ -134,21 +137,21 @@ class Saved:
             "version": STATE_VERSION,
             **plain,
             "switched_off": [list(codec) for codec in self.switched_off],
-            "shape_policies": [size_policy.to_json() for size_policy in self.shape_policies],
+            SIZE_POLICIES: [size_policy.to_json() for size_policy in self.size_policies],
         }
 
     @classmethod
     def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
         """Load the state from a checkpoint. `record` is the result of `to_json`; older ones lack some keys."""
-        shape_policies = [
+        size_policies = [
             SavedSizePolicy.load(folder, number, fields)
-            for number, fields in enumerate(record["shape_policies"], start=1)
+            for number, fields in enumerate(record[SIZE_POLICIES], start=1)
         ]
-        if not shape_policies:
-            raise ValueError("shape_policies is empty")
+        if not size_policies:
+            raise ValueError(f"{SIZE_POLICIES!r} is empty")
         return cls(
-            shape_policies=shape_policies,
-            switched_off=_switched_off(record, shape_policies),
+            size_policies=size_policies,
+            switched_off=_switched_off(record, size_policies),
             **{name: record[name] for name in _ADDED_FIELDS if name in record},
             num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints lack the key
             **{name: record[name] for name in _ORIGINAL_FIELDS},
@@ -196,7 +199,7 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
         log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run will profile again", folder)
         return
     write_json(folder / STATE_FILE, saved.to_json())
-    for number, size_policy in reversed(list(enumerate(saved.shape_policies, start=1))):
+    for number, size_policy in reversed(list(enumerate(saved.size_policies, start=1))):
         size_policy.save(folder, number)
 
 
@@ -215,7 +218,7 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
         raise type(error)(
             f"{error}. To have the resumed run profile again, delete {POLICY_FILE} and {PROFILE_FILE} in {folder}"
         ) from error
-    solved_for = dict(saved.shape_policies[0].policy.facts).get("memory_budget", memory_budget)
+    solved_for = dict(saved.size_policies[0].policy.facts).get("memory_budget", memory_budget)
     saved_budget = solved_for if saved.memory_budget is None else saved.memory_budget
     if saved_budget != memory_budget:
         log.info("Adacc: %s has memory_budget=%r, not %r: profiling again", folder, saved_budget, memory_budget)
@@ -228,7 +231,7 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
 
 def _load(folder: Path) -> Saved:
     if not (folder / STATE_FILE).is_file():
-        return Saved(shape_policies=[SavedSizePolicy.load(folder, 1, {})])
+        return Saved(size_policies=[SavedSizePolicy.load(folder, 1, {})])
     record = read_json(folder / STATE_FILE, AdaccError, "state")
     try:
         if record["version"] != STATE_VERSION:
@@ -238,11 +241,11 @@ def _load(folder: Path) -> Saved:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _switched_off(record: dict[str, Any], shape_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
+def _switched_off(record: dict[str, Any], size_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
     # Older checkpoints have the names of blocks instead, for whose kinds all lossy codecs were switched off.
-    profiles = [size_policy.profile for size_policy in shape_policies if size_policy.profile is not None]
+    profiles = [size_policy.profile for size_policy in size_policies if size_policy.profile is not None]
     blocks = record["exact_blocks"]
     return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))
 

@@ -127,7 +127,7 @@ class Controller:
         context, guard, shown = self.context, self.context.guard, self.shown
         others = [other for other in self.choice.cache.all if other is not shown]
         return Saved(
-            shape_policies=[size_policy.saved() for size_policy in (shown, *others)],
+            size_policies=[size_policy.saved() for size_policy in (shown, *others)],
             policy_step=context.policy_step,
             memory_budget=context.config.memory_budget,
             tightened=context.tightened,
@@ -148,7 +148,7 @@ class Controller:
         context.missing_bytes, context.counted_elements = dict(saved.missing_bytes), saved.counted_elements
         context.guard = LossGuard(context.config, saved.losses, saved.switched_off)
         context.guard.suspicion, context.guard.is_unproven = saved.suspicion, saved.is_unproven
-        for record in reversed(saved.shape_policies):
+        for record in reversed(saved.size_policies):
             if record.profile is not None:  # without its file, the policy is made again when its size comes
                 added = self.choice.add(record.shapes, record.profile, record.policy, is_extrapolated=record.is_told)
                 added.resume(record)

@@ -217,7 +217,7 @@ class FixedPolicyPhase(Phase):
         run = self._run
         size_policies = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
         budget = run.config.memory_budget
-        return Saved(shape_policies=size_policies, memory_budget=budget, history=run.history, step=run.step)
+        return Saved(size_policies=size_policies, memory_budget=budget, history=run.history, step=run.step)
 
     def ends(self) -> None:
         self._run.save_rest()
@@ -443,7 +443,7 @@ def follow(
 
 def resume(run: RunState, saved: Saved, step: int) -> None:
     """Begin after `step` finished steps with the policies of `saved`: a user's, or a checkpoint's."""
-    first = saved.shape_policies[0]
+    first = saved.size_policies[0]
     run.history = list(saved.history)
     profiler, batches = RunProfiler(run.config, run.loop), MicroBatches()
     profiler.inner_steps.expected = run.optimizer

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.size_model import ProfileSizes
+from adacc_hf.artifacts.size_model import SizeModel
 from adacc_hf.run.policy_handle import BlockPlans
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
@@ -88,7 +88,7 @@ class PolicyCache:
         candidates = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]
         return candidates[-1] if candidates else None
 
-    def size_model(self) -> tuple[SizePolicy, ProfileSizes]:
+    def size_model(self) -> tuple[SizePolicy, SizeModel]:
         """Return `measured` and its profile's size model. There is one wherever a size class exists."""
         measured = self.measured
         assert measured is not None

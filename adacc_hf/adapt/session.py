@@ -290,7 +290,7 @@ class AdaccSession:
         if saved is None and isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
             refuse_above_budget(policy, self.config.memory_budget)
-            saved = Saved(shape_policies=[SavedSizePolicy(policy=policy, profile=None)])
+            saved = Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
         if saved is None:
             run.phase = WarmUpPhase(run)
         else:

@@ -25,7 +25,7 @@ from adacc_hf.artifacts.exact_recompute_rules import (
 )
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
-from adacc_hf.artifacts.size_model import ProfileSizes, Shapes, sizes_of
+from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
 
 FORMAT_VERSION = 8
 WHOLE = "whole"
@@ -392,7 +392,7 @@ class Profile:
     """
 
     @property
-    def sizes(self) -> ProfileSizes | None:
+    def sizes(self) -> SizeModel | None:
         """Size model that predicts this profile at other sizes of a batch. None if no other size was measured."""
         return sizes_of(self.measured) if len(self.measured) > 1 else None
 

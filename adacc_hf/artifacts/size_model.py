@@ -77,7 +77,7 @@ def profile_structure(profile: Profile) -> Any:
     return kinds, blocks, [shared.name for shared in profile.shared], profile.head, heads
 
 
-class ProfileSizes:
+class SizeModel:
     """Prediction of one model's profile at other sizes of a batch.
 
     `measured` is `Profile.measured`: the shapes and the numbers of the profile itself, then of the other sizes.
@@ -177,12 +177,12 @@ class ProfileSizes:
 
 
 @lru_cache(maxsize=8)
-def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> ProfileSizes:
+def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
     """Return the size model of `Profile.measured`, cached because the fit is slow.
 
     Copies of a profile with other prices share one model.
     """
-    return ProfileSizes(measured)
+    return SizeModel(measured)
 
 
 class _Exact:

@@ -154,7 +154,7 @@ class PolicySearch:
         return policies
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
-        """Return the last policy of a descent from `policy`: each next one fits one byte less than the peak before."""
+        """Return the last of a series of policies that begins with `policy`: each next one fits one byte less than the peak before."""
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
             budget = Budget(nbytes, nbytes, limits_peak=True)

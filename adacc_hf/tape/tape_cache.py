@@ -327,7 +327,8 @@ class TapeCache:
         level, self._has_unplanned = logging.INFO if self._has_unplanned else logging.WARNING, True
         log.log(
             level,
-            "Adacc: for inputs of shape %s, block %s and others of its kind %s, %s: these batches train %s; to avoid this, %s",
+            "Adacc: for inputs of shape %s, block %s and others of its kind %s, %s: these batches train %s; to avoid "
+            "this, %s",
             ", ".join(map(str, sizes)),
             name,
             event,

@@ -77,22 +77,22 @@ def _comparison(row: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, 
 
 def _rivals(row: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, str]:
     def cell(kind: str) -> str:
-        rival = row[kind]
-        return "none fits" if rival is None else f"{rival['speed_ratio']:.2f}x of {titles[rival['peer']]}"
+        peer = row[kind]
+        return "none fits" if peer is None else f"{peer['speed_ratio']:.2f}x of {titles[peer['peer']]}"
 
     return {"point": titles[row["adacc"]], "eager": cell("eager"), "compiled": cell("compiled")}
 
 
-def matched_key(rival: str) -> str:
-    """Return the key of Adacc's compiled point whose budget is the peak of `rival`."""
-    return f"adacc_compiled_within_{rival}"
+def matched_key(peer: str) -> str:
+    """Return the key of Adacc's compiled point whose budget is the peak of `peer`."""
+    return f"adacc_compiled_within_{peer}"
 
 
 def _matched_rows(ledger: Ledger) -> list[dict[str, str]]:
     """Return a row for each pair of compiled points with equal peak."""
     rows = []
-    for rival, title in ledger.summary["titles"].items():
-        pair = [ledger.points.get(key, {}) for key in (rival, matched_key(rival))]
+    for peer, title in ledger.summary["titles"].items():
+        pair = [ledger.points.get(key, {}) for key in (peer, matched_key(peer))]
         if all("tokens_per_second" in point for point in pair):
             own, other = (point["tokens_per_second"]["median"] for point in reversed(pair))
             rows.append(

@@ -36,9 +36,9 @@ COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
 are saved."""
 
 MATCH_ROUNDS = 4
-"""Compilations in the search for the share whose peak equals a rival's."""
+"""Compilations in the search for the share whose peak equals a peer's."""
 MATCH_SLACK = 0.03
-"""Fraction of the rival's peak that may stay unused. More would be a self-made handicap."""
+"""Fraction of the peer's peak that may stay unused. More would be a self-made handicap."""
 MIN_SHARE = 0.01
 
 XFORMERS_BUDGETS = (0.25, 0.5, 0.75)

@@ -28,9 +28,9 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/solve/search.py", "_stored_bytes(least) > budget.nbytes", "_stored_bytes(least) >= budget.nbytes"),
     ("adacc_hf/solve/solver.py", "least = min(errors", "least = max(errors"),
     # What is measured.
-    ("adacc_hf/price/model_recorder.py", "if error > DEGRADED_ERROR}", "if error > 1e9}"),
+    ("adacc_hf/price/kind_profile_builder.py", "if error > DEGRADED_ERROR}", "if error > 1e9}"),
     (
-        "adacc_hf/price/model_recorder.py",
+        "adacc_hf/price/kind_profile_builder.py",
         "max(block.outliers.get(value, 0) for",
         "min(block.outliers.get(value, 0) for",
     ),
@@ -41,7 +41,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ),
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
     ("adacc_hf/price/profiler.py", "(gradient_accumulation_steps - 1 +", "(gradient_accumulation_steps +"),
-    ("adacc_hf/price/optimizer_memory.py", "sum(len(slots) * twin", "sum(twin"),
+    ("adacc_hf/price/optimizer_memory.py", "sum(len(slots) * optimizer_copy", "sum(optimizer_copy"),
     ("adacc_hf/torch_glue/memory.py", "maximum = max(maximum, live)", "maximum = live"),
     # What is recorded, replayed and compared.
     ("adacc_hf/tape/replay_check.py", "return same_bits(replayed, recorded)", "return True"),

@@ -174,8 +174,8 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
     size_policy.replanner.profile, size_policy.replanner.searched = prices, searched
     folder = tmp_path / "checkpoint-7"
     folder.mkdir()
-    save_in_checkpoint(folder, Saved(shape_policies=[size_policy.saved()], memory_budget=0.6))
-    (record,) = load_from_checkpoint(folder, 0.6).shape_policies
+    save_in_checkpoint(folder, Saved(size_policies=[size_policy.saved()], memory_budget=0.6))
+    (record,) = load_from_checkpoint(folder, 0.6).size_policies
     resumed = SizePolicy(None, Replanner(record.profile, record.policy, config), None)
     assert resumed.replanner.searched == profile
     resumed.resume(record)
@@ -300,10 +300,10 @@ def test_a_policy_that_is_missing_among_several_is_named_with_the_next_step(chec
         load_from_checkpoint(checkpoint, 0.6)
 
 
-@pytest.mark.parametrize("shape_policies", [[], [5], 5], ids=repr)
-def test_a_damaged_state_is_named_with_the_next_step(checkpoint, shape_policies):
+@pytest.mark.parametrize("size_policies", [[], [5], 5], ids=repr)
+def test_a_damaged_state_is_named_with_the_next_step(checkpoint, size_policies):
     record = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": shape_policies}))
+    (checkpoint / STATE_FILE).write_text(json.dumps({**record, "shape_policies": size_policies}))
     with pytest.raises(AdaccError, match=rf"{STATE_FILE} is damaged .*delete {POLICY_FILE} and"):
         load_from_checkpoint(checkpoint, 0.6)
 
@@ -312,6 +312,6 @@ def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
     policy = Policy.load(checkpoint / POLICY_FILE)
     save_files(tmp_path / "new", policy, None)
     saved = load_from_checkpoint(tmp_path / "new", 0.6)
-    assert saved == Saved(shape_policies=[SavedSizePolicy(policy=policy, profile=None)])
+    assert saved == Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
     assert load_from_checkpoint(tmp_path / "new", AdaccConfig().memory_budget) is None
     assert load_from_checkpoint(tmp_path / "nothing", 0.6) is None

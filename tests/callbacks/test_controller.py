@@ -23,7 +23,7 @@ from adacc_hf.adapt.policy_selection import ReplanResult
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.files import HISTORY_FILE
-from adacc_hf.artifacts.size_model import ProfileSizes
+from adacc_hf.artifacts.size_model import SizeModel
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -141,7 +141,7 @@ def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_roo
     run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
     budget = int(probe.policy.predicted_peak_bytes)
     for uncertainty, expected in ((0.0, []), (0.5, [4])):
-        monkeypatch.setattr(ProfileSizes, "uncertainty", uncertainty)
+        monkeypatch.setattr(SizeModel, "uncertainty", uncertainty)
         callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
         run_lengths(make_trainer, [15, 16, 16, 13, 13, 16], [callback], model=make_model())
         said = [event for event in events(callback, "memory") if "may take more than" in event.get("reason", "")]
@@ -474,8 +474,8 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
     class Note(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if isinstance(callback.session.phase, AdaptivePhase):
-                shape_policies = callback.session.phase.controller.choice.cache.all
-                policies[state.global_step] = [s.replanner.policy for s in shape_policies]
+                size_policies = callback.session.phase.controller.choice.cache.all
+                policies[state.global_step] = [s.replanner.policy for s in size_policies]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step + 2}
     callback = AdaccCallback(**{**COMPRESS, **settings})

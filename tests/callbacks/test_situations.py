@@ -28,9 +28,9 @@ def size_policy(shapes):
 @pytest.fixture
 def profiled():
     """The shape policies of a run whose first batch had 32 tokens."""
-    shape_policies = PolicyCache()
-    shape_policies.add(size_policy(ids(32)))
-    return shape_policies
+    size_policies = PolicyCache()
+    size_policies.add(size_policy(ids(32)))
+    return size_policies
 
 
 def test_sizes_of_which_no_profile_tells_run_under_the_smallest_around(profiled):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.artifacts.size_model import MAX_EXACT_SIZE, SIZE_CLASS_RATIO, ProfileSizes
+from adacc_hf.artifacts.size_model import MAX_EXACT_SIZE, SIZE_CLASS_RATIO, SizeModel
 
 
 def texts(samples, *lengths):
@@ -13,7 +13,7 @@ def texts(samples, *lengths):
 
 def sizes_of(*measured):
     """Return the size model of batches whose bytes are proportional to their tokens."""
-    return ProfileSizes([(shapes, (sum(b * s for _, (b, s) in shapes),)) for shapes in measured])
+    return SizeModel([(shapes, (sum(b * s for _, (b, s) in shapes),)) for shapes in measured])
 
 
 ONE_TEXT = sizes_of(texts(4, 40), texts(4, 20), texts(2, 10), texts(3, 30))

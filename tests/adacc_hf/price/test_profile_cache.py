@@ -113,7 +113,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, capsys):
     for variable in (PROFILES_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(ProfileCacheError, match=f"no place for profiles .*set {PROFILES_VARIABLE} to a writable"):
+    with pytest.raises(ProfileCacheError, match=f"no folder for profiles .*set {PROFILES_VARIABLE} to a writable"):
         ProfileCache().put(KEY, "GPT2Block", PRICES)
     assert main(["codecs"]) == 0
     assert main(["profiles", "list"]) == USER_ERROR

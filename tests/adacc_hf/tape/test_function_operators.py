@@ -610,7 +610,7 @@ def test_new_sizes_are_compared_and_not_recorded(toy_model, toy_batch, caplog, m
     compared, recorded = [], []
     parts_of, run = Validator._parts_of, Recording.run
     monkeypatch.setattr(
-        Validator, "_parts_of", lambda self, *args: compared.append(self._compares) or parts_of(self, *args)
+        Validator, "_parts_of", lambda self, *args: compared.append(self._checks_bits) or parts_of(self, *args)
     )
     monkeypatch.setattr(Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
     model = toy_model(padded)

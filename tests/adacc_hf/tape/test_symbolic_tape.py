@@ -456,8 +456,8 @@ def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         recorded(Block(), text(samples, tokens), library=library, name="another")
     (seen,) = library._records["another"].values()
-    assert seen.family is not family
-    assert linear not in seen.family.base.recomputable
+    assert seen.symbolic_tape is not family
+    assert linear not in seen.symbolic_tape.base.recomputable
 
 
 def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):

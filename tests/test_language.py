@@ -1,0 +1,129 @@
+"""Wording of docstrings, comments and names: plain technical English, counted.
+
+The counts cannot judge a text. They keep out the habits that made readers stop: openings without a verb or a noun, phrases
+that stand for a noun, and variables named by a bare participle.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("adacc_hf", "callbacks", "kernels", "recipes", "eval")
+
+OPENING = re.compile(
+    r"(What|Whether|How|Who|Whom|Whose|Where|That|Those|These|Such|As|Of|None|Nothing|It|They|If it|In their)\b(?!-)"
+)
+"""First words of a docstring that name neither an action nor a thing."""
+RIDDLE = re.compile(
+    r"\b(what (comes|came|becomes|became|it is|they are)|one such|none such|no such|such a one|the same of|otherwise than"
+    r"|are such|is such|hang together|is told|are told|told of|goes by|let go of|beside it|leave away|have to none"
+    r"|has none|have none|there are none|nobody|somebody|anybody)\b",
+    re.IGNORECASE,
+)
+"""Phrases whose noun a reader has to guess."""
+PARTICIPLES = frozenset(
+    "found given known made kept left seen wanted held told done taken said meant ran moved chosen asked noted".split()
+)
+"""Names that are a bare participle."""
+RETIRED = re.compile(
+    r"\b(ShapePolic(y|ies)|TapeFamily|TapeLibrary|FollowPlan|CompiledPlan|PolicyMaker|WhatRan|ToldPolicies|LoopWatch"
+    r"|step_peak|shape_polic(y|ies)|told_policies|what_ran|price_store|call_inputs|live_bytes\.py|follow_plan)\b"
+)
+"""Names of classes and modules that have the field's names now."""
+KEY = re.compile('"shape_policies"')
+"""A key of checkpoints, which keeps its name."""
+OLD_WORDS = re.compile(
+    r"\b(rival_ms|rivals?|descent|held_bytes|spoils?|spoiled|spoiling|fragile|situations?|mistakes|instruments?|drawing"
+    r"|remakes?|remade|remaking|restless|strange)\b",
+    re.IGNORECASE,
+)
+"""Words that docs/GLOSSARY.md replaces."""
+
+
+class Text(NamedTuple):
+    place: str
+    text: str
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def docstrings(path: Path) -> Iterator[Text]:
+    """Yield every docstring, those of attributes too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield Text(f"{path.relative_to(ROOT)}:{statement.lineno}", " ".join(value.value.split()))
+
+
+def comments(path: Path) -> Iterator[Text]:
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(f"{path.relative_to(ROOT)}:{token.start[0]}", token.string)
+
+
+def variables(path: Path) -> Iterator[Text]:
+    """Yield variables and parameters."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield Text(f"{path.relative_to(ROOT)}:{node.lineno}", node.id)
+        elif isinstance(node, ast.arg):
+            yield Text(f"{path.relative_to(ROOT)}:{node.lineno}", node.arg)
+
+
+def listed(texts: list[Text]) -> str:
+    return "\n" + "\n".join(f"{place}: {text[:100]}" for place, text in texts)
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    texts = [text for path in python_files(*PRODUCT) for text in docstrings(path)]
+    bad = [text for text in texts if OPENING.match(text.text)]
+    assert len(bad) <= 0.01 * len(texts), listed(bad)
+
+
+def test_no_phrase_stands_for_a_noun():
+    texts = [text for path in python_files(*PRODUCT) for text in (*docstrings(path), *comments(path))]
+    bad = [text for text in texts if RIDDLE.search(text.text)]
+    assert len(bad) <= 0.005 * len(texts), listed(bad)
+
+
+def test_variables_are_nouns():
+    bad = [text for path in python_files(*PRODUCT) for text in variables(path) if text.text in PARTICIPLES]
+    assert len(bad) <= 20, listed(bad)
+
+
+@pytest.mark.parametrize("folder", [*PRODUCT, "tests", "docs"])
+def test_retired_names_are_gone(folder):
+    bad = []
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".md") and path != Path(__file__):
+            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+            place = path.relative_to(ROOT)
+            bad += [Text(f"{place}:{n}", line) for n, line in lines if RETIRED.search(KEY.sub("", line))]
+    assert not bad, listed(bad)
+
+
+def test_docstrings_use_the_words_of_the_glossary():
+    texts = [text for path in python_files(*PRODUCT) for text in docstrings(path)]
+    bad = [text for text in texts if OLD_WORDS.search(text.text)]
+    assert not bad, listed(bad)
+
+
+@pytest.mark.parametrize("opening", ["What a block stores.", "Whether it fits.", "Those of the step.", "It runs."])
+def test_an_opening_without_a_verb_or_a_noun_is_found(opening):
+    assert OPENING.match(opening)
+
+
+@pytest.mark.parametrize("opening", ["Return it.", "Whatever.", "Item.", "None-valued keys.", "Ofsted."])
+def test_other_openings_are_left_alone(opening):
+    assert not OPENING.match(opening)
