@@ -114,8 +114,8 @@ class BlockExecutor:
         self._count_fallback(entry)
         if entry.execution_plan is None:
             return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
-        externals = fetch(entry.program.externals, block, args, kwargs)
-        if not entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+        externals = fetch(entry.plan.externals, block, args, kwargs)
+        if not entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
             return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
         if entry.symbolic_tape is None:
             self.known_shapes.move_to_end(key)
@@ -125,7 +125,7 @@ class BlockExecutor:
             return self._call(entry, externals, block, fn, args)
         call = self._validated_call(entry, externals)
         result = call.run(block, fn, args, kwargs)
-        self._check_replaced(entry.program, externals, block)
+        self._check_replaced(entry.plan, externals, block)
         self._learn(key, entry, call)
         return result
 
@@ -138,8 +138,8 @@ class BlockExecutor:
         entry = self.entries.latest(key)
         if entry is None or entry.execution_plan is None or entry.execution_plan.is_plain:
             return self.run(block, fn, args, kwargs)
-        externals = fetch(entry.program.externals, block, args, kwargs)
-        if not entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+        externals = fetch(entry.plan.externals, block, args, kwargs)
+        if not entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
             return self.run(block, fn, args, kwargs)
         self._learn_order(entry)
         if entry.known_shape.num_calls > 1 and self.known_shapes.untraced is None:
@@ -148,9 +148,9 @@ class BlockExecutor:
 
     def _is_due(self, entry: Entry) -> bool:
         """Return True if the call is due for validation."""
-        if entry.program.is_plain:
+        if entry.plan.is_plain:
             return False
-        is_trusted = entry.program.tape.due_check is None and self.known_shapes.untraced is None
+        is_trusted = entry.plan.tape.due_check is None and self.known_shapes.untraced is None
         if is_trusted and not is_checked_call(entry.known_shape.num_calls):
             return False
         if is_being_captured() and self.known_shapes.untraced is not None:
@@ -191,7 +191,7 @@ class BlockExecutor:
         self, entry: Entry, externals: list[tuple[int, torch.Tensor]], block: nn.Module, fn: Any, args: tuple[Any, ...]
     ) -> Any:
         """Run one call under the plan."""
-        plan = entry.program
+        plan = entry.plan
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
         if plan.draws and is_being_captured():
@@ -207,12 +207,12 @@ class BlockExecutor:
         return result
 
     def _validated_call(self, entry: Entry, externals: list[tuple[int, torch.Tensor]]) -> ValidatedCall:
-        checks_bits = entry.program.tape.due_check == BITS
-        return ValidatedCall(self.name, entry.program, self._codecs(entry), externals, checks_bits)
+        checks_bits = entry.plan.tape.due_check == BITS
+        return ValidatedCall(self.name, entry.plan, self._codecs(entry), externals, checks_bits)
 
     def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
         """Update an entry, its symbolic tape and its key after a validated call."""
-        tape, symbolic_tape = entry.program.tape, entry.symbolic_tape
+        tape, symbolic_tape = entry.plan.tape, entry.symbolic_tape
         if call.divergence is None:
             entry.unpacked_slots = call.unpacked_slots
             tape.due_check = None
@@ -256,7 +256,7 @@ class BlockExecutor:
     def _learn_order(self, entry: Entry) -> None:
         """Record the order of unpacks of the last backward."""
         if entry.unpacked_slots:
-            self.tape_cache.learn_order(entry.program.tape, entry.unpacked_slots)
+            self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None
 
     def _first_call(
@@ -278,12 +278,12 @@ class BlockExecutor:
             is_plain = self._is_plain and not self._must_be_checkpointed
             return fn(*args) if is_plain else CheckpointStrategy().run(block, fn, args, kwargs)
         if expected_entry is not None:
-            externals = fetch(expected_entry.program.externals, block, args, kwargs)
-            if expected_entry.program.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
+            externals = fetch(expected_entry.plan.externals, block, args, kwargs)
+            if expected_entry.plan.has_all(externals, partial(find_external, block=block, args=args, kwargs=kwargs)):
                 self._count_fallback(expected_entry)
                 call = self._validated_call(expected_entry, externals)
                 result = call.run(block, fn, args, kwargs)
-                self._check_replaced(expected_entry.program, externals, block)
+                self._check_replaced(expected_entry.plan, externals, block)
                 self._end_expected_call(key, expected_entry, call)
                 return result
         recording = Recording(self.name, block, args, kwargs)

@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from adacc_hf.artifacts.call_names import call_name, calls_per_block
 from adacc_hf.artifacts.errors import CompiledBlockError, ConcurrentCallError, NestedHooksError, NoBlocksError
+from adacc_hf.torch_glue.caching_warning import CachingWarning
 from adacc_hf.torch_glue.compat import (
     FLAG,
     FUNCTION,
     SETTER,
-    CachingWarning,
     GradientCheckpointingLayer,
     PreTrainedModel,
     checkpoint_call,
@@ -236,11 +236,11 @@ class Installation:
         self.model = model
         blocks = find_blocks(model, block_classes)
         _refuse_wrappers(model)
-        _refuse_prefix_tuning(model)
+        _refuse_adapters(model)
         thread = CallThread()
         self.blocks = {name: BlockFunction(name, block, PlainStrategy(), thread) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
-        """By call name, the owner of the strategy of each call in a step. Initially one call per block."""
+        """Owner of the strategy of each call in a step, keyed by call name. Initially, each block has one call."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self.on_step: Callable[[], object] | None = None
         """Callback at the beginning of each step, or None."""
@@ -255,7 +255,7 @@ class Installation:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The blocks, while their functions are installed."""
+        """The blocks by name. Empty after `remove`."""
         return {name: function.block for name, function in self.blocks.items() if function.block is not None}
 
     def remove(self) -> None:
@@ -413,9 +413,12 @@ def _inner_layers(block: nn.Module) -> list[nn.Module]:
     return [module for module in inner if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _refuse_prefix_tuning(model: nn.Module) -> None:
-    """Raise ValueError if an adapter passes a prefix in a cache, because Transformers drops caches of checkpointed
-    blocks."""
+def _refuse_adapters(model: nn.Module) -> None:
+    """Raise ValueError for adapters whose blocks cannot run again in backward.
+
+    Transformers drops the caches of checkpointed blocks, which hold the prefix of prefix tuning. PEFT sets the offsets
+    of an aLoRA with hooks that exist during the model's forward only.
+    """
     adapters = [getattr(module, "peft_config", None) for module in model.modules()]
     configs = [config for each in adapters if isinstance(each, dict) for config in each.values()]
     kinds = [str(getattr(config, "peft_type", None)).rpartition(".")[2] for config in configs]
@@ -424,6 +427,12 @@ def _refuse_prefix_tuning(model: nn.Module) -> None:
             f"{refused[0].lower().replace('_', ' ')} passes its prefix to the blocks as a key-value cache, which "
             f"neither replay nor gradient checkpointing can preserve: use prompt tuning or LoRA, or train without "
             f"adacc_hf"
+        )
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        raise ValueError(
+            "alora_invocation_tokens is set in the LoraConfig: PEFT's hooks for an aLoRA are gone when backward runs a "
+            "block again, outside of PEFT's own gradient checkpointing. Train with gradient_checkpointing=True without "
+            "adacc_hf, or use LoRA"
         )
 
 

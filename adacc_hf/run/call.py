@@ -163,7 +163,7 @@ class Call:
             cell.version = version_of(cell.saved)
 
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """Store all of `bases`, by value, for replay of the slots packed so far. No more slots of the tape come.
+        """Store all of `bases`, tensors by value index, for replay of the slots packed so far. No further slots follow.
 
         The tensors are copied, because later changes in place are not on a tape.
         """

@@ -51,8 +51,8 @@ class Entry:
     """The reason why the block does not follow its plan, or None."""
 
     @property
-    def program(self) -> ExecutionPlan:
-        """The execution plan of an entry that has one."""
+    def plan(self) -> ExecutionPlan:
+        """`execution_plan`, not None. Use this only for entries that do not run under torch's checkpoint."""
         assert self.execution_plan is not None
         return self.execution_plan
 
@@ -100,7 +100,10 @@ class PlanEntries:
         return [known_shape.tape for known_shape in self.known_shapes.values()]
 
     def programs(self) -> tuple[ExecutionPlan | None, ...]:
-        """Return the execution plans of the block. If the block was not called yet, return the previous plan's."""
+        """Return the block's execution plans.
+
+        Before its first call, return the execution plans of the previous policy.
+        """
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
@@ -158,8 +161,8 @@ class PlanEntries:
                 self.known_shapes.known_shape_of(symbolic_tape), symbolic_tape.base
             )
             base.base = symbolic_tape.base
-        plan = self.tape_cache.resized(base.program, tape)
-        sized_codecs = {v: _codec_at_size(codec, v, base.program, plan) for v, codec in base.codecs.items()}
+        plan = self.tape_cache.resized(base.plan, tape)
+        sized_codecs = {v: _codec_at_size(codec, v, base.plan, plan) for v, codec in base.codecs.items()}
         codecs = {v: codec for v, codec in sized_codecs.items() if codec is not None}
         if len(codecs) < len(sized_codecs):  # the size is too small for a codec
             entry = self._entry(base.known_shape, tape)
@@ -210,9 +213,10 @@ class PlanEntries:
         return None if is_planned else f"torch's checkpoint, since {tape.untrusted}"
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
-        """Return (choices for this tape, True if the tape has the planned operators).
+        """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).
 
-        Values whose choice is impossible, and values that the plan does not contain, get the choice with the least
+        If the operators are the planned ones, values whose planned choice is impossible are retained. If they differ,
+        the plan's choices are transferred to the matching values, and all other values get the choice with the least
         memory.
 
         Raise PolicyMismatchError if the tape has other operators than the same call had in the profile. Once the block

@@ -30,8 +30,8 @@ result."""
 class TapePosition:
     """Comparison of a call with a tape: its arguments, operators and saved tensors, in the tape's order.
 
-    At the first difference, `on_divergence` gets the tensors of the values `stored`, by value, that autograd has not
-    saved yet. Nothing is compared afterwards.
+    At the first difference, `on_divergence` is called with a dict from value to tensor: the values in `stored` that
+    autograd has not saved so far. Later operators are not compared.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TapePosition:
         self._stored = stored
         self._on_leaving = on_divergence
         self._next = 0
-        self._at_hand: dict[int, torch.Tensor] = {}
+        self._stored_bases: dict[int, torch.Tensor] = {}
         self._owners: dict[int, int] = {}
         """The current value of each storage, by storage key."""
         self._casts: dict[tuple[int, torch.dtype], int] = {}
@@ -59,8 +59,8 @@ class TapePosition:
         """Stop comparing, with a reason. Later reasons are ignored."""
         if not self.has_diverged:
             self.divergence = reason
-            at_hand, self._at_hand = self._at_hand, {}
-            self._on_leaving(at_hand)
+            stored_bases, self._stored_bases = self._stored_bases, {}
+            self._on_leaving(stored_bases)
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the arguments of a call, and the tensors attached to its block, with the tape's externals."""
@@ -86,7 +86,7 @@ class TapePosition:
         if slot >= len(self._slots) or not self.is_ref(self._slots[slot], local_of(tensor)):
             self.diverge(f"autograd saves a different tensor {slot}")
             return False
-        self._at_hand.pop(self._slots[slot].value, None)
+        self._stored_bases.pop(self._slots[slot].value, None)
         return True
 
     def finish(self) -> None:
@@ -173,7 +173,7 @@ class TapePosition:
         """Register that the storage of `tensor` contains `value` now."""
         self._owners[storage_key(tensor.untyped_storage())] = value
         if value in self._stored:
-            self._at_hand[value] = tensor.detach()
+            self._stored_bases[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:
         """Register that a storage is new. It may have the key of a freed storage."""

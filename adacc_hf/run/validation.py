@@ -47,8 +47,9 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 class Validator(TorchDispatchMode):
     """Dispatch mode that compares each operator of a call with the tape's next operator before it runs.
 
-    At the first difference, `on_divergence` gets the tensors, by value, that the plan would store and autograd has not
-    saved yet. Nothing is compared afterwards. Operators that the validation itself runs need a pause (`paused`).
+    At the first difference, `on_divergence` gets the tensors that the plan stores and autograd has not saved yet, as a
+    dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must be
+    inside `paused`.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Validator(TorchDispatchMode):
         return True
 
     def _derive_dropout(self, input_tensor: torch.Tensor, results: Sequence[Any]) -> None:
-        """Compare dropout's result with the product by which replay computes it."""
+        """Compare dropout's result with the product that replay computes instead, operator by operator."""
         product = self._position.take_dropout(input_tensor, results[0])
         if product is not None and self._is_compared(product):
             self._compare(

@@ -13,7 +13,12 @@ from torch import nn
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.tape.data_reads import Data, data_at
 from adacc_hf.tape.guards import BlockPrograms, Untraceable, settings_of_torch
-from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
+from adacc_hf.tape.inputs import (
+    Args,
+    Kwargs,
+    argument_layout,
+    block_layout,
+)
 from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
@@ -130,10 +135,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return self._num_divergences.get(key, 0)
 
     def has_new_data(self, key: CallKey) -> bool:
-        """Return True if a call has a known shape and data that comes for the first time.
+        """Return True if calls of this shape were recorded, and the call's data occurs for the first time.
 
-        Recording takes memory, which no budget reserves at a known shape. It also takes time, which is only worthwhile
-        if the data comes again.
+        The data are the numbers that the block reads from tensors into Python. The first call with new data is not
+        recorded: recording takes memory, which the budget reserves only for new shapes, and time, which is worthwhile
+        only if the data occurs again. The key is stored, so that a second call with it returns False.
         """
         known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
         if not known_data or key.data in known_data or key in self._new_data:

@@ -17,7 +17,8 @@ from torch import nn
 from adacc_hf.artifacts.exact_recompute_rules import index_values, is_index, is_statistic, source_activations
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
-from adacc_hf.tape.inputs import PLACES, find_external
+from adacc_hf.tape.attached_tensors import PLACES
+from adacc_hf.tape.inputs import find_external
 from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
 from adacc_hf.tape.replay_check import merge_equal_values, substitute_values
 from adacc_hf.tape.tape import Source, Tape, TapeOperator, TensorRef, geometry_of
@@ -27,7 +28,7 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 @dataclass(slots=True)
 class Slot:
-    """Treatment of one saved tensor under a plan. It holds at all sizes; the size itself is in `Tape.slots`."""
+    """Treatment of one saved tensor under a plan, the same for all sizes of batch."""
 
     value: int
     """The value that the tensor views."""
@@ -116,7 +117,7 @@ class ExecutionPlan:
 
     def follow(self, order: tuple[int, ...]) -> None:
         """Prepare for a backward that unpacks slots in `order`. Calls in progress keep their schedule."""
-        self.schedule = Schedule(self._with_equals, self.store, order, self._passthrough)
+        self.schedule = Schedule(self._merged_tape, self.store, order, self._passthrough)
 
     def resized(self, tape: Tape) -> ExecutionPlan:
         """Return the same plan for `tape`, another tape of the same symbolic tape."""
@@ -134,8 +135,12 @@ class ExecutionPlan:
         return plan
 
     @property
-    def _with_equals(self) -> Tape:
-        """The tape, with each value that the plan takes from an equal value replaced by that value."""
+    def _merged_tape(self) -> Tape:
+        """Tape with duplicate values merged.
+
+        If the plan takes a value from a stored value with equal contents, references to the first are replaced by
+        references to the stored value.
+        """
         if self._merged is None:
             self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
         return self._merged
@@ -202,18 +207,18 @@ class ExecutionPlan:
     def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
         """Return the program of an unpack that deviates from the order of the schedule."""
         available = {value for value, tensor in enumerate(environment) if tensor is not None}
-        return single_program(self._with_equals, self.store, slot, available)
+        return single_program(self._merged_tape, self.store, slot, available)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
         """Return the stored values read when recomputing `value` from scratch."""
-        _, leaves = closure(self._with_equals, value, self.store.__contains__)
+        _, leaves = closure(self._merged_tape, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
         """Return the values that replay reads, except those that exist outside of the block, such as parameters."""
-        runs = [closure(self._with_equals, value, self.store.__contains__)[0] for value in self.needs]
+        runs = [closure(self._merged_tape, value, self.store.__contains__)[0] for value in self.needs]
         values_read = {
-            value for run in runs for number in run for value in self._with_equals.operators[number].inputs()
+            value for run in runs for number in run for value in self._merged_tape.operators[number].inputs()
         }
         return {value for value in values_read if not self.tape.is_held_elsewhere(value)}
 
@@ -238,9 +243,9 @@ class ExecutionPlan:
 
     def _externals(self) -> list[tuple[int, Source]]:
         values_read = {
-            value for needs in self.needs for value in closure(self._with_equals, needs, self.store.__contains__)[1]
+            value for needs in self.needs for value in closure(self._merged_tape, needs, self.store.__contains__)[1]
         }
-        saved = set(self._with_equals.saved_values())
+        saved = set(self._merged_tape.saved_values())
         required = [
             v for v in sorted(values_read) if v in self.store.persistent or (v in self.roots and v not in saved)
         ]
@@ -262,7 +267,7 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
 
 
 def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
-    """Return the values that the plan takes from an equal value in place of storing them, mapped to that value."""
+    """Return a dict from each value that the plan does not store to the stored value with equal contents."""
     if all(choice != RECOMPUTE for choice in choices.values()):
         return {}
     saved = set(tape.saved_values())

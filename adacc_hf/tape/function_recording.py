@@ -3,8 +3,9 @@
 NOTE [When a Function is one operator]
 A Function is first recorded by the operators that its forward runs. If replaying these operators recomputes all that
 the Function returns and saves, they stay on the tape: replay runs only the operators that a saved tensor needs.
-Otherwise (a kernel fills memory unseen, or Python reads data) the Function becomes one operator, whose target is the
-class, and replay runs its whole forward again. Both are compared with the original bit for bit (rule R7).
+Otherwise (a kernel that the recorder does not see fills memory, or Python reads data) the Function becomes one
+operator, whose target is the class, and replay runs its whole forward again. Both are compared with the original bit
+for bit (rule R7).
 
 If the forward cannot be run again for the same result, the Function keeps its operators, and the results that these do
 not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the block or a
@@ -204,8 +205,11 @@ class FunctionRecorder:
     def _recomputed_inside(
         self, before: _Mark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
-        """Return the values that the recorded operators of a Function recompute. Return None if these include all its
-        results."""
+        """Return the values that replay of the operators recorded inside a Function recomputes exactly.
+
+        Return None if the operators are enough for replay: they recompute all results that the Function `returned`,
+        and the Function neither wrote to a tensor without a recorded operator nor took a numpy view.
+        """
         new_tensors = [tensor for tensor in _tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
         inner_operators = self.operators[before.num_operators :]
@@ -235,7 +239,7 @@ class FunctionRecorder:
         """
         results = results_of(run_record.result)
         target = FunctionTarget(run_record.function)
-        data_places = self._data_read(run_record, results)
+        data_places = self._data_arguments(run_record, results)
         self._check_writes(run_record)
         foreign = self._foreign_reads(run_record)
         self._check_run_again(target, run_record, recomputed_values, foreign)
@@ -276,12 +280,12 @@ class FunctionRecorder:
 
     # Checks. Each raises NotReplayableError with a reason.
 
-    def _data_read(self, run_record: _FunctionRun, results: Any) -> list[int]:
-        """Return the indices, among the tensor arguments, of the tensors whose data the Function reads into Python.
+    def _data_arguments(self, run_record: _FunctionRun, results: Any) -> list[int]:
+        """Return the positions, among the tensor arguments, of the tensors whose data the Function reads into Python.
 
-        Conversions to numpy arrays do not count. Like a kernel's pointer, an array gives access to the memory, which
-        replay obtains again. Raise NotReplayableError if a Function that makes such an array also returns numbers, or
-        if it reads data that does not follow from the arguments.
+        Conversions to numpy arrays are ignored. Like a kernel's pointer, an array gives access to the memory, and a
+        replay obtains the access again. Raise NotReplayableError if a Function that makes such an array also returns
+        numbers, or if it reads data that does not follow from the arguments.
         """
         reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
@@ -302,9 +306,11 @@ class FunctionRecorder:
         return list(argument_places)
 
     def _check_writes(self, run_record: _FunctionRun) -> None:
-        """Raise unless each tensor that the Function wrote to was made by the block, written unseen, and not saved.
+        """Raise NotReplayableError if the Function wrote to a tensor that replay could not restore.
 
-        The written storage then gets a new version, as after an in-place operator (rule R6).
+        A write is allowed if the block's own operators computed the tensor, if no slot has saved the tensor, and if no
+        recorded operator performs the write (a kernel of the Function does). The storage then gets a new version, as
+        after an in-place operator (rule R6).
         """
         before = run_record.before
         inside = self.operators[before.num_operators :]

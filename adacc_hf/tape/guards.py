@@ -63,7 +63,7 @@ INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
 
 
 class Program:
-    """One traced path through the Python of a class of blocks."""
+    """Trace of one path through the Python code of a block's class, with its guards."""
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
@@ -136,10 +136,10 @@ class BlockPrograms:
         self._num_calls += 1
         program = self._find_program(scope)
         if program is None:
-            path = type(self._block), untraced_key(self._block), plain_arguments(scope)
+            path = untraced_key(self._block), plain_arguments(scope)
             program = self._new_program(scope, path) if self._has_memory else None
             if program is None:
-                return path[1:]
+                return path
         self._latest, self.untraced = program, None
         return program.number, program.numbers(scope)
 
@@ -154,9 +154,9 @@ class BlockPrograms:
                 return program
         return None
 
-    def _new_program(self, scope: Scope, path: tuple[Hashable, ...]) -> Program | None:
+    def _new_program(self, scope: Scope, path: Hashable) -> Program | None:
         """Trace a call that no program fits. If that fails, return None and set `untraced` to the reason."""
-        self.untraced = self._stop_reason or self._untraceable.get(path)
+        self.untraced = self._stop_reason or self._untraceable.get((type(self._block), path))
         if self.untraced is not None:
             return None
         previous = self._latest
@@ -171,7 +171,7 @@ class BlockPrograms:
             program = Program(trace(scope, observing_hooks(self._block)), scope)
         except NotTraceableError as error:
             self.untraced = str(error)
-            put_latest(self._untraceable, path, self.untraced, MAX_PROGRAMS)
+            put_latest(self._untraceable, (type(self._block), path), self.untraced, MAX_PROGRAMS)
             return None
         put_latest(self._of_class.programs, program.number, program, MAX_PROGRAMS)
         return program

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from adacc_hf.tape.attached_tensors import PLACES, attached_tensors
 from adacc_hf.tape.data_reads import Read, data_behind_reads, deciding_tensors, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
-from adacc_hf.tape.inputs import PLACES, argument_tensors, attached_tensors
+from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
     COLLECTIVES,
@@ -30,7 +31,13 @@ from adacc_hf.tape.tape import (
     map_tensors,
     tensor_refs,
 )
-from adacc_hf.torch_glue.compat import attention_of, cast_source, class_name, has_cache, only_reads_cache
+from adacc_hf.torch_glue.compat import (
+    attention_of,
+    cast_source,
+    class_name,
+    has_cache,
+    only_reads_cache,
+)
 from adacc_hf.torch_glue.private import (
     COMPILED_MODULE,
     TO_COPY,
@@ -383,7 +390,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_attached(self) -> None:
-        """Mark attached tensors as of unknown source if they are not where they were before the call."""
+        """Mark the source of attached tensors as unknown if the call has put another object in their place."""
         externals = [(value, value.source) for value in self.values if value.source is not None]
         attached = [(value, source) for value, source in externals if source.place in PLACES]
         current = dict(attached_tensors(self.block)) if attached else {}

@@ -85,13 +85,16 @@ class PreparedOperator:
         expected_outputs = operator.outputs if operator.is_function else ()
         self._expected = tuple((position, tape.values[value].ref) for position, value in expected_outputs)
 
-    def run(self, at_hand: list[torch.Tensor]) -> Sequence[Any]:
-        """Run the operator on the tensors `at_hand`, by value, and return its flattened results."""
+    def run(self, bases: list[torch.Tensor]) -> Sequence[Any]:
+        """Run the operator and return its flattened results.
+
+        `bases` has the base tensor of each value, by value index.
+        """
         if self.operator.generator is None:
-            result = self._call(at_hand)
+            result = self._call(bases)
         else:
-            with draw_from_state(at_hand[self.operator.generator], self._device):
-                result = self._call(at_hand)
+            with draw_from_state(bases[self.operator.generator], self._device):
+                result = self._call(bases)
         results = (result,) if isinstance(result, torch.Tensor) else leaves(result)
         if self._expected and not all(_is_like(results, position, ref) for position, ref in self._expected):
             raise RuntimeError(
@@ -101,15 +104,15 @@ class PreparedOperator:
             )
         return results
 
-    def _call(self, at_hand: list[torch.Tensor]) -> Any:
+    def _call(self, bases: list[torch.Tensor]) -> Any:
         if self._has_nested_tensors:
             args, kwargs = map_tensors(
-                (self.operator.args, self._kwargs), TensorRef, lambda ref: view(at_hand[ref.value], ref)
+                (self.operator.args, self._kwargs), TensorRef, lambda ref: view(bases[ref.value], ref)
             )
             return self._target(*args, **kwargs)
         args = self._args.copy()
         for position, ref, geometry in self._tensors:
-            base = at_hand[ref.value]
+            base = bases[ref.value]
             if geometry is None:
                 args[position] = base
             elif base.dtype is ref.dtype:
@@ -144,14 +147,14 @@ class ReplayStep:
 
     def run(self, environment: Environment) -> None:
         """Run the operator on the values in `environment`, and put its results there."""
-        at_hand: list[torch.Tensor] = environment  # type: ignore[assignment]  # its inputs were put there before
-        originals = [at_hand[old] for old in self.copies]
+        bases: list[torch.Tensor] = environment  # type: ignore[assignment]  # its inputs were put there before
+        originals = [bases[old] for old in self.copies]
         for old in self.copies:
-            environment[old] = copy_with_storage(at_hand[old])
+            environment[old] = copy_with_storage(bases[old])
         operator = self.operator
         if operator.prepared is None:  # shared by all plans of a tape
             operator.prepared = PreparedOperator(operator, self._tape)
-        results = operator.prepared.run(at_hand)
+        results = operator.prepared.run(bases)
         for position, value in self.outputs:
             environment[value] = results[position]
         for old, new in self.mutations:
@@ -209,15 +212,19 @@ class ReplayProgram:
         return [*(value for step in self.steps for value in step.loads), *self.loads]
 
 
-def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """Return (operators that recompute `value`, in order; values they read that are available or external)."""
+def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+    """Return (operators, inputs) for recomputing `value`.
+
+    `operators` are the operators to run, in order. `inputs` are the values that they read and that are available, or
+    that no operator computes.
+    """
     operators: set[int] = set()
     leaves: dict[int, None] = {}
     pending = [value]
     while pending:
         current = pending.pop()
         producer = tape.values[current].producer
-        if producer is None or at_hand(current):
+        if producer is None or is_available(current):
             leaves[current] = None
         elif producer not in operators:
             operators.add(producer)
@@ -228,7 +235,7 @@ def closure(tape: Tape, value: int, at_hand: Callable[[int], bool]) -> tuple[lis
 def schedule(
     tape: Tape, store: StorageMap, order: Sequence[int], passthrough: Collection[int] = ()
 ) -> list[ReplayProgram]:
-    """Return the program of each unpack, if slots are unpacked in `order`.
+    """Return the program of each unpack, for a backward that unpacks the slots in `order`.
 
     Each operator runs at most once, at the first unpack that needs it. Results that a later unpack needs are kept, and
     each value is freed after its last use. Slots of the values `passthrough` run nothing, because autograd gets the

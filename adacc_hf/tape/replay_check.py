@@ -17,10 +17,10 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape and return the values that have the recorded bits (rule R7).
 
-    `bases` are the recorded tensors, by value. A value with different bits is replaced by the original, if that still
-    exists, so that later values are judged independently. Otherwise the values that depend on it are not recomputable.
-    An overwritten version can only be compared in the parts that autograd saved. If autograd saved none, only the
-    values that depend on it are compared.
+    `bases` are the recorded tensors, indexed by value. A value with different bits is replaced by the original, if that
+    still exists, so that later values are judged independently. Otherwise the values that depend on it are not
+    recomputable. An overwritten version can only be compared in the parts that autograd saved. If autograd saved none,
+    only the values that depend on it are compared.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:

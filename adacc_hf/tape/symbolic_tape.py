@@ -52,10 +52,10 @@ class CallSizes:
 
     @classmethod
     def of(cls, key: Any, alignment: int) -> CallSizes:
-        """Split a `CallKey`.
+        """Split a `CallKey` into sizes and the rest.
 
-        Unless `alignment` is 1, the size class distinguishes multiples of `alignment` from other sizes. An exception is
-        the first of several dimensions of a tensor.
+        Unless `alignment` is 1, the size class distinguishes multiples of `alignment` from other sizes. If a tensor has
+        several dimensions, its first dimension is exempt from this distinction.
         """
         (tensors, plain, *settings), data, block_layout = key
         dimensions: list[int] = []

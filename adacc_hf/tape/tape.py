@@ -293,7 +293,7 @@ class Tape:
         return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
-        """Return (matching values of `other`, by value of this tape; True if the tapes match completely).
+        """Return a dict from values of this tape to the matching values of `other`, and True if the tapes match fully.
 
         Saved tensors may differ, and so may the order in which values were first recorded. Two values match only if the
         operators that made them match: a product with a mask does not match a product with a sigmoid.

@@ -54,7 +54,7 @@ def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Placeholder for the distinct number at index `place`."""
+    """Placeholder in a template for a number. `place` is its index in the list of numbers that fill the template."""
 
     place: int
 
@@ -89,7 +89,7 @@ class TapeTemplate:
         tape.consumers(0)  # computed once, for the tapes of all sizes
 
     def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
-        """Return the tape with the distinct `numbers`."""
+        """Return a tape in which `numbers` replace the placeholders of the template."""
         at = numbers.__getitem__
         geometries: dict[Any, Geometry] = {}
         refs = []

@@ -1,0 +1,69 @@
+"""Attached tensors: neither parameters nor buffers of a block, such as the scales of a quantized weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.tape.tape import Source, has_storage
+from adacc_hf.torch_glue.private import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+)
+from adacc_hf.torch_glue.tensors import runs_on_parts
+
+PLACES = ("attached", "module")
+"""Places (`Source.place`) of attached tensors: on a parameter, and on a module."""
+_DEPTH = 2
+"""Greatest number of containers and objects between a module or parameter and an attached tensor."""
+_REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
+
+
+def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
+    """Yield (source, tensor) of each attached tensor, with its current contents."""
+    for name, parameter in block.named_parameters(remove_duplicate=False):
+        if not runs_on_parts(type(parameter)):  # a DTensor is represented by its local tensor
+            for path, tensor in _tensors_in(vars(parameter), _DEPTH):
+                yield Source("attached", (name, *path)), tensor
+    for name, module in block.named_modules():
+        own = {attribute: value for attribute, value in vars(module).items() if attribute not in _REGISTERED}
+        for path, tensor in _tensors_in(own, _DEPTH):
+            yield Source("module", (name, *path)), tensor
+
+
+def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the attached tensor at `path` below `owner`, a parameter or module, without its autograd graph.
+
+    Return None if there is no such tensor any more.
+    """
+    try:
+        tensor = reduce(_step, path, owner)
+    except (AttributeError, LookupError):
+        return None
+    return tensor.detach() if _is_plain(tensor) else None
+
+
+def _step(owner: Any, name: Any) -> Any:
+    return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
+
+
+def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    items = owner.items() if isinstance(owner, dict) else enumerate(owner)
+    for name, item in items:
+        if _is_plain(item):
+            yield (name,), item
+        if isinstance(item, torch.Tensor):
+            continue
+        inner = item if isinstance(item, (dict, list, tuple)) else getattr(item, "__dict__", None)
+        if depth and inner and not isinstance(item, (type, nn.Module)):
+            yield from (((name, *path), tensor) for path, tensor in _tensors_in(inner, depth - 1))
+
+
+def _is_plain(item: Any) -> bool:
+    """Return True for a tensor that is not sparse, quantized or sharded."""
+    return isinstance(item, torch.Tensor) and has_storage(item) and not runs_on_parts(type(item))
