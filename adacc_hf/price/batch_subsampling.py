@@ -121,7 +121,7 @@ def small_parts(batch: Mapping[str, Any], uncut_tokens: int = 0, has_pairs: bool
         lengths = {name: length for name, length in lengths.items() if length == batch["input_ids"].shape[1]}
     is_text = bool(lengths) and all(n > 1 for n in lengths.values())
     has_features = uncut_tokens > 0 or any(len(shape.size) > 2 for shape in shapes)
-    second_texts = {name for name in lengths if has_pairs and _is_written(name)}
+    second_texts = {name for name in lengths if has_pairs and _is_of_decoder(name)}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second_texts |= {name for name in lengths if lengths[name] == lengths["labels"]}
     if second_texts == lengths.keys():  # the model reads no text, but features of a sound or an image
@@ -245,7 +245,7 @@ def with_other_sizes(
     if is_sharded(installation.model):  # see `record_other_sizes`
         return profile
     is_pair = is_encoder_decoder(installation.model)
-    for part in (*_profiled_parts(batch, is_pair), *_fitting_parts(batch, is_pair)):
+    for part in (*_profiled_parts(batch, is_pair), *_extra_parts(batch, is_pair)):
         try:
             other = measure(part)
         except UNSUPPORTED_BATCH_ERRORS as error:
@@ -343,12 +343,12 @@ def _profiled_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[st
     yield from _cut_batch(batch, parts, is_pair)
 
 
-def _fitting_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
-    """Yield one more part, whose samples and tokens differ from all `_profiled_parts`.
+def _extra_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
+    """Yield one more cut of `batch`, with another number of samples and tokens than all `_profiled_parts`.
 
-    Attention's scores, the rest of the batch and the weights are the three terms of a peak. Three sizes determine them,
-    and the fourth checks the fit. A batch of one or two samples is repeated, because all other parts have as many
-    samples as the batch.
+    Yield nothing if the texts are too short to be cut. A peak is a sum of three terms: for attention's scores, for
+    other tensors of the batch, and for the weights. Three batch sizes determine the terms, and a fourth checks the fit.
+    A batch of one or two samples is repeated, because all other parts have as many samples as the batch.
     """
     num_samples, lengths = _samples_and_lengths(batch)
     if _can_be_shorter(lengths, is_pair):
@@ -364,8 +364,8 @@ def _samples_and_lengths(batch: Mapping[str, Any]) -> tuple[int, list[int]]:
     return samples, sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
 
 
-def _is_written(name: str) -> bool:
-    """Return True for a tensor that the decoder of an encoder-decoder model writes, by its name in the batch."""
+def _is_of_decoder(name: str) -> bool:
+    """Return True if the batch's tensor `name` is as long as the decoder's text in an encoder-decoder model."""
     return name == "labels" or name.startswith("decoder_")
 
 
@@ -405,7 +405,7 @@ def _cut_shape(
     if size[0] == num_samples:
         size[0] = part_samples
     if len(size) == 2 and first is not None and second is not None:
-        shorter = second + len(lengths) if is_pair and _is_written(shape.name) else first
+        shorter = second + len(lengths) if is_pair and _is_of_decoder(shape.name) else first
         size[1] = shorter + lengths.index(size[1])
     return TensorShape(shape.name, tuple(size))
 

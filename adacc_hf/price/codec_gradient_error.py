@@ -36,9 +36,9 @@ class GradientErrors:
     value."""
 
     codecs: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Errors if a codec stores the value, by value and codec name."""
+    """Error if a codec stores the value, keyed by (value index, codec name)."""
     replay: dict[int, float] = field(default_factory=dict)
-    """Errors if the value is replayed from decoded values of the coarsest codecs that are accurate enough."""
+    """Error by value index if the value is replayed from values that the coarsest accurate codecs have decoded."""
 
 
 @torch.no_grad()
@@ -126,7 +126,7 @@ class _StandIns:
         return value in self._saved and (value in self._codecs or value in self.recomputed)
 
     def decoded(self, value: int) -> list[tuple[str, torch.Tensor]]:
-        """Return the decoded value of each codec, with the codec's name."""
+        """Return (codec, tensor) for each codec of `value`: the tensor after encoding and decoding."""
         if value not in self._decoded:
             self._decoded[value] = [
                 (codec.name, _round_trip(codec, self._tape, self._bases[value], value))
@@ -201,13 +201,16 @@ class _Product:
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
         self._factors = {value: bases[value] for value in operator.inputs()}
 
-    def error(self, value: int, base: torch.Tensor) -> float:
-        """Return the relative L2 error of the other factor's gradient with `base` in place of `value`."""
-        return float(relative_error([self._factors[value]], [base])) if value in self._factors else 0.0
+    def error(self, value: int, replacement: torch.Tensor) -> float:
+        """Return the relative L2 error of the other factor's gradient if backward reads `replacement` for `value`.
+
+        Return 0 if `value` is not a factor of the product.
+        """
+        return float(relative_error([self._factors[value]], [replacement])) if value in self._factors else 0.0
 
 
 class _Backward:
-    """The backward of an operator that was run once more, with replacements for its saved tensors."""
+    """Autograd graph of one operator, run again on its inputs. Its backward can use replaced saved tensors."""
 
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
         self._inputs: list[torch.Tensor] = []
@@ -246,12 +249,14 @@ class _Backward:
             self._inputs.append(tensor.requires_grad_())
         return tensor
 
-    def error(self, value: int, base: torch.Tensor) -> float:
-        """Return the relative L2 error of all gradients with `base` in place of `value`; 0 if the operator did not save
-        the value."""
+    def error(self, value: int, replacement: torch.Tensor) -> float:
+        """Return the relative L2 error of all gradients if backward reads `replacement` for the saved `value`.
+
+        Return 0 if the operator did not save the value.
+        """
         if value not in self._saved:
             return 0.0
-        self._replacements[self._saved[value]] = base
+        self._replacements[self._saved[value]] = replacement
         try:
             changed_gradients = self._gradients()
         except torch.OutOfMemoryError:

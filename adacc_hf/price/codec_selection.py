@@ -4,21 +4,19 @@ the values that no lossy codec suits."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.exact_recompute_rules import is_statistic
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec, replacements
+from adacc_hf.price.precision_sensitive import precision_sensitive_values
 from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.replay import view
-from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, tensor_refs
-from adacc_hf.torch_glue.private import OpOverload, schema_of
+from adacc_hf.tape.tape import Tape, TapeOperator
 from adacc_hf.torch_glue.tensors import relative_error
 
 OUTLIER_SHARE = 0.01
@@ -243,126 +241,3 @@ def is_parameter_cast(tape: Tape, value: int) -> bool:
         return tape.is_module_state(value)
     inputs = tape.operators[producer].inputs()
     return bool(inputs) and all(is_parameter_cast(tape, read) for read in inputs)
-
-
-# Precision-sensitive values, which a lossy codec would degrade. They are retained, recomputed, or stored losslessly.
-# - Sums and norms have few elements, and each element affects a whole row.
-# - If backward takes an exponential or an angle of a value, a relative error does not stay relative.
-# - A mask's -inf uses up the whole scale of its group.
-# - A gradient is infinite if it is divided by an element that decodes to 0, or by a value that replay computes from
-#   such an element.
-
-V = TypeVar("V")
-
-SUMMARY_RATIO = 8
-"""A value with one dimension less than its source and this many times fewer elements is a summary. A codec saves little
-on it, and each element affects many others."""
-EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
-"""Operators in whose backward an input or a result is exponentiated, or used as an angle."""
-_BIAS = ("attn_mask", "attn_bias", "bias")
-"""Names of the argument that fused attention adds to its scores."""
-_WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
-DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict.fromkeys(_WHOLE)
-"""Operators whose gradient is divided by an input or a result, each with the position of the divisor among the
-arguments. None means any input or result."""
-ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
-ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
-"""Operators that map an element 0 to an element 0, on tapes and in compiled graphs."""
-
-
-def precision_sensitive_values(tape: Tape) -> set[int]:
-    """Return the values that must not be compressed with a lossy codec."""
-    summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
-    return summaries | _exponents(tape) | _attention_biases(tape) | _divisors(tape)
-
-
-def _is_summary(tape: Tape, value: int) -> bool:
-    record = tape.values[value]
-    operator = None if record.producer is None else tape.operators[record.producer]
-    reads = [] if operator is None else [ref.geometry[0] for ref in tensor_refs((operator.args, operator.kwargs))]
-    return is_summary(record.ref.geometry[0], reads[0] if reads else ())
-
-
-def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
-    """Return True if a value of shape `size` has a few numbers for each row of `source`, the shape of its operator's
-    first operand.
-
-    Examples are a mean, a norm, or the log-sum-exp of attention, possibly padded. The result of a product or an index
-    is no summary: it has as many dimensions as its operand, even if it has few rows or columns.
-    """
-    if is_statistic(size):
-        return True
-    return len(size) < len(source) and math.prod(size) * SUMMARY_RATIO <= math.prod(source)
-
-
-def _exponents(tape: Tape) -> set[int]:
-    """Return the values whose exponential or angle backward computes."""
-    operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
-    return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
-
-
-def _attention_biases(tape: Tape) -> set[int]:
-    """Return the values that fused attention adds to its scores: a mask, whose -inf no scale can represent, or a
-    position bias."""
-    biases = [attention_bias(operator.target, operator.args, operator.kwargs) for operator in tape.operators]
-    return {ref.value for ref in biases if isinstance(ref, TensorRef)}
-
-
-def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument that a fused attention operator adds to its scores. Return None for other operators, and
-    without such an argument."""
-    arguments = attention_arguments(target, args, kwargs)
-    return next((arguments[name] for name in _BIAS if arguments.get(name) is not None), None)
-
-
-def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name of fused attention or its backward. Empty for other operators."""
-    schema = schema_of(target) if isinstance(target, OpOverload) else None
-    if schema is not None and any(name in schema.name for name in ("attention", "attn")):
-        names = [argument.name for argument in schema.arguments]
-    elif getattr(target, "__name__", "").startswith("flex_attention"):
-        names = ["query", "key", "value"]
-    else:
-        return {}
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def _divisors(tape: Tape) -> set[int]:
-    """Return the values that backward divides by, and the values from which replay computes these elementwise."""
-    return divisors(
-        (
-            _operator_divisors(operator),
-            operator.results(),
-            operator.inputs() if operator.short_name in ZERO_TO_ZERO else (),
-        )
-        for operator in reversed(tape.operators)
-    )
-
-
-def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) -> set[V]:
-    """Return the values used as divisors, and the values they are computed from elementwise if zero maps to zero.
-
-    `operators` is in reverse order. Each element has three parts: the operator's divisors, its results, and the inputs
-    whose zeros become zeros of the results.
-    """
-    all_divisors: set[V] = set()
-    for operator_divisors, results, zero_sources in operators:
-        all_divisors.update(operator_divisors)
-        if not all_divisors.isdisjoint(results):
-            all_divisors.update(zero_sources)
-    return all_divisors
-
-
-def _operator_divisors(operator: TapeOperator) -> list[int]:
-    name = operator.short_name
-    if name == "pow":
-        base, exponent = operator.args[:2]
-        return [] if isinstance(exponent, (int, float)) and exponent >= 1 else _values(base)
-    if name not in DIVISORS:
-        return []
-    place = DIVISORS[name]
-    return [*operator.inputs(), *operator.results()] if place is None else _values(operator.args[place])
-
-
-def _values(argument: object) -> list[int]:
-    return [ref.value for ref in tensor_refs(argument)]

@@ -9,8 +9,9 @@ from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import BlockAction, Place
 from adacc_hf.artifacts.profile import KindProfile, Operator, Value
 from adacc_hf.price.codec_selection import role_of, storable_values, with_outliers
-from adacc_hf.price.cost_model import Prices, generator_bytes, shared_argument_records
+from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
+from adacc_hf.price.unreplayable_kinds import generator_bytes, shared_argument_records
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
 from adacc_hf.tape.tape import Tape, TapeOperator

@@ -17,7 +17,12 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import count_outlier_channels
-from adacc_hf.price.cost_model import Prices, measure_gradient_errors, price_call, price_tape
+from adacc_hf.price.cost_model import (
+    Prices,
+    measure_gradient_errors,
+    price_call,
+    price_tape,
+)
 from adacc_hf.price.timing import median_ms, seconds_at
 from adacc_hf.tape.recorder import RngUse
 from adacc_hf.tape.replay_check import verify

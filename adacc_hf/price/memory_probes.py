@@ -82,9 +82,9 @@ class SlotProbe:
 class ForwardProbe:
     """The strategy that stores nothing and marks when a value is first saved, and when forward frees it.
 
-    The shared inputs at `sources`, which replay would read, are added to `replay_inputs`. Replaying blocks hold these
-    inputs, so that they outlive their other readers. The last block empties `replay_inputs` at its end. No backward can
-    follow. If `meter` is None, the probe drops saved tensors without marking.
+    Blocks that replay keep some shared inputs alive, those at `sources`. The probe does the same: it adds these inputs
+    to `replay_inputs`, and the last block's probe empties the list at its end. No backward can follow. If `meter` is
+    None, the probe drops saved tensors without marking.
     """
 
     def __init__(

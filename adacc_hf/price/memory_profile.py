@@ -78,8 +78,7 @@ class StepLayout:
 
     @staticmethod
     def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
-        """Return one layout from the `layouts` of several steps, keyed by the names of the blocks that were watched in
-        each."""
+        """Return one layout from the `layouts` of several steps. The key of each is the blocks that it measured."""
         first = next(iter(layouts.values()))  # tensors that earlier steps left may distort later layouts
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
         own_peaks = {
@@ -125,9 +124,9 @@ def measure_forward(
 
 
 def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -> tuple[ForwardEvent, ...]:
-    """Return the forward events of a call. If `owns_rest`, they last until the next call starts.
+    """Return the forward events of a call. If `owns_rest`, include the events until the next call starts.
 
-    If another call's value is freed meanwhile, the event counts as one more moment without a value.
+    An event at which another call's value is freed has no value of its own (value -1).
     """
     begin, leave = (
         next(i for i, point in enumerate(points) if point.label == (moment, -1, name)) for moment in ("enter", "leave")
@@ -320,7 +319,10 @@ class StepMarker:
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
-        """Run blocks unmarked again, unless they have got another strategy since. Harmless when called again."""
+        """Restore the strategies that the blocks had before, unless other code has replaced them since.
+
+        Further calls have no effect.
+        """
         for function, marker in self._markers:
             if function.strategy is marker:
                 function.strategy = marker.inner

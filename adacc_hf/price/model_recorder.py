@@ -20,16 +20,12 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.plans import recompute_plan
 from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, unpack_order
 from adacc_hf.price.codec_selection import is_parameter_cast
-from adacc_hf.price.cost_model import (
-    Prices,
-    saved_bytes,
-    untrusted_kind,
-    with_untrusted_forward,
-)
+from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.kind_profile_builder import KindProfileBuilder
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.memory_probes import SlotProbe, refuse_backward
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, storage_key_of
+from adacc_hf.price.unreplayable_kinds import saved_bytes, untrusted_kind, with_untrusted_forward
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Recording
@@ -208,7 +204,7 @@ class ModelRecorder:
         return self._kinds
 
     def _call_positions(self) -> dict[str, tuple[bool, ...]]:
-        """Return, for each call, the facts about its position in the step on which its memory depends.
+        """Return a dict from each call to the properties of its position in the step that affect its memory.
 
         A position is three truth values: the gradients of the call's parameters exist before its backward, and the rest
         of the model runs before the call, and after it. The last two occur if the loss calls the whole model several
@@ -277,7 +273,7 @@ class ModelRecorder:
     def set_full_recompute_strategies(
         self, installation: Installation, watched_names: Collection[str], sources: Mapping[str, Sequence[Source]]
     ) -> list[SlotProbe]:
-        """Run every block under full recomputation, except for `watched_names`. Return a probe for each watched block.
+        """Run every block under full recomputation, and each watched one under a probe. Return the probes.
 
         A watched block whose operators cannot be replayed has no probe, and recomputes too. `sources` comes from
         `replay_sources()`.

@@ -30,7 +30,6 @@ from adacc_hf.price.batch_subsampling import (
     small_parts,
     with_other_sizes,
 )
-from adacc_hf.price.cost_model import with_untrusted_backward
 from adacc_hf.price.heads import ComputeLoss, HeadLayout, HeadProfiler, ModelWithLoss
 from adacc_hf.price.idle_blocks import ExecutedBlocks, with_idle_blocks
 from adacc_hf.price.measurement import Measurement
@@ -38,6 +37,7 @@ from adacc_hf.price.memory_profile import ForwardLayout, NoSync, StepLayout, mea
 from adacc_hf.price.model_recorder import ModelRecorder, recompute_outcome
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.profile_cache import CachingMeasurement, ProfileCache
+from adacc_hf.price.unreplayable_kinds import with_untrusted_backward
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import profiled_tapes
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, num_elements, to_profile_shapes
@@ -491,7 +491,7 @@ def _check_trainable(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 def _check_at_least(name: str, value: int, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name}={value!r} must be an int of at minimum {minimum}")
+        raise ValueError(f"{name}={value!r} must be an int of at least {minimum}")
 
 
 def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:

@@ -39,11 +39,12 @@ def from_profile_shapes(shapes: Shapes) -> BatchShapes:
     return tuple(TensorShape(name, size) for name, size in shapes)
 
 
-def size_class_of(shapes: BatchShapes) -> BatchShapes:
-    """Return the size class of `shapes`: all sizes rounded up to powers of two. Each size class has its own policy.
+def bucket_of(shapes: BatchShapes) -> BatchShapes:
+    """Return the bucket of `shapes`: all sizes rounded up to powers of two.
 
-    Numbers of samples and lengths are rounded, and also the sides of images and the widths of features, which do not
-    differ from batch to batch. The dimension that `_fixed_dimension` returns is not rounded.
+    Buckets group batches whose profile cannot be extrapolated (see `adapt/policy_cache.py`). Numbers of samples and
+    lengths are rounded, and also the sides of images and the widths of features, which do not differ from batch to
+    batch. The dimension that `_fixed_dimension` returns is not rounded.
     """
     return tuple(replace(shape, size=tuple(_rounded_sizes(shape.size))) for shape in shapes)
 
@@ -54,7 +55,7 @@ def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
 
 
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
-    """Return the dimension of a tensor in which batches of one size class must agree, or None.
+    """Return the dimension of a tensor in which batches of one bucket must agree, or None.
 
     It is the number of images per text in [B, N, C, H, W], and the number of channels in [B, C, H, W].
     """
@@ -87,7 +88,7 @@ def fits_in(shapes: BatchShapes, other: BatchShapes) -> bool:
 
 
 def smallest_enclosing(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
-    """Return the smallest shapes that enclose both `shapes` and `other`, which are of the same size class."""
+    """Return the smallest shapes that enclose both `shapes` and `other`, which are in the same bucket."""
     return tuple(replace(a, size=tuple(map(max, a.size, b.size))) for a, b in zip(shapes, other, strict=True))
 
 

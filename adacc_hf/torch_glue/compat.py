@@ -5,12 +5,9 @@ Also torch's checkpoint with full restoration of state (`checkpoint_call`).
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.logging import warning_once
 
 from adacc_hf.torch_glue.model_state import ModelState
 from adacc_hf.torch_glue.no_trace import record_state_changes
@@ -338,47 +334,3 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, rate in rates:
             setattr(owner, name, rate)
-
-
-# Transformers' warning that caching is incompatible with gradient checkpointing, for blocks under a policy.
-#
-# `run/blocks.py` sets a block's gradient-checkpointing flag to have its own function called around the block. So
-# Transformers treats the block as checkpointed, and warns that it disables the key-value cache. The user did not ask
-# for checkpointing and cannot avoid the warning, which is therefore filtered out.
-
-_LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
-_CACHING_WARNING = "Caching is incompatible with gradient checkpointing"
-
-
-class CachingWarning(logging.Filter):
-    """Log filter that drops the warning about caching, if the layer that logs it satisfies `is_ours`."""
-
-    _has_dropped = False
-    """True if a filter has dropped a warning. Shared by all filters, because only the first one sees each record."""
-
-    def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
-        super().__init__()
-        self._is_ours = is_ours
-        _LOG.addFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return True to log `record`. Called where the record is logged, so the layer is on the call stack."""
-        if not record.getMessage().startswith(_CACHING_WARNING):
-            return True
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            layer = frame.f_locals.get("self")
-            if isinstance(layer, GradientCheckpointingLayer):
-                is_ours = self._is_ours(layer)
-                CachingWarning._has_dropped |= is_ours
-                return not is_ours
-            frame = frame.f_back
-        return True
-
-    def remove(self) -> None:
-        """Remove the filter from the log. Further calls have no effect."""
-        _LOG.removeFilter(self)
-        if CachingWarning._has_dropped:
-            # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.
-            warning_once.cache_clear()
-        CachingWarning._has_dropped = False

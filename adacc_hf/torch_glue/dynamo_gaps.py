@@ -76,7 +76,7 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
     def guarded(original: Callable[..., Any], num_objects: int, by_value: bool = True) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for variable in args[:num_objects]:
-                _guard_address(variable, by_value)
+                _guard_identity(variable, by_value)
             return original(*args, **kwargs)
 
         return call
@@ -203,11 +203,11 @@ def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _guard_address(variable: Any, by_value: bool) -> None:
-    """Install a guard on the address of the object behind one of Dynamo's variables.
+def _guard_identity(variable: Any, by_value: bool) -> None:
+    """Install a guard on the identity of the object behind one of Dynamo's variables.
 
-    Constants need none, because Dynamo guards their values. If objects are compared `by_value`, the same holds for
-    objects with their own `__hash__`.
+    Constants and tensors get no such guard, because Dynamo guards them itself. If `by_value`, the code compares objects
+    by `==` and hash. Then only objects that inherit `object.__hash__`, whose hash is their identity, get the guard.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable

@@ -5,7 +5,6 @@ Also the static memory of a step, the memory available on a device, and the dete
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch import nn
 from torch.autograd.profiler import profile, record_function
 
 from adacc_hf.artifacts.errors import ProfilerConflictError
+from adacc_hf.torch_glue.cpu_allocations import allocator_readings, count_all_threads
 from adacc_hf.torch_glue.private import before_profilers_start, is_profiling, storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import parts_with_memory, without_gradient_hooks
 
@@ -182,7 +181,11 @@ class CpuMemoryMeter(MemoryMeter):
         self.points = self.points[1:]
 
     def _add_point(self, live_bytes: int, max_bytes: int) -> None:
-        """Add the point of the latest mark. The interval before the first mark has an empty label."""
+        """Append the next point: the live bytes at a mark, and their maximum until the following mark.
+
+        Points are appended in the order of the marks. The first point is the interval before the first mark, and has an
+        empty label.
+        """
         index = len(self.points)
         label = self._labels[index - 1] if index else ()
         self.points.append(MemoryPoint(label, live_bytes, max_bytes))
@@ -471,77 +474,3 @@ def available_bytes(device: torch.device, static_bytes: int) -> int:
     import psutil
 
     return static_bytes + psutil.virtual_memory().available
-
-
-# Allocations and frees of all threads in torch's CPU allocator, while memory is profiled.
-
-_LIBRARY = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
-_ALL_THREADS_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
-
-
-_LOG_LEVEL = "FLAGS_caffe2_log_level"
-_ERROR = 2
-"""c10's log level for errors; 0 is information, 1 warnings."""
-
-
-def _c10_variable(name: str, kind: type[Any]) -> Any:
-    """Return c10's variable `name` as an object of the ctypes class `kind`; None in a build without it."""
-    try:
-        return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
-    except (OSError, ValueError):
-        return None
-
-
-all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
-"""Flag that makes all threads report their allocations and frees to the profiler."""
-log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
-"""Least level of messages that c10 writes to stderr. It does not affect Python warnings."""
-
-
-@contextmanager
-def count_all_threads() -> Iterator[None]:
-    """Count allocations and frees of all threads in the CPU allocator, not of the profiled thread alone.
-
-    Gloo's threads are often the last to hold a tensor that ranks have exchanged, and without their frees the tensor
-    would count as live forever. If `all_threads_flag` is None, it still does.
-
-    c10 warns of the first, and then of each thousandth, freed block whose allocation the profiler did not see. These
-    warnings are useless here, and c10 has hardly any others, so only its errors are written meanwhile.
-    """
-    with ExitStack() as stack:
-        if all_threads_flag is not None:
-            stack.enter_context(_set_to(all_threads_flag, True))
-        if log_level is not None:
-            stack.enter_context(_set_to(log_level, max(_ERROR, log_level.value)))
-        yield
-
-
-@contextmanager
-def _set_to(variable: Any, value: Any) -> Iterator[None]:
-    before, variable.value = variable.value, value
-    try:
-        yield
-    finally:
-        variable.value = before
-
-
-def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
-    """Return the live bytes after each allocator event of the profiled thread, and None for each record named `mark`.
-
-    The readings are in order of time and relative to the start. Frees of other threads show in the next event.
-    """
-    events = []
-    assert profiler.kineto_results is not None  # the profiler has ended
-    nodes: list[Any] = list(profiler.kineto_results.experimental_event_tree())
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        name = node.name
-        if name == mark:
-            events.append((node.start_time_ns, None))
-        elif name == "[memory]":
-            events.append((node.start_time_ns, node.extra_fields))
-    events.sort(key=lambda event: event[0])
-    first = next((event for _, event in events if event is not None), None)
-    start = 0 if first is None else first.total_allocated - first.alloc_size
-    return [None if event is None else event.total_allocated - start for _, event in events]

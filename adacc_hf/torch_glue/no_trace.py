@@ -101,7 +101,7 @@ _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDi
 def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
     """Yield a list that receives, at the end of the context, the earlier values of all changed state.
 
-    The state is that of `block` and of `call`, the called function and its arguments. Raises UnrestorableError if a
+    The state belongs to `block` and to `call`, the called function and its arguments. Raises UnrestorableError if a
     change cannot be undone.
     """
     changes: list[ModelState] = []
@@ -123,7 +123,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     """Context manager that restores, at its end, the state that runs of a model inside have changed.
 
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
-    `requires_grad` of all reachable parameters. Gradient hooks, such as those of DeepSpeed or of optimizers that step
+    `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step
     in backward, are not called inside. Tables stay (`Tables`), because a run that fills them calls other operators than
     later ones. Raises UnrestorableError for a change that cannot be undone.
     """

@@ -3,7 +3,7 @@
 If a release of torch drops a private module or function, the import of this file fails. A dropped attribute of torch's
 objects would fail later, or seem to be absent from every object. So each attribute is registered here with its class,
 and tests/adacc_hf/torch_glue/test_private_names.py checks that it exists. Private names that only the compiler uses are
-in compiler/functorch.py, and those of Transformers in `compat` and callbacks/trainer.py.
+in compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ _ATTENTION = {
 
 
 def attention_name(kind: str) -> str:
-    """Return the name of the fused-attention operator of that kind, in the form of `op_name`."""
+    """Return the name of the fused-attention operator of this `kind`, in the form of `op_name`."""
     return _ATTENTION[kind]
 
 
 def attention_operator(kind: str) -> Any:
-    """Return the fused-attention operator of that kind, with all its overloads."""
+    """Return the fused-attention operator of this `kind`, with all its overloads."""
     return getattr(torch.ops.aten, _ATTENTION[kind])
 
 

@@ -103,9 +103,12 @@ def generator_state(device: torch.device) -> torch.Tensor | None:
 
 
 @contextmanager
-def replace_generators(by: Mapping[str, Any]) -> Iterator[None]:
-    """Replace the default generators by those in `by`, by device type. Fake tensors draw no numbers."""
-    _replacement_generators.update(by)
+def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Replace default generators until the context ends. `replacements` has a generator for each device type.
+
+    Stand-ins are used with fake tensors, for which no random numbers are drawn.
+    """
+    _replacement_generators.update(replacements)
     try:
         yield
     finally:
@@ -131,7 +134,7 @@ def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterato
 
 
 def gpus_in_use() -> list[torch.device]:
-    """Return the GPUs that this process may use; [] if CUDA is not initialized, which this function does not do."""
+    """Return the GPUs visible to this process, or [] if CUDA is not initialized. Never initialize CUDA."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

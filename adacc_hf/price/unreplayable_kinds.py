@@ -1,0 +1,120 @@
+"""Profiles of kinds of blocks whose operators cannot be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from adacc_hf.artifacts.policy import BlockAction
+from adacc_hf.artifacts.profile import WHOLE, BackwardEvent, ForwardEvent, KindProfile, Value
+from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
+from adacc_hf.torch_glue.tensors import storage_of
+
+SAVED = 0
+"""Index of the one value that stands for everything the block saves."""
+
+
+def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors, forward_ms: float) -> KindProfile:
+    """Return the kind of the blocks of `group`, without the memory of its forward and backward.
+
+    The number of tokens that an expert gets differs between blocks and between steps. The kind therefore has the most
+    bytes that any of its blocks saved.
+    """
+    block = group[0]
+    arguments = [
+        _value(
+            index, "an argument of the block", storage_of(tensor).nbytes(), "input", shared_tensors.record_index(tensor)
+        )
+        for index, tensor in enumerate(block.argument_tensors.values(), start=SAVED + 1)
+    ]
+    is_alone = not block.tape.has_collectives
+    return KindProfile(
+        digest=block.tape.kind,
+        block_class=block.tape.block_class,
+        values=(_saved_value(block, max(saved_bytes(each, shared_tensors) for each in group)), *arguments),
+        operators=(),
+        slots=(SAVED,) if block.tape.slots else (),
+        forward=(),
+        backward=(),
+        forward_ms=forward_ms,
+        given=shared_argument_records(block, shared_tensors),
+        untrusted=block.tape.untrusted,
+        block_actions=(BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_alone else (BlockAction.CHECKPOINT,),
+        generator_bytes=generator_bytes(block),
+    )
+
+
+def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
+    """Return `kind` with its measured forward. If the block saves anything, all of it counts as stored from the
+    start."""
+    max_extra_bytes = max(event.extra_bytes for event in forward)
+    store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
+    return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=max_extra_bytes), store_event))
+
+
+def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
+    """Return `kind` with its backward, in which at most `extra_bytes` were live on top of all saved bytes.
+
+    `extra_bytes` was measured under torch's checkpoint. It also holds for a forward that saves everything, except for
+    the block's result, which is as large as the largest input. A block that saved nothing when it was recorded has no
+    backward, even if it has one when it is measured; `extra_bytes` may be None then.
+    """
+    if extra_bytes is None or not kind.slots:
+        return kind
+    max_extra_bytes = extra_bytes + max((value.nbytes for value in kind.values[SAVED + 1 :]), default=0)
+    events = (
+        BackwardEvent(slot=0, release=False, entry_bytes=extra_bytes, extra_bytes=extra_bytes),
+        BackwardEvent(slot=0, release=True, entry_bytes=0, extra_bytes=0),
+    )
+    *first_events, last_event = kind.forward
+    last_event = replace(last_event, extra_bytes=min(last_event.extra_bytes, max_extra_bytes))
+    return replace(kind, forward=(*first_events, last_event), backward=events)
+
+
+def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
+    """Return the bytes that autograd saved in one call of a block and that no one else holds."""
+    tape = block.tape
+    own_inputs = {v for v, tensor in block.input_tensors.items() if shared_tensors.record_index(tensor) is None}
+    hidden_values = block.internal_storages.keys() - block.externally_held
+    own_values = [
+        v for v in block.saved_values() if v in own_inputs or v in hidden_values or tape.values[v].source is None
+    ]
+    return sum(tape.values[v].nbytes for v in own_values)
+
+
+def _saved_value(block: RecordedBlock, nbytes: int) -> Value:
+    value = _value(SAVED, "all that the block saves", nbytes, WHOLE, None)
+    is_saved = bool(block.tape.slots)
+    return replace(value, saved=is_saved, activation=is_saved)
+
+
+def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
+    return Value(
+        index=index,
+        name=name,
+        shape=(nbytes,),
+        encoded_shape=(nbytes,),
+        dtype="uint8",
+        nbytes=nbytes,
+        producer=None,
+        saved=False,
+        activation=shared is None,
+        shared=shared,
+        recomputable=False,
+        role=role,
+    )
+
+
+def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[int, ...]:
+    """Return the records of the shared tensors among a block's arguments."""
+    records = {shared_tensors.record_index(tensor) for tensor in block.argument_tensors.values()}
+    return tuple(sorted(index for index in records if index is not None))
+
+
+def generator_bytes(block: RecordedBlock) -> int:
+    """Return the bytes of random generator state that torch's checkpoint stores on the block's device. A GPU's state is
+    on the CPU."""
+    on_cpu = all(tensor.device.type == "cpu" for tensor in block.argument_tensors.values())
+    return torch.get_rng_state().nbytes if on_cpu else 0

@@ -1,0 +1,52 @@
+"""Transformers' warning that caching is incompatible with gradient checkpointing, for blocks under a policy."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import warning_once
+
+log = logging.getLogger(__name__)
+
+
+_LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
+_CACHING_WARNING = "Caching is incompatible with gradient checkpointing"
+
+
+class CachingWarning(logging.Filter):
+    """Log filter that drops the warning about caching, if the layer that logs it satisfies `is_ours`."""
+
+    _has_dropped = False
+    """True if a filter has dropped a warning. Shared by all filters, because only the first one sees each record."""
+
+    def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._is_ours = is_ours
+        _LOG.addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True to log `record`. Called where the record is logged, so the layer is on the call stack."""
+        if not record.getMessage().startswith(_CACHING_WARNING):
+            return True
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            layer = frame.f_locals.get("self")
+            if isinstance(layer, GradientCheckpointingLayer):
+                is_ours = self._is_ours(layer)
+                CachingWarning._has_dropped |= is_ours
+                return not is_ours
+            frame = frame.f_back
+        return True
+
+    def remove(self) -> None:
+        """Remove the filter from the log. Further calls have no effect."""
+        _LOG.removeFilter(self)
+        if CachingWarning._has_dropped:
+            # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.
+            warning_once.cache_clear()
+        CachingWarning._has_dropped = False

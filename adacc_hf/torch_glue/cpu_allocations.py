@@ -1,0 +1,84 @@
+"""Allocations and frees of all threads in torch's CPU allocator, while memory is profiled."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+_LIBRARY = {"darwin": "libc10.dylib", "win32": "c10.dll"}.get(sys.platform, "libc10.so")
+_ALL_THREADS_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
+
+
+_LOG_LEVEL = "FLAGS_caffe2_log_level"
+_ERROR = 2
+"""c10's log level for errors; 0 is information, 1 warnings."""
+
+
+def _c10_variable(name: str, kind: type[Any]) -> Any:
+    """Return c10's variable `name` as an object of the ctypes class `kind`; None in a build without it."""
+    try:
+        return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
+    except (OSError, ValueError):
+        return None
+
+
+all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
+"""Flag that makes all threads report their allocations and frees to the profiler."""
+log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
+"""Least level of messages that c10 writes to stderr. It does not affect Python warnings."""
+
+
+@contextmanager
+def count_all_threads() -> Iterator[None]:
+    """Count allocations and frees of all threads in the CPU allocator, not of the profiled thread alone.
+
+    Gloo's threads are often the last to hold a tensor that ranks have exchanged, and without their frees the tensor
+    would count as live forever. If `all_threads_flag` is None, it still does.
+
+    c10 warns of the first, and then of each thousandth, freed block whose allocation the profiler did not see. These
+    warnings are useless here, and c10 has hardly any others, so only its errors are written meanwhile.
+    """
+    with ExitStack() as stack:
+        if all_threads_flag is not None:
+            stack.enter_context(_set_to(all_threads_flag, True))
+        if log_level is not None:
+            stack.enter_context(_set_to(log_level, max(_ERROR, log_level.value)))
+        yield
+
+
+@contextmanager
+def _set_to(variable: Any, value: Any) -> Iterator[None]:
+    before, variable.value = variable.value, value
+    try:
+        yield
+    finally:
+        variable.value = before
+
+
+def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
+    """Return the live bytes after each allocator event of the profiled thread, and None for each record named `mark`.
+
+    The readings are in order of time and relative to the start. Frees of other threads show in the next event.
+    """
+    events = []
+    assert profiler.kineto_results is not None  # the profiler has ended
+    nodes: list[Any] = list(profiler.kineto_results.experimental_event_tree())
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        name = node.name
+        if name == mark:
+            events.append((node.start_time_ns, None))
+        elif name == "[memory]":
+            events.append((node.start_time_ns, node.extra_fields))
+    events.sort(key=lambda event: event[0])
+    first = next((event for _, event in events if event is not None), None)
+    start = 0 if first is None else first.total_allocated - first.alloc_size
+    return [None if event is None else event.total_allocated - start for _, event in events]
