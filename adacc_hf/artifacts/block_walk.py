@@ -227,10 +227,11 @@ class BlockWalk:
         return moments
 
     def _generator_state_bytes(self) -> dict[int, int]:
-        """Return the bytes of the generators' states that are saved at each moment of the forward.
+        """Return the bytes of generator states that are saved at each moment of the forward, keyed by moment.
 
-        A slot is filled when its value is first saved, or at a later moment. The later moment is not recorded, and the
-        last moment of an earlier slot is used.
+        Slots are filled in order. The profile records when a value is first saved, which is when its first slot is
+        filled. A further slot of the value is filled later, at a moment that is not recorded. It is assumed to be
+        filled together with the slot before it.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
@@ -278,7 +279,7 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return the bytes of decoded values and copies (during the event, after the event), for each event."""
+        """Return, for each event of backward, the bytes of decoded values and copies during it and after it."""
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):

@@ -12,6 +12,7 @@ from adacc_hf.artifacts.policy import HEADS, Action
 from adacc_hf.artifacts.units import MAX_BYTES, parse_bytes
 
 if TYPE_CHECKING:
+    from adacc_hf.artifacts.policy import Policy
     from adacc_hf.artifacts.profile import Profile
 
 TRACKING_NAMES = ("exponential", "off")
@@ -214,6 +215,10 @@ class Budget:
     nbytes: int
     limits_peak: bool
     """True if the budget limits the peak of the step. False if the budget limits the bytes stored for backward."""
+
+    def needed_bytes(self, policy: Policy) -> int:
+        """Return the predicted bytes of `policy` that the budget limits: its peak or its stored bytes."""
+        return policy.predicted_peak_bytes if self.limits_peak else policy.predicted_stored_bytes
 
     @classmethod
     def resolve(cls, setting: str | float | int, profile: Profile, config: AdaccConfig) -> Budget:

@@ -6,10 +6,10 @@ order would then meet gradients in another order. So indices are recomputed only
 (results of comparisons) are recomputed: a boolean differs only if a number is near the threshold, and then both
 branches are near each other too.
 
-A statistic is one number per row, such as the standard deviation of a norm. If a codec sets nearly all of a row to 0,
-the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient of the row. So if rows are
-stored lossily, their statistics are stored too. If the rows themselves are recomputed, statistics of the recomputed
-rows match better.
+A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
+sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient
+of the row. So if the rows are stored lossily, their statistics are stored too. If the rows themselves are recomputed,
+statistics of the recomputed rows match better.
 
 Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element is dropped by chance and by
 magnitude), and no recorded operator shows the dependence. The outputs count as index values.
@@ -73,9 +73,10 @@ def is_statistic(size: Sequence[int]) -> bool:
 def source_activations(
     value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
 ) -> frozenset[int]:
-    """Return the activations from which a replay computes `value`: for a statistic, its rows.
+    """Return the nearest activations from which a replay computes `value`.
 
-    `reads` returns the inputs of the operator that computes a value.
+    If `value` is a statistic, such as a norm's standard deviations, this is the tensor whose rows it describes. `reads`
+    returns the inputs of the operator that computes a value.
     """
     return frozenset(walk_back(reads(value), lambda v: None if is_activation(v) else reads(v))[0])
 

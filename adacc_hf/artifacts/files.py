@@ -92,7 +92,7 @@ class RecordFolder:
         return [path.name.removesuffix(self._ending) for path in self._paths()]
 
     def clear(self) -> int:
-        """Delete all records, with records of other versions. Return the number of deleted records."""
+        """Delete all records, including records of other versions. Return the number of deleted records."""
         paths = self._paths()
         for path in paths:
             path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
-    """Return the plan that checkpoints a block of `kind` and compresses its inputs with `codecs`, by value index.
+    """Return the plan that checkpoints a block of `kind` and compresses inputs. `codecs` has the choice by value index.
 
     Return None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
     """
@@ -62,16 +62,17 @@ def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
 
 
 def random_plan(
-    kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, share: float
+    kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, checkpoint_share: float
 ) -> Plan:
     """Return a plan with random actions out of `allowed`. See `random_policy`.
 
-    `share` is the probability that torch's checkpoint runs a block that can be replayed. For other blocks it is 0.5.
+    `checkpoint_share` is the probability that the plan checkpoints a whole block that could be replayed. For a block
+    that cannot be replayed, the probability is 0.5.
     """
     checkpointed = checkpoint_plan(kind)
     if BlockAction.PLAIN not in kind.block_actions and checkpointed is not None:
         return checkpointed
-    share = 0.5 if kind.untrusted else share
+    share = 0.5 if kind.untrusted else checkpoint_share
     if share and checkpointed is not None and Action.RECOMPUTE in allowed and generator.random() < share:
         return checkpointed
     choices, lossy_values = {}, set()

@@ -108,7 +108,7 @@ class Plan:
     is_checkpointed: bool = False
     """True if torch's checkpoint runs the whole block. Then only the block's inputs are retained or compressed."""
     places: tuple[tuple[int, Place], ...] = ()
-    """Place among the arguments of each compressed input of a checkpointed block, by value index."""
+    """(value index, argument place) of each compressed input of a checkpointed block."""
 
     @property
     def is_plain(self) -> bool:

@@ -136,8 +136,9 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardEvent:
-    """One moment of a block's forward: its start (value -1), or a value is first saved, or a value's last non-autograd
-    reference is freed. If the rest of the model runs before the block's next call, its moments are appended."""
+    """One moment of a block's forward: its start (value -1), the first save of a value for backward, or the release of
+    a value's last other reference. If the rest of the model runs before the block's next call, the moments of the rest
+    are appended."""
 
     value: int
     death: bool

@@ -320,7 +320,11 @@ def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
 
 
 def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile, launch_ms: float) -> Operator:
-    """Return `operator` with its time scaled by the bytes that it reads and writes, at least the time of a launch."""
+    """Return `operator` of the kind `after`, with a time estimated from its time in the kind `before`.
+
+    The time is proportional to the bytes that the operator reads and writes, but not below the time `launch_ms` of a
+    kernel launch.
+    """
     accessed = (*operator.inputs, *operator.outputs)
     ratio = _ratio(sum(before.values[v].nbytes for v in accessed), sum(after.values[v].nbytes for v in accessed))
     return replace(operator, ms=min(operator.ms, launch_ms) if ratio == 0 else _scaled(operator.ms, ratio, launch_ms))

@@ -1,8 +1,8 @@
 """Linear layers that compute the gradient of their weight in a random subspace of their input (CompAct).
 
 See arXiv 2410.15352, section 3. A layer with weight W [m, n] saves z = x P [tokens, r] instead of its input
-x [tokens, n]. P [n, r] is recomputed from its seed whenever it is needed. The output and the gradient of x are equal to
-those of `nn.Linear`, bit for bit. The gradient of W is never computed. Instead, the parameter `core` [m, r] gets the
+x [tokens, n]. P [n, r] is recomputed from its seed whenever it is needed. The output and the gradient of x equal
+`nn.Linear`'s, bit for bit. The gradient of W is never computed. Instead, the parameter `core` [m, r] gets the
 gradient (dy^T x) P, as if the weight were W + core P^T with core = 0. Gradient accumulation, clipping and DDP work on
 the gradient of `core`.
 """
@@ -142,10 +142,12 @@ class _CompactProduct(torch.autograd.Function):
 
 
 class CompactLayer(nn.Module):
-    """Mix-in for linear layers that adds `core`, and projects the input for backward.
+    """Mix-in for linear layers that saves a projection of the input, and computes a gradient only for `core`.
 
-    `core` is a parameter, but not in the state_dict. It has memory before the first step, because DDP broadcasts it,
-    and during steps. Between steps it is an expanded zero.
+    `core` [outputs, rank] is an additional parameter, whose value is always zero when a forward runs. Its gradient is
+    the weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step
+    to the weight. `core` is not in the state_dict. It has memory of its own before the first step, because DDP
+    broadcasts parameters, and during optimizer steps. Otherwise it is an expanded zero without memory.
     """
 
     weight: Tensor

@@ -54,13 +54,13 @@ class ChunkedHead:
             )
 
     def note_loss(self, loss: LossCall) -> None:
-        """Count a chunked loss, and call `on_loss`."""
+        """Handle a loss that is computed in chunks: increment `num_losses`, and call `on_loss`."""
         self.num_losses += 1
         if self.on_loss is not None:
             self.on_loss(loss)
 
     def note_full_logits(self) -> None:
-        """Count a computation of the full logits, and log a warning at the first one of a training run."""
+        """Handle a computation of the full logits: count it, and log a warning at the first one in training."""
         self.num_full_logits += 1
         if self.num_full_logits == 1 and self.num_losses and not self.is_trial:
             log.warning(

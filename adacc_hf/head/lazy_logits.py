@@ -21,7 +21,7 @@ from adacc_hf.torch_glue.private import DisableTorchFunctionSubclass, keeps_grap
 
 
 class LogitsListener(Protocol):
-    """Interface for notifications about the use of lazy logits."""
+    """Interface for notifications of how lazy logits are used."""
 
     def note_loss(self, loss: LossCall) -> None:
         """Handle a loss that is computed in chunks."""
@@ -138,7 +138,7 @@ class LazyLogits(Tensor):
         return self.real_logits
 
     def as_function_output(self) -> LazyLogits:
-        """Return the same logits for an autograd function to return."""
+        """Return a copy of this object as the result of an autograd function, which must not return its input."""
         lazy = make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
         lazy.call, lazy.rows, lazy.real_logits = self.call, self.rows, None
         lazy.compute = lambda: self.materialize().detach()
@@ -243,7 +243,7 @@ def _materialize_detached(leaf: Any) -> Any:
 
 
 def _is_of_deepspeed(hook: Any) -> bool:
-    """Return True for the hook that DeepSpeed registers on all outputs of a model. The loss calls it in any case."""
+    """Return True for the hook that DeepSpeed puts on a model's outputs. It can be ignored: the loss has one too."""
     return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # a builtin method has None
 
 

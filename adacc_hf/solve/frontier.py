@@ -192,7 +192,7 @@ def overhead_ms(plans: Sequence[PricedPlan]) -> float:
 class MixtureProgram:
     """Program that gives `num_free[k]` blocks of kind k a common plan of any shape, and the others frontier plans.
 
-    Variables in addition to those of `BlockVariables`:
+    Variables in addition to `BlockVariables`:
       count[k, c]  number of blocks of kind k under plan c of its frontier (integer)
       reads[s]     1 if some replay reads shared tensor s, which autograd does not save (binary)
     """

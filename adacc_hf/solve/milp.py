@@ -296,9 +296,9 @@ class BlockVariables:
 
 
 def retain_all(model: KindModel) -> PricedPlan:
-    """Return the plan that retains all activations, including values that equal others.
+    """Return the plan that retains all activations, duplicates of other values too.
 
-    If a block must not run plainly, return a plan of torch's checkpoint.
+    If the kind does not allow the action PLAIN, return its plan under torch's checkpoint.
     """
     if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]

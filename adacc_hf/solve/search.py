@@ -59,7 +59,7 @@ class Kinds:
 
     @cached_property
     def frontiers(self) -> list[list[PricedPlan]]:
-        """Frontier of each kind."""
+        """Return, for each kind of block, its plans that are Pareto-optimal in memory and time."""
         return frontiers(self.log, self.models)
 
 
@@ -154,7 +154,10 @@ class PolicySearch:
         return policies
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
-        """Return the last of a series of policies that begins with `policy`: each next one fits one byte less than the peak before."""
+        """Search from `policy` for policies whose peak is at least one byte lower, until none is found.
+
+        Return the last.
+        """
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
             budget = Budget(nbytes, nbytes, limits_peak=True)

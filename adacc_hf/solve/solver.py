@@ -32,9 +32,9 @@ def solve_policy(
 ) -> Policy:
     """Return the fastest policy within `memory_budget` (default: the config's).
 
-    If it fits, the policy is all RETAIN with the fastest head. Raises InfeasibleBudgetError, with the smallest feasible
-    budget, if no policy fits. Raises ValueError if the format of the budget is unknown, or if the profile has no head
-    that the config allows.
+    If all activations fit, the policy retains all of them, with the fastest head. Raises InfeasibleBudgetError, with
+    the smallest feasible budget, if no policy fits. Raises ValueError if the format of the budget is unknown, or if the
+    profile has no head that the config allows.
     """
     start = time.perf_counter()
     config = config or AdaccConfig()
@@ -52,7 +52,7 @@ def solve_policy(
         "seconds": time.perf_counter() - start,
     }
     policy = policy_of_plans(search.profile, [priced_plan.plan for priced_plan in plans], facts)
-    needed_bytes = policy.predicted_peak_bytes if budget.limits_peak else policy.predicted_stored_bytes
+    needed_bytes = budget.needed_bytes(policy)
     assert needed_bytes <= budget.nbytes, (
         f"the solver's policy needs {needed_bytes} bytes, more than the budget of {budget.nbytes}"
     )
@@ -82,7 +82,10 @@ def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
 
 
 def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return the fastest policy within the budget, and its search. Raises InfeasibleBudgetError if none fits."""
+    """Return (search, plans): the fastest policy within the budget, and the search of the head that the policy uses.
+
+    Raises InfeasibleBudgetError if no policy fits.
+    """
     candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []
     for search in sorted(searches, key=lambda search: search.head_ms):
