@@ -47,7 +47,7 @@ class SavedSizePolicy:
     profile: Profile | None
     shapes: BatchShapes | None = None
     due: int | None = None
-    """Step at whose end a new policy is due, which is solved for this profile; None if none is due."""
+    """Step at whose end a newly solved policy replaces this policy; None if the solver does not run."""
     num_tracked: int = 0
     memory_budget: str | float | int | None = None
     """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""
@@ -56,7 +56,7 @@ class SavedSizePolicy:
     searched: Profile | None = None
     """Profile for which the solver ran last, if it differs from `profile`."""
     is_provisional: bool = False
-    """True if the policy is the one of least memory, until the memory of a step was measured."""
+    """True if the policy is the one with the least memory, used until the memory of a step is measured."""
     is_told: bool = False
     """True if the profile was predicted from the profile of another size."""
 
@@ -73,7 +73,7 @@ class SavedSizePolicy:
 
     @classmethod
     def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
-        """Load the size policy of that number from a checkpoint.
+        """Load the size policy with this `number` from the checkpoint in `folder`.
 
         `record` is the result of `to_json`. Keys that older checkpoints lack get their defaults.
         """
@@ -124,7 +124,7 @@ class Saved:
     step: int | None = None
     """Number of finished steps. None in older checkpoints, and unused by the Trainer, which has its own count."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that a measured step needed at its moments in addition to its profile."""
+    """Bytes that a measured step needed in addition to its profile, by moment of the step."""
     counted_elements: int = 0
     """Number of elements in the largest micro-batch of that step."""
     num_ranks: int = field(default_factory=num_ranks)
@@ -142,10 +142,9 @@ class Saved:
 
     @classmethod
     def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
-        """Load the state from a checkpoint. `record` is the result of `to_json`; older ones lack some keys."""
+        """Load the state from a checkpoint. `record` is the result of `to_json`; older records lack some keys."""
         size_policies = [
-            SavedSizePolicy.load(folder, number, fields)
-            for number, fields in enumerate(record[SIZE_POLICIES], start=1)
+            SavedSizePolicy.load(folder, number, fields) for number, fields in enumerate(record[SIZE_POLICIES], start=1)
         ]
         if not size_policies:
             raise ValueError(f"{SIZE_POLICIES!r} is empty")
@@ -159,8 +158,8 @@ class Saved:
 
 
 @contextmanager
-def going_on(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Return a context that catches an OSError of writing into `folder`, and warns of it and its `consequence`."""
+def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
+    """Return a context that replaces an OSError while writing into `folder` by a warning with its `consequence`."""
     try:
         yield
     except OSError as error:
@@ -251,5 +250,5 @@ def _switched_off(record: dict[str, Any], size_policies: list[SavedSizePolicy]) 
 
 
 def _numbered(name: str, number: int) -> str:
-    """("adacc_policy.json", 2) -> "adacc_policy_2.json"."""
+    """Return the file name for `number`: ("adacc_policy.json", 2) -> "adacc_policy_2.json"."""
     return name if number == 1 else name.replace(".json", f"_{number}.json")

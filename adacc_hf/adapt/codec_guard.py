@@ -3,7 +3,7 @@
 A gradient is degraded if its relative error exceeds DEGRADED_ERROR. Gradients are checked in the sampled blocks of
 every tracking step and, after a suspicious loss, in one block of every kind in the next step. The codecs that degrade
 them are not used from then on. The first step of the next policy checks every kind again, because a policy may
-recompute a value that must be exact from compressed ones.
+recompute, from compressed values, a value that must be exact.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LossGuard:
         self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
     ) -> None:
         self.suspicion: str | None = None
-        """Reason to check all kinds of blocks in the next step; None for no check."""
+        """Reason to check all kinds of blocks in the next step. None if no check is due."""
         self.switched_off = frozenset(switched_off)
         """Codecs that have degraded gradients. No batch size uses them any more."""
         self.is_unproven = False
@@ -58,25 +58,31 @@ class LossGuard:
         if is_lossy:
             self.suspicion = reason
 
-    def policy_changed(self) -> bool:
-        """Return True if codecs were switched off for the new policy, and request a check of its first step."""
+    def check_new_policy(self) -> bool:
+        """Request a gradient check in the new policy's first step, if codecs were switched off for the policy.
+
+        Return True if a check was requested.
+        """
         if not self.is_unproven:
             return False
         self.suspicion, self.is_unproven = self.suspicion or PROOF, False
         return True
 
-    def taken_suspicion(self) -> str | None:
+    def take_suspicion(self) -> str | None:
         """Reset `suspicion`. Return the reason of the check that was due, or None if no suspicious loss caused it."""
         suspicion, self.suspicion = self.suspicion, None
         return None if suspicion == PROOF else suspicion
 
     def doubt(self, tracking: Tracking) -> str | None:
-        """Return a reason to call `judge` after a tracking step without a suspicious loss, or None."""
+        """Return the reason to judge a tracking step without a suspicious loss. None if no gradient is degraded."""
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
 
     def judge(self, suspicion: str, profile: Profile, tracking: Tracking) -> tuple[bool, str]:
-        """Return (True if compression degrades the gradient of any kind of block, verdict), and log the verdict."""
+        """Return (is_degraded, verdict), and log the verdict.
+
+        `is_degraded` is True if compression degrades the gradient of any kind of block.
+        """
         errors = {kind: gradient.error for kind, gradient in tracking.gradients.items()}
         degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
         if degraded:

@@ -1,11 +1,11 @@
 """Controller: keeps a run's policies in step with its data, once the first policy is set.
 
 NOTE [Timetable of a step]. All ranks do the same at the same step.
-1. Step begins: a tracking step measures outliers and gradients. The next normal step's memory is counted.
-2. Micro-batch: the policy for its size is put in force (policy_choice.py). If it runs out of memory, it is tried again
-   under a tighter policy.
+1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
+2. Micro-batch: the policy for its size is applied (policy_choice.py). If the micro-batch runs out of memory, it runs
+   again under a tighter policy.
 3. Step ends: a) measurements change the prices (tracking_steps.py, peak_check.py); b) results of solver runs that began
-   `takeover_steps` steps ago are put in force; c) solver runs start where prices have changed (replanning.py); d) sizes
+   `takeover_steps` steps ago are applied; c) solver runs start where prices have changed (replanning.py); d) sizes
    that were seen often, and batches that train more blocks, are requested for a profile (profile_requests.py).
 """
 
@@ -52,14 +52,18 @@ class Controller:
             policy_step: finished steps when the first policy was set.
             note: function that appends an event to the run's history.
             num_micro: micro-batches of a step.
-            num_uncounted: batches that are live before a step begins, so that a count of its memory leaves them out.
+            num_uncounted: number of batches that are live before a step begins. Measurements of a step do not include
+            them.
         """
         self.context = RunContext(config, policy_step, note, LossGuard(config), step=policy_step)
         self.choice = PolicyChoice(handle, self.context)
         self.replanning = Replanning(self.choice, self.context, num_micro)
         self.requests = ProfileRequests(self.choice, handle.installation)
         self.is_busy = False
-        """True if the last step's end had work to do. The caller of `end_step` adds its time to `context.extra_ms`."""
+        """True if the end of the most recent step had work to do.
+
+        The caller of `end_step` adds its time to `context.extra_ms`.
+        """
         self._tracking = TrackingSteps(self.choice, self.replanning, self.context)
         self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
         self._installation = handle.installation
@@ -82,10 +86,10 @@ class Controller:
         self.choice.begin_step()
         self._peaks.begin_step()
         self._tracking.begin_step(step)
-        self._peaks.count_if_due(self._tracking.is_on, model, optimizer, self._installation)
+        self._peaks.measure_if_due(self._tracking.is_on, model, optimizer, self._installation)
 
     def end_backward(self) -> None:
-        """End the part of the step that policies have a part in."""
+        """End the measurement of memory, because policies have no effect on the optimizer's step."""
         self._peaks.end_backward()
 
     def end_step(self, step: int) -> bool:
@@ -109,16 +113,16 @@ class Controller:
         self.context.guard.logged(logs, has_lossy)
 
     def tighten(self, step: int) -> str | None:
-        """Follow a policy of less memory after `step` ran out of memory. Return the obstacle, or None if it is done."""
+        """Follow a policy with less memory after `step` ran out of memory. If that is impossible, return the reason."""
         self.cancel()
         return self.replanning.tighten(step)
 
     def advice(self) -> str:
-        """Return what to set so that a step fits."""
+        """Return advice on the settings with which a step fits in memory."""
         return advice(self.shown.replanner)
 
     def cancel(self) -> None:
-        """Stop measuring. Harmless when nothing is measured."""
+        """Stop measuring. Has no effect if no measurement is running."""
         self._tracking.cancel()
         self._peaks.close()
 

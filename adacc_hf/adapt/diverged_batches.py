@@ -27,11 +27,11 @@ class DivergedBatches:
     """
 
     def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:
-        self.has_left = False
-        """True if most calls of the last micro-batch diverged."""
+        self.has_diverged = False
+        """True if most calls of the most recent micro-batch diverged."""
         self._config, self._say = config, say
         self._num_batches = self._num_diverged = 0
-        """Micro-batches since the last call of `most_did`, and those of them in which most calls diverged."""
+        """Micro-batches since the last call of `most_diverged`, and those of them in which most calls diverged."""
         self._full: tuple[Profile, Policy] | None = None
         """Cache of `_full_recomputation`: the last profile and its policy."""
         self._reported: set[bool] = set()
@@ -39,11 +39,11 @@ class DivergedBatches:
 
     def add(self, share: float) -> None:
         """Record a micro-batch and the `share` of its calls that diverged."""
-        self.has_left = share > 0.5
+        self.has_diverged = share > 0.5
         self._num_batches += 1
-        self._num_diverged += self.has_left
+        self._num_diverged += self.has_diverged
 
-    def most_did(self) -> bool:
+    def most_diverged(self) -> bool:
         """Return True if most micro-batches since the last call of this method diverged."""
         is_majority = 2 * self._num_diverged > self._num_batches
         self._num_batches = self._num_diverged = 0
@@ -52,7 +52,8 @@ class DivergedBatches:
     def overhead_ms(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> float:
         """Return the predicted overhead of a micro-batch in which all calls diverged.
 
-        Report once that such batches may exceed the budget, and once more when one is predicted to, with the excess.
+        Report, once per run, that such batches may exceed the budget. If a batch is predicted to exceed it, report the
+        excess, also once per run.
         """
         profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)
         recomputing, budget = self._full_recomputation(profile), Budget.resolve(memory_budget, profile, self._config)
@@ -62,10 +63,10 @@ class DivergedBatches:
         return recomputing.predicted_overhead_ms * size
 
     def may_record(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> bool:
-        """Return True if the micro-batch fits the budget while a block's call is recorded.
+        """Return True if the micro-batch fits the budget even while a block's call is being recorded.
 
-        Recording keeps every intermediate of the block alive. At the size of `reference` or above, a call on a new path
-        runs with the least memory; at a smaller size it may follow the policy of `reference`.
+        Recording keeps every intermediate tensor of the block alive. The other blocks are assumed to run with the least
+        memory or, if the micro-batch is smaller than the batch of `reference`, under the policy of `reference`.
         """
         profile, policy = reference.replanner.profile, reference.replanner.policy
         budget = Budget.resolve(memory_budget, profile, self._config)

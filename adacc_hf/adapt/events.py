@@ -10,10 +10,11 @@ from adacc_hf.artifacts.policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Event after `step` finished steps, or in step number `step`."""
+    """Event of a run, recorded in the history."""
 
     name: ClassVar[str]
     step: int
+    """Number of finished steps at the time of the event. For an event within a step, the step's number."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the event as a dict of `step`, `event` (its name) and the figures that are not None."""
@@ -36,7 +37,7 @@ class PolicySet(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyChanged(Event):
-    """Another policy in the place of an earlier one."""
+    """Replacement of a policy by a newly solved one."""
 
     name = "change"
     reason: str
@@ -72,7 +73,7 @@ class OutliersTracked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNoted(Event):
-    """Counted memory of a step, or a statement on memory in `reason`."""
+    """Measured memory of a step, or a statement on memory in `reason`."""
 
     name = "memory"
     reason: str | None = None

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from adacc_hf.adapt.policy_cache import MAX_UNTRACKED, PolicyCache
-from adacc_hf.adapt.policy_selection import current_policy, needed_bytes, over_bound, with_margin
+from adacc_hf.adapt.policy_selection import current_policy, over_bound, with_margin
 from adacc_hf.adapt.profile_updates import without_codecs
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.adapt.run_context import RunContext
@@ -28,8 +28,8 @@ USED_UP = 0.9
 takes 0.1 to 2 seconds."""
 
 FAR_ABOVE = 0.05
-"""If another size's policy of least memory exceeds the budget by more than this share, the solver is not called. The
-policy of least memory at one size is not proven to be the least at another."""
+"""If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called.
+The share is a margin: a policy with the least memory at one size may not have the least memory at another."""
 
 
 class ExtrapolatedPolicies:
@@ -41,8 +41,8 @@ class ExtrapolatedPolicies:
     def solve(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
         """Return (sizes, profile, policy) for a batch of `shapes` in the class `sizes`.
 
-        The class's sizes are the largest of its batches. If no policy keeps to the budget there, the policy is for the
-        batch's own sizes.
+        `sizes` are the upper bounds of the class. If no policy for them fits the budget, solve for the batch's own
+        sizes instead.
         """
         key = sizes, self._context.memory_budget, self._context.switched_off
         if key not in self._cache.above_budget:
@@ -56,13 +56,13 @@ class ExtrapolatedPolicies:
         return sizes, profile, self.solve_or_least(sizes, profile)
 
     def least(self, profile: Profile) -> Policy:
-        """Return a policy of about the least memory for batches with `profile`, found without the solver."""
+        """Return a policy with about the least memory for batches with `profile`, found without the solver."""
         return quick_least_policy(self._allowed(profile), with_margin(self._config))
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
 
-        The bytes that a counted step took beyond its profile (metrics of the outputs, say) grow with the batch.
+        The bytes that a measured step took beyond its profile (for metrics of the outputs, say) grow with the batch.
         """
         profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
         missing, counted = self._context.missing_bytes, self._context.counted_elements
@@ -72,10 +72,10 @@ class ExtrapolatedPolicies:
         return with_missing_bytes(profile, {moment: int(nbytes * (ratio - 1)) for moment, nbytes in missing.items()})
 
     def solve_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
-        """Return a policy that keeps to the budget, with room for the profile's uncertainty if possible.
+        """Return a policy that fits the budget, with room for the profile's uncertainty if possible.
 
-        Warn if there is no such room. If no policy keeps to the budget, warn and return the policy of least memory, or
-        raise InfeasibleBudgetError if `on_over_budget` is "error".
+        Warn if there is no such room. If no policy fits the budget, warn and return the policy with the least memory,
+        or raise InfeasibleBudgetError if `on_over_budget` is "error".
         """
         with_room = self._with_room(profile)
         least, floor, bound, why = None, 0, 0, ""
@@ -107,14 +107,14 @@ class ExtrapolatedPolicies:
     def _within(self, profile: Profile, memory_budget: str | float | int) -> Policy:
         """Return a policy within `memory_budget`: another class's if it nearly uses up the budget, else the solver's.
 
-        Raises InfeasibleBudgetError if no policy keeps to the budget.
+        Raises InfeasibleBudgetError if no policy fits the budget.
         """
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)
         self._refuse_far_above(allowed, budget)
         others = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
         candidates = [current_policy(allowed, p) for p in others if not over_bound(allowed, p, self._config)]
-        candidates = [p for p in candidates if USED_UP * budget.nbytes <= needed_bytes(p, budget) <= budget.nbytes]
+        candidates = [p for p in candidates if USED_UP * budget.nbytes <= budget.needed_bytes(p) <= budget.nbytes]
         if candidates:
             return min(candidates, key=lambda policy: policy.predicted_overhead_ms)
         try:
@@ -124,9 +124,10 @@ class ExtrapolatedPolicies:
             raise
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
-        """Raise InfeasibleBudgetError if another size's policy of least memory takes far more than `budget` here.
+        """Raise InfeasibleBudgetError if the least-memory policy of another size takes far more than `budget` here.
 
-        To find this size's least memory takes the solver up to seconds, and the result would differ little.
+        The solver would need up to seconds for the policy with the least memory at this size, and the two policies
+        would differ little.
         """
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides
@@ -134,7 +135,7 @@ class ExtrapolatedPolicies:
         if other is None or not _is_for(other, profile) or over_bound(profile, other, self._config):
             return
         least = current_policy(profile, other)
-        needed = needed_bytes(least, budget)
+        needed = budget.needed_bytes(least)
         if needed > (1 + FAR_ABOVE) * budget.nbytes:
             what = "peak" if budget.limits_peak else "stored bytes"
             message = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
@@ -182,7 +183,7 @@ class ExtrapolatedPolicies:
 
 
 def _is_for(policy: Policy, profile: Profile) -> bool:
-    """Return True if `policy` was made for blocks that run the same operators as those of `profile`.
+    """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`.
 
     Blocks may run other operators on a batch of one sample.
     """

@@ -51,14 +51,17 @@ class FallbackStats:
         self._overheads_ms.append(overhead_ms)
         self._reasons.update(reasons)
 
-    def policy_is_set(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
-        """Estimate the overhead of the early micro-batches from `profile`, which was made for a batch of `shapes`."""
+    def estimate_early_overheads(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
+        """Estimate the overhead of the early micro-batches, which ran before the first policy.
+
+        `profile` was made for a batch of `shapes`.
+        """
         if self._early_shapes and profile is not None:
             profiled_ms = full_recomputation(profile).predicted_overhead_ms
             self._overheads_ms += [profiled_ms * ratio(early, shapes) for early in self._early_shapes]
         self._early_shapes.clear()
 
-    def step_ends(self, step: int, history: list[dict[str, Any]]) -> bool:
+    def end_step(self, step: int, history: list[dict[str, Any]]) -> bool:
         """Count the finished step in `history` if it was a fallback step. Return True if so."""
         if not self._reasons:
             return False
@@ -79,8 +82,10 @@ class FallbackStats:
 
     @property
     def overhead_ms(self) -> float | None:
-        """Mean predicted overhead of the micro-batches since the last log. Without any, the value at the last log, or
-        None before the first."""
+        """Mean predicted overhead of the micro-batches since the last log.
+
+        If there was no micro-batch, the value at the last log. None before the first log.
+        """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
 
 
@@ -96,7 +101,7 @@ def full_recomputation(profile: Profile) -> Policy:
 def ratio(shapes: BatchShapes | None, other: BatchShapes | None) -> float:
     """Return the size of a batch of `shapes` relative to a batch of `other`, in elements of their common tensors.
 
-    Return 1.0 if either is None or has no such tensor.
+    Return 1.0 if either is None or they have no common tensor.
     """
     if shapes == other:
         return 1.0

@@ -21,7 +21,7 @@ If one batch in eight has an image, no image comes in 64 steps with a probabilit
 
 
 def is_ready(installation: FullRecompute, num_waited: int) -> bool:
-    """Return True if the last batch of every rank called all blocks, so that it can be profiled.
+    """Return True if the most recent batch of every rank called all blocks, so that it can be profiled.
 
     Raises UncalledBlocksError if not, and if training has waited for MOST_STEPS steps (`num_waited`) or more.
     """
@@ -54,9 +54,9 @@ class FullRecompute(Installation):
         self._executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
-        """Return the blocks that the last batch did not call.
+        """Return the blocks that the most recent batch did not call.
 
-        Blocks called without gradients, while others trained, do not count: they have nothing to store.
+        Blocks that ran without gradients while others trained are left out, because they have nothing to store.
         """
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):

@@ -136,7 +136,7 @@ class BlockSample:
         self.plan.observer = self._call = self._exact = None
 
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
-        """Return the error of the gradient with the activations `bypassed` not compressed.
+        """Return the error of the gradient if all activations are compressed as planned, except `bypassed`.
 
         Return None if the block was not called, got no gradient, or has parameters that are sharded outside its
         forward. Warn and return None if there is not enough memory to run the block, or if running it again would
@@ -179,7 +179,7 @@ _reported_obstacles: set[str] = set()
 
 
 class _FreedGraphError(Exception):
-    """A block's backward reaches operators outside the block by another way than its arguments."""
+    """A block's backward reaches operators outside the block through tensors that are not its arguments."""
 
 
 def _record(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _RecordedCall:
@@ -241,14 +241,14 @@ def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor 
         return [leaf.grad for leaf in sources]
 
 
-# Memory of a comparison: the block's input is held from its forward, and the gradient of its output from its backward,
+# Memory of a comparison: the block's input is kept from its forward, and the gradient of its output from its backward,
 # until the end of the step. Then the block runs as in plain training.
 
 
 def comparison_peaks(profile: Profile) -> dict[str, int]:
-    """Return the peak of live bytes while the gradient of a block is compared after a step, by the block's name.
+    """Return a dict from each block's name to the peak of live bytes while its gradient is compared after a step.
 
-    The exact backward runs first. Its gradients are held during the backward under the policy, which stores no more
+    The exact backward runs first. Its gradients are kept during the backward under the policy, which stores no more
     activations than the exact one.
     """
     peaks = []
@@ -264,7 +264,10 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return the peak of live bytes in a step under `policy` that holds a sample of one block, by the block's name."""
+    """Return a dict from each block's name to the peak of live bytes in a step under `policy` that samples this block.
+
+    A sampled block keeps its inputs and the gradient of its output until the end of the step (see `BlockSample`).
+    """
     profile = profile.with_head(policy.head)
     plans = [policy.plan_of(block.name) for block in profile.blocks]
     peaks: dict[str, int] = {}
@@ -278,7 +281,7 @@ def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
 
 
 def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
-    """Return the bytes of the block's inputs, and of those inputs that `plan` does not retain."""
+    """Return (bytes of the block's inputs, bytes of the inputs that `plan` does not retain)."""
     choices = dict(plan.choices)
     inputs = [value for value in kind.values if value.producer is None and value.activation]
     retained = [value for value in inputs if value.saved and choices[value.index].action is Action.RETAIN]
@@ -287,11 +290,12 @@ def _input_bytes(kind: KindProfile, plan: Plan) -> tuple[int, int]:
 
 
 def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, extra_bytes: int) -> int:
-    """Return the peak of a step that holds a sample of the block `name`.
+    """Return the peak of a step in which the block `name` is sampled, in bytes.
 
-    The sample's input takes `extra_bytes`: the inputs that the plan does not retain anyway. The gradient of the output
-    takes `input_bytes`, because the block adds its result to its input. After the block's backward, the sample holds
-    both in full.
+    `peaks` are the peaks of the step without a sample. The sample keeps the block's inputs (`input_bytes`) from the
+    forward on. Until the block's backward, they add only `extra_bytes`, because the plan retains the other inputs for
+    backward. From the backward on, the sample also keeps the gradient of the output. It is as large as the inputs,
+    because the block adds its result to its input.
     """
     peak_bytes = sample_bytes = 0
     for label, live_bytes in peaks.items():

@@ -62,7 +62,7 @@ class LoopHooks:
         self.is_on, self._batch, self._num_calls = True, batch, 0
 
     def remove(self) -> None:
-        """Remove the hooks. Harmless when called again."""
+        """Remove the hooks. Further calls have no effect."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._batch, self.is_on = [], None, False
@@ -81,16 +81,16 @@ class LoopHooks:
         self.num_forwards += 1
         self._num_calls += 1
         if self._num_calls == 2 and self._compute_loss is None:
-            self._refuse_several()
+            self._refuse_second_call()
         inputs = self._batch if self._compute_loss is not None else by_name(module, args, kwargs)
         if inputs is None:
             return
         self._run.loop.note_autocast(next(module.parameters()).device.type)
         with self._handling():
-            self._run.phase.forward_begins(inputs, self._compute_loss, is_certain=self._compute_loss is not None)
+            self._run.phase.begin_forward(inputs, self._compute_loss, is_certain=self._compute_loss is not None)
 
-    def _refuse_several(self) -> None:
-        """Raise RuntimeError in the first step, and warn once in a later one."""
+    def _refuse_second_call(self) -> None:
+        """Refuse a second call of the model in a micro-batch: RuntimeError in the first step, one warning later."""
         if self._run.num_steps == 0:
             raise RuntimeError(SEVERAL_CALLS)
         if not self._has_warned_several:
@@ -99,10 +99,10 @@ class LoopHooks:
 
     def _optimizer_begins(self, *_: Any) -> None:
         self._run.has_stepped = True
-        self._run.phase.optimizer_begins()
+        self._run.phase.begin_optimizer_step()
 
     def _optimizer_ends(self, *_: Any) -> None:
-        self._run.phase.optimizer_ends()
+        self._run.phase.end_optimizer_step()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -16,33 +16,33 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 
 class MicroBatches:
-    """The sizes of the current micro-batch and, while a profile is due, the last batch itself.
+    """The sizes of the current micro-batch and, while a profile is due, the most recent training batch itself.
 
-    The sizes become known when the tensors do: at the micro-batch's start, or at the model's call.
+    The sizes are read at the micro-batch's start, or at the model's call if there are no tensors before.
     """
 
     def __init__(self) -> None:
         self.shapes: BatchShapes = ()
         self.nbytes = 0
         """Bytes of the current or last micro-batch."""
-        self.has_met = False
+        self.has_shapes = False
         """True if `shapes` are those of the current or last micro-batch; False before its tensors are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
         self._last: LastBatch | None = None
 
     @property
-    def is_catching(self) -> bool:
-        """True if the last batch is kept."""
+    def is_keeping(self) -> bool:
+        """True if the most recent training batch is kept, because a profile is due."""
         return self._last is not None
 
     @property
-    def met(self) -> BatchShapes | None:
+    def known_shapes(self) -> BatchShapes | None:
         """Shapes of the current or last micro-batch; None before its tensors are known."""
-        return self.shapes if self.has_met else None
+        return self.shapes if self.has_shapes else None
 
     def begin(self) -> None:
         """Begin the next micro-batch."""
-        self.has_met = False
+        self.has_shapes = False
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -50,50 +50,50 @@ class MicroBatches:
         if self._last is not None:
             self._last.begin()
 
-    def meet(self, inputs: Any) -> bool:
+    def read_shapes(self, inputs: Any) -> bool:
         """Read the micro-batch's shapes from `inputs`. Return True if these are its first tensors.
 
         In reinforcement learning the tensors are sampled within the step, so they may be unknown when it begins.
         """
-        if self.has_met or not isinstance(inputs, Mapping):
+        if self.has_shapes or not isinstance(inputs, Mapping):
             return False
         sizes = [(name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)]
         if sizes != self._sizes:  # skipped for equal sizes: `batch_shapes` takes time
             self._sizes, self.shapes, self.nbytes = sizes, batch_shapes(inputs), batch_bytes(inputs)
-        self.has_met = True
+        self.has_shapes = True
         return True
 
-    def catch(self, model: nn.Module) -> None:
-        """Keep the last batch from now on. Harmless when called again."""
+    def keep_last(self, model: nn.Module) -> None:
+        """Keep the most recent training batch from now on. Further calls have no effect."""
         if self._last is None:
             self._last = LastBatch(model)
 
-    def given(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """Note that `compute_loss` is about to be called with `inputs`. See `LastBatch.given`."""
+    def note_loss_call(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        """Record that `compute_loss` is about to be called with `inputs`. See `LastBatch.note_loss_call`."""
         if self._last is not None:
-            self._last.given(inputs, compute_loss, is_certain)
+            self._last.note_loss_call(inputs, compute_loss, is_certain)
 
-    def loss_is_made(self, result: Any) -> None:
-        """Note the loop's loss: `result` or, if that is a tuple, its first item."""
+    def note_loss(self, result: Any) -> None:
+        """Record the loop's loss: `result` or, if `result` is a tuple, its first item."""
         if self._last is not None:
-            self._last.loss_is_made(result)
+            self._last.note_loss(result)
 
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
-        """Return the last batch and its `compute_loss`, and keep no further batches."""
+        """Return the most recent batch and its `compute_loss`, and keep no further batches."""
         assert self._last is not None
         result = self._last.batch, self._last.compute_loss
         self.drop()
         return result
 
     def drop(self) -> None:
-        """Free the last batch, and keep no further ones. Harmless when called again."""
+        """Free the most recent batch, and keep no further batches. Further calls have no effect."""
         if self._last is not None:
             self._last.remove()
         self._last = None
 
 
 class LastBatch:
-    """A forward hook that keeps the last batch on which `model` was trained, until `remove()`.
+    """A forward hook that keeps the most recent batch on which `model` was trained, until `remove()`.
 
     If the output's own `loss` is trained on, `batch` has the arguments of the model's call and `compute_loss` is None.
     If the loop computes another loss (label smoothing, DPO, a user's `compute_loss`), or calls the model several times,
@@ -108,14 +108,14 @@ class LastBatch:
         self._own_node: Node | None = None
         """`grad_fn` of the model's own loss, until the loop's loss is known and compared with it."""
         self._num_calls = 0
-        """Calls of the model since the micro-batch began or `given` was called."""
+        """Calls of the model since the micro-batch began or `note_loss_call` was called."""
         self._counts_per_batch = False
         """True if `begin` is called for each micro-batch, so that `_num_calls` counts within one."""
         self._is_certain = False
         self._hook = model.register_forward_hook(ModelHook(self._keep), with_kwargs=True)
 
     def remove(self) -> None:
-        """Remove the hook, and free the batch. Harmless when called again."""
+        """Remove the hook, and free the batch. Further calls have no effect."""
         self._hook.remove()
         self.batch = self.compute_loss = self._loss_call = self._own_node = None
 
@@ -123,10 +123,10 @@ class LastBatch:
         """Begin the next micro-batch, or the retry of the current one."""
         self._num_calls, self._counts_per_batch = 0, True
 
-    def given(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """Note that `compute_loss` is about to be called with `inputs`. None means that the model makes the loss.
+    def note_loss_call(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        """Record that `compute_loss` is about to be called with `inputs`. None means that the model computes the loss.
 
-        If `is_certain`, the profile needs `compute_loss`. Otherwise `loss_is_made` decides: the loss may turn out to be
+        If `is_certain`, the profile needs `compute_loss`. Otherwise `note_loss` decides: the loss may turn out to be
         the model's own loss, scaled.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
@@ -137,8 +137,8 @@ class LastBatch:
         if is_certain:
             self.batch, self.compute_loss = self._loss_call
 
-    def loss_is_made(self, result: Any) -> None:
-        """Note the result of `compute_loss`, and use `compute_loss` unless the loss is the model's own, scaled."""
+    def note_loss(self, result: Any) -> None:
+        """Record the result of `compute_loss`. Use `compute_loss` unless its loss is the model's own loss, scaled."""
         loss = result[0] if isinstance(result, tuple) else result
         if self._loss_call is not None and self._own_node is not None and not _leads_to(loss.grad_fn, self._own_node):
             self.batch, self.compute_loss = self._loss_call

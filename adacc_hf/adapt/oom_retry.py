@@ -73,9 +73,9 @@ def run_with_retry(
 ) -> Any:
     """Call `run` and return its result. If it runs out of memory, call it once more with the same random numbers.
 
-    `tighten` is called before the second attempt. It frees memory and makes a policy that needs less; it returns None,
-    or the reason why it cannot. Raises torch.OutOfMemoryError, with the text of `advice`, if the first attempt cannot
-    be repeated, or if the second one runs out of memory too.
+    `tighten` is called before the second attempt. It frees memory and applies a policy that needs less memory. It
+    returns None, or the reason why that is impossible. Raises torch.OutOfMemoryError, with the text of `advice`, if the
+    first attempt cannot be repeated, or if the second attempt runs out of memory too.
     """
     gradients = SavedGradients(model)
     random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds

@@ -20,24 +20,24 @@ class InnerSteps:
     """A detector of optimizer steps between `open` and `close`, such as DeepSpeed's or layer-wise optimizers'."""
 
     def __init__(self) -> None:
-        self.were_seen = False
+        self.has_detected = False
         self.expected: Any = None
         """The session's own optimizer, whose steps are ignored: a user's loop may step it within a micro-batch."""
         self._hook: Any = None
 
     def open(self) -> None:
-        """Begin to detect steps. Harmless when open already."""
+        """Begin to detect steps. Has no effect if detection has begun already."""
         self.close()
         self._hook = register_optimizer_step_pre_hook(self._see)
 
     def close(self) -> None:
-        """Stop. Harmless when not open."""
+        """Stop detecting steps. Has no effect if detection has not begun."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
 
     def _see(self, optimizer: Any, *_: Any) -> None:
-        self.were_seen |= optimizer is not self.expected
+        self.has_detected |= optimizer is not self.expected
 
 
 class OptimizerProbe:
@@ -69,7 +69,7 @@ class OptimizerProbe:
         self.meter = meter
 
     def end(self) -> None:
-        """End the measurement after the optimizer's step. Harmless when nothing is measured."""
+        """End the measurement after the optimizer's step. Has no effect if no measurement is running."""
         if self.meter is not None:
             with suppress(ProfilerConflictError):
                 self.meter.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""PeakCheck: counts the memory and the time of steps, and corrects prices if a step took more than predicted."""
+"""PeakCheck: measures memory and time of steps, and corrects prices if a step took more memory than predicted."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Allocators round by less, and a few small tensors of the Trainer are not profile
 
 
 @dataclass(frozen=True, slots=True)
-class _CountedStep:
-    """Counted peak of one rank's step."""
+class _MeasuredStep:
+    """Measured peak of one rank's step."""
 
     size_policy: int
-    """Place of the step's largest size policy in the cache."""
+    """Index in `PolicyCache.all` of the step's size policy with the largest predicted peak."""
     peak_bytes: int
     moments: Mapping[str, int]
     """Peak in bytes by moment of the step."""
@@ -41,33 +41,33 @@ class _CountedStep:
 
 
 class PeakCheck:
-    """Comparison of counted peaks with predicted ones, and the times of steps."""
+    """Comparison of measured peaks of steps with predicted peaks, and the times of steps."""
 
     def __init__(self, choice: PolicyChoice, replanning: Replanning, context: RunContext, num_uncounted: int) -> None:
         self.is_on = False
-        """True during a step whose memory is counted."""
+        """True during a step whose memory is measured."""
         self._choice, self._replanning, self._context = choice, replanning, context
         self._num_uncounted = num_uncounted
-        """Batches that are live before a step, so that its count leaves them out."""
+        """Number of batches that are live before a step begins. A measurement of the step does not include them."""
         self._meter = StepMeter()
 
     def begin_step(self) -> None:
-        """Start the clock."""
+        """Start to time the step."""
         self._meter.begin()
 
-    def count_if_due(self, is_tracking: bool, model: nn.Module, optimizer: Any, installation: Installation) -> None:
-        """Count the memory of the step that begins, if its turn has come and no outliers are tracked in it."""
-        if self._context.turns.step_begins() and not is_tracking:
+    def measure_if_due(self, is_tracking: bool, model: nn.Module, optimizer: Any, installation: Installation) -> None:
+        """Begin to measure the memory of the step, if a measurement is due and the step does not track outliers."""
+        if self._context.turns.begin_step() and not is_tracking:
             self.is_on = True
             is_provisional = any(size_policy.is_provisional for size_policy in self._choice.cache.all)
             self._meter.count_memory(model, optimizer, installation.functions if is_provisional else None)
 
     def end_backward(self) -> None:
-        """End the count: a policy has no part in the memory of the optimizer's step."""
-        self._meter.backward_is_over()
+        """End the measurement of memory, because policies have no effect on the memory of the optimizer's step."""
+        self._meter.end_backward()
 
     def end_step(self, is_tracking: bool) -> None:
-        """Stop the clock, and count the step for the policies that it used."""
+        """Stop timing, and increment the number of steps of each policy that the step used."""
         self._meter.end()
         for size_policy in self._choice.used():
             if size_policy is not None:
@@ -75,7 +75,7 @@ class PeakCheck:
         self._add_time(is_tracking)
 
     def _add_time(self, is_tracking: bool) -> None:
-        """Add the step's time to those of normal steps, or its time beyond a normal step to the overhead."""
+        """Add the step's time to the times of normal steps. Add the extra time of any other step to the overhead."""
         current, step_ms = self._choice.current, self._meter.step_ms
         if step_ms is None or current is None or not self._choice.ran_alone() or current.num_steps <= RECORDED_STEPS:
             self._context.extra_ms += self._meter.counting_ms
@@ -87,24 +87,24 @@ class PeakCheck:
             current.is_fresh = False
 
     def close(self) -> None:
-        """Stop counting. Harmless when no count runs."""
+        """Stop measuring memory. Has no effect if memory is not being measured."""
         self._meter.close()
         self.is_on = False
 
     def compare(self, step: int) -> bool:
-        """Correct prices if the counted step took more memory than predicted. Return True if a policy changed.
+        """Correct prices if the measured step took more memory than predicted. Return True if a policy changed.
 
-        Ranks may have counted different sizes.
+        Ranks may have measured batches of different sizes.
         """
         size_policies, peaks = self._choice.cache.all, dict[int, int]()
-        counted_steps = [counted for counted in gather_from_all_ranks(self._counted_step()) if counted is not None]
-        for counted in counted_steps:
-            peaks[counted.size_policy] = max(counted.peak_bytes, peaks.get(counted.size_policy, 0))
-        self._context.turns.ended(in_vain=not counted_steps)
+        rank_steps = [measured for measured in gather_from_all_ranks(self._measured_step()) if measured is not None]
+        for measured in rank_steps:
+            peaks[measured.size_policy] = max(measured.peak_bytes, peaks.get(measured.size_policy, 0))
+        self._context.turns.ended(in_vain=not rank_steps)
         moments: dict[str, int] = {}
-        for counted in counted_steps:
-            moments = {m: max(counted.moments.get(m, 0), moments.get(m, 0)) for m in {**moments, **counted.moments}}
-        sizes: BatchShapes = max((counted.largest for counted in counted_steps), key=num_elements, default=())
+        for measured in rank_steps:
+            moments = {m: max(measured.moments.get(m, 0), moments.get(m, 0)) for m in {**moments, **measured.moments}}
+        sizes: BatchShapes = max((measured.largest for measured in rank_steps), key=num_elements, default=())
         has_changed = False
         for place, peak in sorted(peaks.items()):
             size_policy = size_policies[place]
@@ -114,39 +114,39 @@ class PeakCheck:
                 self._correct(step, size_policy, peak)
         return has_changed
 
-    def _counted_step(self) -> _CountedStep | None:
-        """Return this rank's counted step; None if it cannot be compared."""
+    def _measured_step(self) -> _MeasuredStep | None:
+        """Return this rank's measured step; None if its peak cannot be compared with a prediction."""
         used, peak = self._choice.used(), self._meter.peak_bytes
         comparable = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
         if len(comparable) != len(used) or peak is None:
             return None
         # The peak of a step is that of its largest micro-batch.
         largest = max(comparable, key=lambda size_policy: size_policy.replanner.predicted_peak_bytes())
-        uncounted = self._num_uncounted * self._choice.batch_bytes
-        return _CountedStep(
+        unmeasured_bytes = self._num_uncounted * self._choice.batch_bytes
+        return _MeasuredStep(
             size_policy=self._choice.cache.all.index(largest),
-            peak_bytes=peak + uncounted,
-            moments={moment: nbytes + uncounted for moment, nbytes in self._meter.moments.items()},
+            peak_bytes=peak + unmeasured_bytes,
+            moments={moment: nbytes + unmeasured_bytes for moment, nbytes in self._meter.moments.items()},
             largest=self._choice.largest,
         )
 
     def _settle(
         self, step: int, size_policy: SizePolicy, peak: int, moments: Mapping[str, int], largest: BatchShapes
     ) -> bool:
-        """Solve all provisional policies for the memory that the first counted step took. Return True on a change.
+        """Solve all provisional policies again, for the memory of the first measured step. Return True on a change.
 
         `largest` are the sizes of the largest micro-batch of all ranks in that step.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
-        size_policy.measured_peak_bytes, size_policy.must_count, size_policy.is_provisional = peak, False, False
-        counted = self._at_counted(replanner.profile, largest)
-        current = current_policy(counted, before)  # tracking may have priced other outlier channels
+        size_policy.measured_peak_bytes, size_policy.must_measure, size_policy.is_provisional = peak, False, False
+        step_profile = self._profile_at(replanner.profile, largest)
+        current = current_policy(step_profile, before)  # tracking may have priced other outlier channels
         context = self._context
-        context.missing_bytes = missing_bytes(counted, current, moments)
+        context.missing_bytes = missing_bytes(step_profile, current, moments)
         context.counted_elements = num_elements(largest)
         predicted, above = replanner.predicted_peak_bytes(), max(context.missing_bytes.values(), default=0)
         context.note(MemoryNoted(step=step, measured_peak_bytes=peak, peak_bytes=predicted, corrected=above > 0))
-        reason = f"a whole step was counted, which takes up to {above} bytes more than was profiled"
+        reason = f"the memory of a whole step was measured: up to {above} bytes above the profile"
         provisional = [other for other in self._choice.cache.all if other.is_provisional]
         has_changed = False
         for settled in (size_policy, *provisional):
@@ -155,8 +155,8 @@ class PeakCheck:
             has_changed |= self._replanning.solve_now(step, settled, profile, reason)
         return has_changed
 
-    def _at_counted(self, profile: Profile, largest: BatchShapes) -> Profile:
-        """Return the profile at the sizes `largest` of a counted step, or `profile` if no size model predicts them."""
+    def _profile_at(self, profile: Profile, largest: BatchShapes) -> Profile:
+        """Return the profile predicted for a batch of the sizes `largest`; `profile` if no size model covers them."""
         if self._choice.cache.class_of(largest) is None:
             return profile
         measured = self._choice.cache.size_model()[0].replanner.profile
@@ -164,9 +164,9 @@ class PeakCheck:
         return resize_profile(measured, tuple(size for size in to_profile_shapes(largest) if size[0] in names))
 
     def _correct(self, step: int, size_policy: SizePolicy, peak: int) -> None:
-        """Raise the predicted memory of `size_policy` if its counted `peak` is above, and start the solver."""
+        """If the measured `peak` is above the predicted one, raise the predicted memory, and start the solver."""
         predicted = size_policy.replanner.predicted_peak_bytes()
-        size_policy.measured_peak_bytes, size_policy.must_count = peak, False
+        size_policy.measured_peak_bytes, size_policy.must_measure = peak, False
         is_above = peak > predicted * (1 + PEAK_TOLERANCE) or (
             peak > predicted and size_policy.replanner.is_over_budget(peak)
         )

@@ -29,7 +29,7 @@ from adacc_hf.adapt.metrics import metrics
 from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.oom_retry import run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
-from adacc_hf.adapt.restart import LEFT_AS
+from adacc_hf.adapt.restart import FALLBACK_MODES
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.artifacts.config import Budget
@@ -54,7 +54,7 @@ class WarmUpPhase(Phase):
         self._builder = PolicyBuilder(run.config, run.source, self._profiler)
         self._batches = MicroBatches()
         self._checkpointing = FullRecompute(run.model, run.config)
-        self._batches.catch(run.model)
+        self._batches.keep_last(run.model)
         self._step = 0
         """Finished steps when the current one began."""
         self._has_tried = False
@@ -62,17 +62,17 @@ class WarmUpPhase(Phase):
         self._profile_error: torch.OutOfMemoryError | None = None
         """Error of a profile before the first forward."""
 
-    def step_begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
 
-    def micro_batch_begins(self, inputs: Any) -> None:
+    def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
         self._checkpointing.begin_step()
         self._profiler.inner_steps.open()
         self._meet(inputs)
 
     def _meet(self, inputs: Any) -> None:
-        if self._batches.meet(inputs):
+        if self._batches.read_shapes(inputs):
             self._checkpointing.sizes.add(self._batches.shapes)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
@@ -88,7 +88,7 @@ class WarmUpPhase(Phase):
 
     def _tighten(self) -> str | None:
         phase = self._run.phase
-        return phase.tighten() if isinstance(phase, AdaptivePhase) else "no policy that could change was in force"
+        return phase.tighten() if isinstance(phase, AdaptivePhase) else "no policy that can change was active"
 
     def _advice(self) -> str:
         phase = self._run.phase
@@ -96,16 +96,16 @@ class WarmUpPhase(Phase):
             return phase.controller.advice()
         return "Use a smaller batch or shorter sequences"
 
-    def micro_batch_ends(self) -> None:
+    def end_micro_batch(self) -> None:
         self._profiler.inner_steps.close()
-        self._run.stats.add_early(self._batches.met)
+        self._run.stats.add_early(self._batches.known_shapes)
 
-    def forward_begins(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         self._meet(inputs)
         if self._run.num_steps == 0 and not self._has_tried:
             self._has_tried = True
             self._set_policy_before_forward(inputs, compute_loss)
-        self._batches.given(inputs, compute_loss, is_certain)
+        self._batches.note_loss_call(inputs, compute_loss, is_certain)
 
     def _set_policy_before_forward(self, inputs: Any, compute_loss: ComputeLoss | None) -> None:
         """Profile the first batch before its forward and follow the policy, if the batch allows that."""
@@ -132,16 +132,16 @@ class WarmUpPhase(Phase):
         run.note(PolicySet(step=self._step, **predictions(policy)))
         run.save(changed=True)
 
-    def loss_is_made(self, result: Any, inputs: Any) -> None:
-        self._batches.loss_is_made(result)
+    def note_loss(self, result: Any, inputs: Any) -> None:
+        self._batches.note_loss(result)
 
-    def optimizer_begins(self) -> None:
+    def begin_optimizer_step(self) -> None:
         self._run.watch_optimizer(self._profiler.optimizer)
 
-    def optimizer_ends(self) -> None:
+    def end_optimizer_step(self) -> None:
         self._profiler.optimizer.end()
 
-    def step_ends(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         run = self._run
         if run.num_steps == 1:
             check_called(self._checkpointing)
@@ -150,7 +150,7 @@ class WarmUpPhase(Phase):
             self._set_policy_after_step(step)
 
     def _set_policy_after_step(self, step: int) -> None:
-        """Profile the last batch, solve, and follow the policy from the next step on."""
+        """Profile the most recent batch, solve, and follow the policy from the next step on."""
         run, batches = self._run, self._batches
         self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
         self._checkpointing.remove()  # the profiler's wrappers around the blocks must not enclose these
@@ -160,7 +160,7 @@ class WarmUpPhase(Phase):
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))
         run.save(changed=True)
 
-    def broken_off(self) -> None:
+    def abandon_step(self) -> None:
         self._profiler.remove()
 
     def remove(self) -> None:
@@ -170,7 +170,7 @@ class WarmUpPhase(Phase):
 
 
 class FixedPolicyPhase(Phase):
-    """Training under a policy that stays as it is."""
+    """Training under a policy that never changes."""
 
     controller: Controller | None = None
 
@@ -179,34 +179,34 @@ class FixedPolicyPhase(Phase):
         self.handle = handle
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
-        """Begin after a profile at a step's end. A provisional policy is followed until a step was counted."""
-        self._run.stats.policy_is_set(profile, None)
+        """Begin at a step's end, after a profile. A provisional policy is used until a step's memory is measured."""
+        self._run.stats.estimate_early_overheads(profile, None)
 
     def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
         """Begin within the first micro-batch of a step, after `step` finished steps."""
         self.begin_after_step(profile, policy, is_provisional=False)
-        self.micro_batch_begins(None)
+        self.begin_micro_batch(None)
 
     def resume(self, saved: Saved) -> None:
         """Restore the state of `saved`."""
 
-    def micro_batch_begins(self, inputs: Any) -> None:
+    def begin_micro_batch(self, inputs: Any) -> None:
         self.handle.installation.begin_step()
         self.handle.tape_cache.fallbacks.clear()
 
-    def micro_batch_ends(self) -> None:
+    def end_micro_batch(self) -> None:
         self._run.stats.add(self._run.active_policy.predicted_overhead_ms, self.handle.tape_cache.fallbacks)
 
-    def step_ends(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         self._run.count_step(step)
         if self._run.num_steps == 1:
             check_called(self.handle.installation)
 
-    def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
         run = self._run
         figures = metrics(run.active_policy, run.profile, self.controller, run.stats.overhead_ms)
         figures |= run.fallback_figures()
-        if is_own:
+        if is_on_all_ranks:
             run.stats.logged()
         return figures
 
@@ -245,36 +245,36 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         shapes = self._shapes_of(profile)
-        self.controller.choice.add(shapes, profile, policy, is_provisional, was_measured=self._profiler.all_sizes)
-        self._run.stats.policy_is_set(profile, shapes)
+        self.controller.choice.add(shapes, profile, policy, is_provisional, self._profiler.all_sizes)
+        self._run.stats.estimate_early_overheads(profile, shapes)
 
     def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
         """Begin within a step's first micro-batch. If the budget bounds the peak, the policy is provisional."""
         bounds_peak = Budget.resolve(self._run.config.memory_budget, profile, self._run.config).limits_peak
         shapes = self._shapes_of(profile)
-        self.controller.choice.add(shapes, profile, policy, is_provisional=bounds_peak, was_measured=True)
-        self._run.stats.policy_is_set(profile, shapes)
-        self.step_begins(step)
-        super().micro_batch_begins(None)
+        self.controller.choice.add(shapes, profile, policy, is_provisional=bounds_peak, expects_size_model=True)
+        self._run.stats.estimate_early_overheads(profile, shapes)
+        self.begin_step(step)
+        super().begin_micro_batch(None)
         self.controller.choice.choose(self._batches.shapes, self._batches.nbytes)
 
     def resume(self, saved: Saved) -> None:
         self.controller.resume(saved)
 
-    def step_begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
         if self.controller.requests.wants_batch:
-            self._batches.catch(self._run.model)
+            self._batches.keep_last(self._run.model)
         self.controller.begin_step(step + 1, self._run.model, self._run.optimizer)
 
-    def micro_batch_begins(self, inputs: Any) -> None:
+    def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
-        super().micro_batch_begins(inputs)
+        super().begin_micro_batch(inputs)
         self._choose(inputs)
 
     def _choose(self, inputs: Any) -> None:
-        """Put the policy for the micro-batch in force as soon as its tensors are known."""
-        if self._batches.meet(inputs):
+        """Apply the policy for the micro-batch as soon as the shapes of its tensors are known."""
+        if self._batches.read_shapes(inputs):
             self.controller.choice.choose(self._batches.shapes, self._batches.nbytes)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
@@ -283,12 +283,15 @@ class AdaptivePhase(FixedPolicyPhase):
             return run()
         return run_with_retry(run, self.handle.installation.model, self.tighten, self.controller.advice)
 
-    def micro_batch_ends(self) -> None:
+    def end_micro_batch(self) -> None:
         self._profiler.inner_steps.close()  # open if the policy was set within this micro-batch
         self._run.stats.add(*self.controller.choice.end_micro_batch(self.handle.tape_cache.fallbacks))
 
     def tighten(self) -> str | None:
-        """Follow a policy of less memory after the step ran out of memory. Return the obstacle, or None if done."""
+        """Follow a policy with less memory after the step ran out of memory.
+
+        If that is impossible, return the reason.
+        """
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
         obstacle = self.controller.tighten(self._step + 1)
@@ -297,34 +300,34 @@ class AdaptivePhase(FixedPolicyPhase):
             self._batches.begin_again()
         return obstacle
 
-    def forward_begins(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         self._choose(inputs)
-        self._batches.given(inputs, compute_loss, is_certain)
+        self._batches.note_loss_call(inputs, compute_loss, is_certain)
 
-    def loss_is_made(self, result: Any, inputs: Any) -> None:
-        self._batches.loss_is_made(result)
+    def note_loss(self, result: Any, inputs: Any) -> None:
+        self._batches.note_loss(result)
 
-    def broken_off(self) -> None:
+    def abandon_step(self) -> None:
         self.controller.cancel()
         self._profiler.remove()
 
-    def backward_is_over(self) -> None:
+    def end_backward(self) -> None:
         self.controller.end_backward()
 
-    def optimizer_begins(self) -> None:
+    def begin_optimizer_step(self) -> None:
         self.controller.end_backward()
         self._run.watch_optimizer(self._profiler.optimizer)  # not yet measured in a resumed run
 
-    def optimizer_ends(self) -> None:
+    def end_optimizer_step(self) -> None:
         if self._profiler.optimizer.meter is not None:
             self._profiler.optimizer.end()
 
-    def step_ends(self, step: int) -> None:
-        super().step_ends(step)
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
         controller, history = self.controller, self._run.history
         started, num_events = time.perf_counter(), len(history)
         has_changed = controller.end_step(step)
-        if self._batches.is_catching:
+        if self._batches.is_keeping:
             has_changed |= self._profile_again(step)
         if has_changed:
             self._show()
@@ -359,7 +362,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if result is None:
             return False
         shapes, profile, policy = result
-        self.controller.choice.add(shapes, profile, policy, was_measured=True)
+        self.controller.choice.add(shapes, profile, policy, expects_size_model=True)
         if shapes != sizes:  # else each batch of the bucket would request a policy that fits it better
             cache.refuse(sizes)
         self._run.note(PolicySet(step=step, reason=f"for batches of {describe(shapes)}", **predictions(policy)))
@@ -367,12 +370,12 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int) -> bool:
-        """Profile the step's batch and follow its policy alone, if the batch is suitable. Return True if it was."""
+        """Profile the step's batch and drop all policies but the new one. Return False if the batch is not suitable."""
         restart = self.controller.requests.restart
         why = restart.why
         if not self.controller.requests.can_restart():
             if restart.num_tries == 0:
-                self._give_up_restart(step, why, "no batch came that calls all of them")
+                self._report_failed_restart(step, why, "no batch came that calls all of them")
             return False
         restart.num_tries = 0
         try:
@@ -381,35 +384,38 @@ class AdaptivePhase(FixedPolicyPhase):
                     self._run.model, self._run.optimizer, self.controller, *self._batches.take()
                 )
         except RefusedSizeError as reason:
-            self._give_up_restart(step, why, str(reason))
+            self._report_failed_restart(step, why, str(reason))
             return False
         self.controller.restart(self._shapes_of(profile), profile, policy)
         self._run.note(PolicySet(step=step, reason=why, **predictions(policy)))
         log.info("Adacc: %s: %s", why, policy.summary())
         return True
 
-    def _give_up_restart(self, step: int, why: str, obstacle: str) -> None:
-        """Warn that the run keeps its policies in spite of the reason `why`."""
-        reason = f"{why}, which stay {LEFT_AS[why]}: {obstacle}"
+    def _report_failed_restart(self, step: int, why: str, obstacle: str) -> None:
+        """Warn that the run does not start over, although there is a reason `why`, because of the `obstacle`.
+
+        The run keeps its policies. Calls without a plan run as in `FALLBACK_MODES`.
+        """
+        reason = f"{why}, which stay {FALLBACK_MODES[why]}: {obstacle}"
         log.warning("Adacc: %s", reason)
         self._batches.drop()
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was just profiled, of the first rank, whose profile all ranks share."""
+        """Return the sizes of the profiled batch. All ranks use the first rank's, as they use its profile."""
         if profile.sizes is not None:
             return from_profile_shapes(profile.measured[0][0])
-        return broadcast_from_first_rank(lambda: self._batches.met)
+        return broadcast_from_first_rank(lambda: self._batches.known_shapes)
 
     def _show(self) -> None:
-        """Set the run's policy and profile to those in force."""
+        """Set the run's policy and profile to the active ones."""
         replanner = self.controller.shown.replanner
         self._run.show(replanner.policy, replanner.priced)
 
-    def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
-        if is_own:
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        if is_on_all_ranks:
             self.controller.read_logs(logs)
-        return super().figures(logs, is_own)
+        return super().figures(logs, is_on_all_ranks)
 
     def _saved(self) -> Saved:
         return replace(self.controller.saved(self._run.history), step=self._run.step)
@@ -429,9 +435,9 @@ def follow(
     profiler: RunProfiler,
     batches: MicroBatches,
 ) -> FixedPolicyPhase:
-    """Put `policy` in force and return the phase that follows it.
+    """Apply `policy` to the model, and return the phase of training under it.
 
-    A policy of the user's, or one without its profile, stays as it is.
+    The policy never changes if the user supplied it, or if its profile is missing.
     """
     handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
     run.show(policy, profile)

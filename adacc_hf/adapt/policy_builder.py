@@ -40,7 +40,7 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 UNCERTAINTY = 0.25
 """Share by which an approximately estimated least peak may be too high (0.21 was measured, for T5). A budget that is
-less than this below it is not refused before a step was counted."""
+less than this below it is not refused before a step's memory was measured."""
 
 
 class RefusedSizeError(Exception):
@@ -58,10 +58,10 @@ class PolicyBuilder:
     ) -> tuple[Profile, Policy] | None:
         """Return the profile and the policy for the first batch, before any step, the same on all ranks.
 
-        Under a budget of the peak, the policy is plain training if that fits, else the policy of least memory; a
-        counted step corrects it. None if the batch leaves blocks out or has no loss on some rank, or if a forward has
-        collectives (sharded parameters, SyncBatchNorm), since ranks may run different numbers of parts.
-        Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        If the budget bounds the peak, the policy is plain training if that fits, else the policy with the least memory.
+        After the first measured step, it is solved again. Return None if the batch leaves blocks out or has no loss on
+        some rank, or if a forward has collectives (sharded parameters, SyncBatchNorm), since ranks may run different
+        numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         has_collectives = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         if is_sharded(model) or (has_collectives and num_ranks() > 1):
@@ -76,11 +76,11 @@ class PolicyBuilder:
             return None
         profile = common_profile(estimated)
         self._warn_fragments(profile)
-        policy = broadcast_from_first_rank(lambda: self._before_counting(profile))
+        policy = broadcast_from_first_rank(lambda: self._before_measurement(profile))
         check_same_policy(policy)
         return profile, policy
 
-    def _before_counting(self, profile: Profile) -> Policy:
+    def _before_measurement(self, profile: Profile) -> Policy:
         """Return the policy of the first step for an estimated profile."""
         budget = Budget.resolve(self._config.memory_budget, profile, self._config)
         if callable(self._source) or not budget.limits_peak:
@@ -95,7 +95,7 @@ class PolicyBuilder:
                 or (1 - UNCERTAINTY) * error.smallest_budget_bytes > budget.nbytes
             ):
                 raise
-            return error.least  # a counted step shows whether it fits
+            return error.least  # the measurement of a step shows whether it fits
         uncertainty = 0.0 if profile.sizes is None else profile.sizes.uncertainty
         if policy.is_plain and policy.predicted_peak_bytes * (1 + uncertainty) <= budget.nbytes:
             return policy
@@ -104,10 +104,10 @@ class PolicyBuilder:
     def after_steps(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy, bool]:
-        """Return (profile, policy, True if provisional) for the last batch, after steps under torch's checkpoint.
+        """Return (profile, policy, is_provisional) for the most recent batch, after steps under torch's checkpoint.
 
-        The policy is provisional, and that of least memory, if the optimizer steps within the backward and the budget
-        bounds the peak: then only a counted step shows the peak. Raises InfeasibleBudgetError and
+        The policy is provisional, and has the least memory, if the optimizer steps within the backward and the budget
+        bounds the peak: then only the measurement of a step shows the peak. Raises InfeasibleBudgetError and
         torch.OutOfMemoryError.
         """
         try:
@@ -121,7 +121,7 @@ class PolicyBuilder:
         return profile, policy, is_provisional
 
     def _is_provisional(self, profile: Profile) -> bool:
-        if self._source is not None or not any(gather_from_all_ranks(self._profiler.inner_steps.were_seen)):
+        if self._source is not None or not any(gather_from_all_ranks(self._profiler.inner_steps.has_detected)):
             return False
         return Budget.resolve(self._config.memory_budget, profile, self._config).limits_peak
 
@@ -188,7 +188,7 @@ class PolicyBuilder:
         return profile, self._solve_again(profile, controller)
 
     def _corrected(self, profile: Profile, controller: Controller) -> Profile:
-        """Return `profile` with the bytes that counted steps took beyond theirs, and without switched-off codecs."""
+        """Return `profile` with the bytes that measured steps took beyond it, and without switched-off codecs."""
         corrected = with_missing_bytes(profile, controller.context.missing_bytes)
         return with_finer(corrected, controller.context.switched_off, self._config)
 

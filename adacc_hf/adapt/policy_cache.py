@@ -1,9 +1,12 @@
 """PolicyCache: the policies of a run by the size of the batch.
 
-Sizes are grouped into classes, a quarter apart (artifacts/size_model.py). Each class gets a policy before its first
-batch runs, for a profile that is extrapolated from a measured one. If the model takes no parts of a batch, sizes cannot
-be extrapolated: a batch then runs under the policy of the smallest profiled size that it fits in, or under torch's
-checkpoint if it fits in none, until batches of its size were seen often enough to be profiled.
+Sizes are grouped into size classes. Each class is 25 % larger than the class below (artifacts/size_model.py). A class
+gets its policy before its first batch runs. The policy is solved for a profile that is extrapolated from a measured
+one. If the model cannot run on slices of a batch, profiles cannot be extrapolated. A batch then runs under the policy
+of the smallest profiled size that it fits in, or under torch's checkpoint if it is larger than each profiled size. Once
+batches of its size have occurred often enough, one of them is profiled.
+
+Buckets (torch_glue/batch_shapes.py) group the batches that belong to no size class.
 """
 
 from __future__ import annotations
@@ -19,30 +22,34 @@ from adacc_hf.artifacts.size_model import SizeModel
 from adacc_hf.run.policy_handle import BlockPlans
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
+    bucket_of,
     fits_in,
     from_profile_shapes,
     num_elements,
-    size_class_of,
     smallest_enclosing,
     to_profile_shapes,
 )
 
 ENOUGH_SEEN = 8
-"""Batches of a bucket without a policy that make a profile worth its time of 20 to 60 steps."""
+"""Number of batches of a bucket without a policy at which one is profiled.
+
+A profile takes as long as 20 to 60 steps.
+"""
 MAX_SIZE_POLICIES = 16
-"""Size policies of a run, which follow the data. Later classes get plans that stay as they are."""
+"""Most size policies of a run, which follow the data. Later size classes get plans that never change."""
 MAX_UNTRACKED = 64
-"""Classes with such plans. The least recently used one is dropped."""
+"""Most size classes with plans that never change. The least recently used class is dropped."""
 MAX_UNPLANNED = 256
-"""Counted buckets without a policy. The one unseen for longest is dropped: batches of any tensors may have a bucket of
-their own each, and ranks exchange these counts."""
+"""Most buckets whose batches are counted. The bucket that occurred least recently is dropped, because the number of
+different buckets is unlimited, and ranks exchange these counts."""
 
 
 @dataclass(slots=True)
 class _Unplanned:
-    """Bucket some of whose batches have no policy of their own."""
+    """Count of the batches of a bucket that lacks a policy of its own."""
 
     shapes: BatchShapes
+    """Smallest sizes that all these batches fit in."""
     num_seen: int = 0
 
 
@@ -53,28 +60,31 @@ class PolicyCache:
         self.all: list[SizePolicy] = []
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
         """Plans by size class, for classes without a size policy."""
-        self.counted: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
-        """Buckets some of whose batches have no policy of their own."""
+        self.unplanned_buckets: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
+        """Counts of batches by bucket, for buckets without a policy of their own."""
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
-        """Keys (class, budget, switched-off codecs) for which no policy keeps to the budget."""
+        """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""
         self.least: Policy | None = None
-        """Policy of least memory that was found last for a size at which no policy keeps to the budget."""
-        self.may_measure = True
-        """True unless a profile has shown that the model takes no parts of a batch."""
+        """Most recent policy with the least memory, solved for a size at which no policy fits the budget."""
+        self.can_run_on_parts = True
+        """True unless a profile has shown that the model cannot run on slices of a batch."""
 
     def add(self, size_policy: SizePolicy) -> None:
-        """Add `size_policy` in the place of those of the same sizes, or of smaller profiled sizes of its bucket."""
+        """Add `size_policy`.
+
+        Remove policies for the same sizes, and those it replaces for other sizes of its bucket.
+        """
         shapes = size_policy.shapes
         if shapes is None:
             self.all = [size_policy]
             return
         self.all = [old for old in self.all if not _replaces(size_policy, old)] + [size_policy]
         self.untracked.pop(shapes, None)
-        self.counted.pop(size_class_of(shapes), None)
+        self.unplanned_buckets.pop(bucket_of(shapes), None)
 
     def add_untracked(self, sizes: BatchShapes, plans: BlockPlans) -> None:
-        """Remember `plans` for the class `sizes`, which gets no size policy."""
+        """Store `plans` for the size class `sizes`, which gets no size policy."""
         put_latest(self.untracked, sizes, plans, MAX_UNTRACKED)
 
     @property
@@ -89,7 +99,7 @@ class PolicyCache:
         return candidates[-1] if candidates else None
 
     def size_model(self) -> tuple[SizePolicy, SizeModel]:
-        """Return `measured` and its profile's size model. There is one wherever a size class exists."""
+        """Return the latest size policy with a size model, and that model. Call this only if a size class exists."""
         measured = self.measured
         assert measured is not None
         sizes = measured.replanner.profile.sizes
@@ -108,37 +118,40 @@ class PolicyCache:
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
-        """Return the plans of the class `sizes`, or of the very `shapes` of a batch, that have no size policy."""
+        """Return the plans stored for the size class `sizes`, else for the exact `shapes` of a batch, else None."""
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy of the smallest profiled size that a batch of `shapes`, in no class, fits in.
+        """Return the policy of the smallest profiled size that a batch of `shapes` fits in; None if it fits in none.
 
-        None if it fits in none. Count the batch if its bucket has no policy of its own.
+        Call this for batches outside of all size classes. Count the batch if its bucket has no policy of its own.
         """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
-        bucket = size_class_of(shapes)
-        if best is None or (best.shapes is not None and size_class_of(best.shapes) != bucket):
-            self._count(bucket, shapes, ENOUGH_SEEN if best is None and self.may_measure else 1)
+        bucket = bucket_of(shapes)
+        if best is None or (best.shapes is not None and bucket_of(best.shapes) != bucket):
+            self._count(bucket, shapes, ENOUGH_SEEN if best is None and self.can_run_on_parts else 1)
         return best
 
     def refuse(self, shapes: BatchShapes) -> None:
-        """Give the bucket of `shapes` no policy: it keeps torch's checkpoint, or the policy of a larger size."""
-        self._refused.add(size_class_of(shapes))
-        self.counted.pop(size_class_of(shapes), None)
+        """Exclude the bucket of `shapes` from profiles.
+
+        Its batches keep torch's checkpoint, or a larger size's policy.
+        """
+        self._refused.add(bucket_of(shapes))
+        self.unplanned_buckets.pop(bucket_of(shapes), None)
 
     def _count(self, bucket: BatchShapes, shapes: BatchShapes, weight: int) -> None:
         if bucket in self._refused:
             return
-        unplanned = self.counted.get(bucket) or _Unplanned(shapes)
-        put_latest(self.counted, bucket, unplanned, MAX_UNPLANNED)
+        unplanned = self.unplanned_buckets.get(bucket) or _Unplanned(shapes)
+        put_latest(self.unplanned_buckets, bucket, unplanned, MAX_UNPLANNED)
         unplanned.shapes = smallest_enclosing(unplanned.shapes, shapes)
         unplanned.num_seen += weight
 
     def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
-        """Return (sizes, number of batches) by bucket without a policy of its own."""
-        return {bucket: (unplanned.shapes, unplanned.num_seen) for bucket, unplanned in self.counted.items()}
+        """Return (smallest enclosing sizes, number of batches) for each bucket without a policy of its own."""
+        return {bucket: (unplanned.shapes, unplanned.num_seen) for bucket, unplanned in self.unplanned_buckets.items()}
 
 
 def _replaces(new: SizePolicy, old: SizePolicy) -> bool:
@@ -148,11 +161,11 @@ def _replaces(new: SizePolicy, old: SizePolicy) -> bool:
     if old.shapes == new.shapes:
         return True
     is_profiled = new.replanner.profile.sizes is None and not new.is_extrapolated
-    return is_profiled and size_class_of(old.shapes) == size_class_of(new.shapes)
+    return is_profiled and bucket_of(old.shapes) == bucket_of(new.shapes)
 
 
 def most_wanted(counts: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
-    """Return the sizes most worth a profile by the counts of all ranks; None if no bucket was seen often enough."""
+    """Return the sizes of the bucket with the most batches on all ranks; None if no bucket has enough batches."""
     total: dict[BatchShapes, tuple[BatchShapes, int]] = {}
     for rank in counts:
         for bucket, (shapes, count) in rank.items():

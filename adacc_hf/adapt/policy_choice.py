@@ -3,12 +3,12 @@
 NOTE [Choice of a policy]. This is the only place where a micro-batch gets its policy.
 | sizes of the micro-batch | policy |
 |---|---|
-| in a size class that has one | that class's |
-| in a new class, before a step was counted | the first; the class's least memory if the first exceeds the budget |
-| in a new class, later | solved for the class's extrapolated profile |
-| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | the same, but as plans that no tracking changes |
-| in no class, within a profiled size | that of the smallest such size |
-| in no class, else | none: torch's checkpoint |
+| in a size class with a policy | that policy |
+| in a new class, before the first measured step | the run's first policy if it fits, else one with the least memory |
+| in a new class, later | a policy solved for the class's extrapolated profile |
+| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | the same, as plans that tracking never changes |
+| in no class, but within a profiled size | the policy of the smallest such size |
+| in no class and larger than each profiled size | none: torch's checkpoint |
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from adacc_hf.torch_glue.distributed import num_ranks
 
 
 class PolicyChoice:
-    """Policies of a run, the one in force, and the sizes of the current step's micro-batches."""
+    """Policies of a run, the active policy, and the sizes of the current step's micro-batches."""
 
     def __init__(self, handle: PolicyHandle, context: RunContext) -> None:
         self.cache = PolicyCache()
         self.extrapolated = ExtrapolatedPolicies(context, self.cache)
         self.current: SizePolicy | None = None
-        """Size policy in force; None under torch's checkpoint, and under plans without a size policy."""
+        """Active size policy; None under torch's checkpoint, and under plans without a size policy."""
         self.plans: BlockPlans | None = None
-        """Plans in force; None under torch's checkpoint."""
+        """Active plans; None under torch's checkpoint."""
         self.shapes: BatchShapes = ()
-        """Sizes of the last micro-batch."""
+        """Sizes of the most recent micro-batch."""
         self.largest: BatchShapes = ()
         """Sizes of the largest micro-batch of the step."""
         self.batch_bytes = 0
@@ -58,16 +58,19 @@ class PolicyChoice:
 
     @property
     def shown(self) -> SizePolicy:
-        """Size policy of the last micro-batch; the first one if that ran under torch's checkpoint."""
+        """Size policy of the most recent micro-batch.
+
+        If that ran under torch's checkpoint, the run's first size policy.
+        """
         return self.current or self.cache.all[0]
 
     def begin_step(self) -> None:
-        """Forget the micro-batches of the last step."""
+        """Forget the micro-batches of the previous step."""
         self._used.clear()
         self.largest, self.batch_bytes = (), 0
 
     def choose(self, shapes: BatchShapes, nbytes: int) -> None:
-        """Put the policy for a micro-batch of `shapes`, which has `nbytes`, in force."""
+        """Apply the policy for a micro-batch of `shapes`, whose tensors have `nbytes` in all."""
         self.batch_bytes = max(self.batch_bytes, nbytes)
         if not self._lasts or shapes != self.shapes:
             self._choose(shapes)
@@ -84,28 +87,28 @@ class PolicyChoice:
             plans = self.cache.untracked_plans(sizes, shapes)
         if size_policy is not self.current or plans is not self.plans:
             self._put(size_policy, plans)
-        # Batches whose bucket lacks a policy are counted each time.
-        self._lasts = size_policy is not None and not self.cache.counted
+        # Each batch whose bucket lacks a policy is counted.
+        self._lasts = size_policy is not None and not self.cache.unplanned_buckets
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy of the class `sizes` of a batch of `shapes`; make one if the class is new.
+        """Return the size policy for a batch of `shapes`, whose size class is `sizes`. Make one if the class is new.
 
-        None if the class has plans without a size policy.
+        None if the class has only plans, without a size policy.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
         if size_policy is not None or self.cache.untracked_plans(sizes, shapes) is not None:
             return size_policy
         measured, _ = self.cache.size_model()
         if measured.is_provisional:
-            return self._before_counting(sizes, measured)
+            return self._before_measurement(sizes, measured)
         sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
         if not self._is_alone or self.cache.is_full:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
         return self.add_extrapolated(sizes, profile, policy)
 
-    def _before_counting(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return `measured`, or a policy of least memory for the class `sizes` if `measured` exceeds the budget there.
+    def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
+        """Return `measured`. If it exceeds the budget at `sizes`, return a policy with the least memory for this class.
 
         With several ranks, such a class gets plans without a size policy, and the result is None.
         """
@@ -127,18 +130,19 @@ class PolicyChoice:
         profile: Profile,
         policy: Policy,
         is_provisional: bool = False,
-        was_measured: bool = False,
+        expects_size_model: bool = False,
         is_extrapolated: bool = False,
     ) -> SizePolicy:
-        """Add a size policy for batches of `shapes`, put it in force and return it.
+        """Add a size policy for batches of `shapes`, apply it and return it.
 
-        If `is_provisional`, it is followed until a step was counted. `was_measured` is True if `profile` was to measure
-        other sizes too; a profile without a size model then shows that the model takes no parts of a batch.
+        If `is_provisional`, the policy is followed until the memory of a step is measured. `expects_size_model` is True
+        if the profiler has tried to measure other sizes too. If `profile` then has no size model, the model cannot run
+        on slices of a batch.
         """
         size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
         size_policy.is_provisional = is_provisional
         self.cache.add(size_policy)
-        self.cache.may_measure = not was_measured or profile.sizes is not None
+        self.cache.can_run_on_parts = not expects_size_model or profile.sizes is not None
         self._put(size_policy, size_policy.plans)
         self._context.turns.wait(RECORDED_STEPS)
         self._context.turns.is_wanted |= is_provisional
@@ -148,8 +152,8 @@ class PolicyChoice:
         """Add a size policy for a class whose `profile` was extrapolated, and return it."""
         size_policy = self._size_policy(sizes, profile, policy, is_extrapolated=True)
         size_policy.num_steps = RECORDED_STEPS
-        size_policy.must_count = num_elements(sizes) > self.cache.size_model()[1].max_measured_elements
-        self._context.turns.is_wanted |= size_policy.must_count
+        size_policy.must_measure = num_elements(sizes) > self.cache.size_model()[1].max_measured_elements
+        self._context.turns.is_wanted |= size_policy.must_measure
         self.cache.add(size_policy)
         self._lasts = False
         reason = f"for batches of {describe(sizes)}"
@@ -174,7 +178,7 @@ class PolicyChoice:
             self._put(size_policy, size_policy.plans)
 
     def _put(self, size_policy: SizePolicy | None, plans: BlockPlans | None) -> None:
-        """Put `plans` in force."""
+        """Apply `plans` to the next calls of the blocks."""
         self._handle.follow(plans)
         self.current, self.plans, self._lasts = size_policy, plans, False
 
@@ -183,13 +187,13 @@ class PolicyChoice:
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:
-        """Return True if the whole step ran under the policy in force."""
+        """Return True if all micro-batches of the step ran under the active policy."""
         return self.current is not None and all(plans == id(self.current.plans) for plans in self._used)
 
     def end_micro_batch(self, fallbacks: Mapping[str, int]) -> tuple[float, dict[str, int]]:
-        """Return (predicted overhead in ms, number of fallbacks by reason) of the last micro-batch.
+        """Return (predicted overhead in ms, number of fallbacks by reason) of the most recent micro-batch.
 
-        `fallbacks` are the calls of blocks that left their plans.
+        `fallbacks` has the number of calls of blocks that did not follow their plans, by reason.
         """
         if self.plans is None:
             self.diverged.add(0.0)
@@ -205,14 +209,14 @@ class PolicyChoice:
         return (1 - share) * planned_ms + share * self._fallback_ms(), dict(fallbacks)
 
     def _fallback_ms(self) -> float:
-        """Return the overhead of the last micro-batch under full recomputation."""
+        """Return the overhead that the most recent micro-batch would have under full recomputation."""
         return self.diverged.overhead_ms(self.shapes, self._reference, self._context.memory_budget)
 
     def _may_record(self) -> bool:
-        """Return True if the micro-batch keeps to the budget while a block's call is recorded."""
+        """Return True if the micro-batch fits the budget even while a block's call is being recorded."""
         return self.diverged.may_record(self.shapes, self._reference, self._context.memory_budget)
 
     @property
     def _reference(self) -> SizePolicy:
-        """Size policy whose profile is closest to the last micro-batch."""
+        """Size policy whose profile is closest to the most recent micro-batch."""
         return self.current or self.cache.measured or self.shown

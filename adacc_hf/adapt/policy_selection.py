@@ -114,14 +114,9 @@ def _result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> Re
     return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
 
 
-def needed_bytes(policy: Policy, budget: Budget) -> int:
-    """Return the predicted bytes that the budget bounds: the policy's peak or its stored bytes."""
-    return policy.predicted_peak_bytes if budget.limits_peak else policy.predicted_stored_bytes
-
-
 def _excess_reason(current: Policy, budget: Budget) -> str | None:
     """Return the reason to replace `current` if it exceeds the budget, else None."""
-    needed = needed_bytes(current, budget)
+    needed = budget.needed_bytes(current)
     if needed <= budget.nbytes:
         return None
     return f"over budget: the old actions need {needed} bytes, {budget.nbytes} are allowed"
@@ -165,7 +160,7 @@ def _is_within(option: CodecOption, bound: float | None) -> bool:
 
 
 def current_policy(profile: Profile, policy: Policy) -> Policy:
-    """Return the actions of `policy` with the outlier channels and the prices of `profile`."""
+    """Return a policy with the same actions, but with the outlier channels and the prices of `profile`."""
     plans = []
     for block in profile.blocks:
         kind = profile.kinds[block.kind]

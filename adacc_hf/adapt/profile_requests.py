@@ -57,7 +57,7 @@ class ProfileRequests:
         if cache.is_full:
             return
         if self._is_alone:
-            self.sizes = most_wanted([cache.unplanned()]) if cache.counted else None
+            self.sizes = most_wanted([cache.unplanned()]) if cache.unplanned_buckets else None
             return
         self.sizes = most_wanted(gather_from_all_ranks(cache.unplanned()))
         classes = sorted(set().union(*gather_from_all_ranks(list(cache.untracked))), key=repr)
@@ -70,16 +70,16 @@ class ProfileRequests:
         """Request a batch to restart with, once for each reason."""
         idle, blocks = self.idle_blocks, self._installation.blocks
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
-        reasons[OTHER_OPERATORS] = self._choice.diverged.most_did()
+        reasons[OTHER_OPERATORS] = self._choice.diverged.most_diverged()
         for why, is_mine in reasons.items():
             if why not in self.restart.tried and any(gather_from_all_ranks(is_mine)):
                 self.restart.want(why)
 
     def can_restart(self) -> bool:
-        """Return True if the last batch, on every rank, is one to restart with. Counts as a try.
+        """Return True if the run can start over with the most recent batch of every rank. Count the attempt.
 
-        Such a batch called all blocks that any batch has trained, by the operators that most batches run.
+        The batch must have called all blocks that any batch has trained, with the operators that most batches run.
         """
         installation = self._installation
         is_whole = not set(installation.skipped_blocks()).difference(installation.uncalled())
-        return all(gather_from_all_ranks(self.restart.takes(is_whole, self._choice.diverged.has_left)))
+        return all(gather_from_all_ranks(self.restart.takes(is_whole, self._choice.diverged.has_diverged)))

@@ -133,7 +133,7 @@ SwitchedOff = tuple[str, str, str]
 
 
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
-    """Return `options`, which are by kind, with their names in each block of the kind."""
+    """Convert `options`, keyed by kind and value, to (block, activation, codec) names for each block of the kinds."""
     return frozenset(
         (block.name, profile.kinds[kind].names[value], codec)
         for block in profile.blocks

@@ -104,9 +104,9 @@ class Replanner:
         self._degraded_blocks: list[str] = []
         """Sampled blocks of the kinds whose gradients were degraded at the latest tracking step that found any."""
         self.lacks_room = False
-        """True if the budget had room for fewer comparisons than `guard_blocks` at the last tracking step."""
+        """True if the budget had room for fewer comparisons than `guard_blocks` at the most recent tracking step."""
         self.solver_ms = 0.0
-        """CPU time of the solver for the last `take_over`; 0 on ranks that do not solve."""
+        """CPU time of the solver whose result was taken over last; 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
         self._solver_profile = profile
         """Profile that the running solver will have solved for."""
@@ -154,7 +154,7 @@ class Replanner:
         return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
-        """Stop measuring and drop the measurements. Harmless when nothing is measured."""
+        """Stop measuring and drop the measurements. Has no effect if no measurement is running."""
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()
@@ -222,7 +222,7 @@ class Replanner:
         return self.policy
 
     def _allowed_profile(self) -> Profile:
-        """Return the current prices of the codecs that new policies may use."""
+        """Return `profile`, which has the current prices, without the codecs that new policies must not use."""
         # An estimated profile has codecs for every value that reaches min_compress_bytes at some batch size.
         allowed = without_codecs(self.profile, self.switched_off)
         return allowed.without_codecs_below(self.config.min_compress_bytes)
@@ -244,9 +244,9 @@ class Replanner:
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
-        If `every_kind`, these are one lossy block of each kind, even if the budget has no room for the comparison: the
-        one that was degraded last, else the first one, which needs the least memory. Otherwise
-        `guard_blocks` of the lossy blocks for which the budget has room take turns.
+        If `every_kind`, return one lossy block of each kind, even if the budget has no room for the comparison: the
+        block that was degraded most recently, else the first block, which needs the least memory. Otherwise return
+        `guard_blocks` lossy blocks for which the budget has room, in turn over the tracking steps.
         """
         names = self.lossy_blocks()
         if every_kind:
@@ -264,7 +264,9 @@ class Replanner:
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
     def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Return the errors of the sampled gradients by kind, and the codecs to switch off so that they are in bounds.
+        """Return (errors of the sampled gradients by kind, codecs to switch off).
+
+        Without these codecs, the errors are within the bound (`gradient_bound`).
 
         If a gradient is out of bounds on one rank, all ranks search for its codecs, because a block with collectives
         has to run on all ranks.
@@ -284,7 +286,7 @@ class Replanner:
         return worst_errors, frozenset(degrading_codecs)
 
     def _find_degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
-        """Return the codecs of the block `name` to switch off so that its gradient's error is in bounds.
+        """Return the codecs of the block `name` without which the error of its gradient is within the bound.
 
         Codecs that are switched off already, which the policy uses until it is replaced, are part of the result. If the
         search fails, the result is all lossy codecs of the block's kind, and a warning is logged.
@@ -314,7 +316,7 @@ class Replanner:
         return frozenset((kind, value, lossy[value]) for value in off_values | values)
 
     def reprice(self, observed: NamedObservation) -> Tracking:
-        """Update the prices from the measurements `observed`, which may be of the same blocks at another batch size."""
+        """Update the prices from the measurements `observed`, possibly made at another batch size."""
         before = self.profile
         observation = observed.for_profile(before)
         repriced = with_outlier_counts(before, observation.num_outliers)

@@ -1,4 +1,4 @@
-"""Replanning: solves a size's policy again when its prices have changed, and puts the result in force.
+"""Replanning: solves the policy of a batch size again when its prices have changed, and applies the result.
 
 All ranks do this at the same steps.
 """
@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class Replanning:
-    """Solver runs for the size policies of a run: on a thread, at once after a counted step, or after out-of-memory."""
+    """Solver runs for the size policies of a run.
+
+    If prices have changed, the solver runs on a thread while training goes on. Training waits for the solver after the
+    first step whose memory was measured, and after a step that ran out of memory.
+    """
 
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:
         self._choice, self._context = choice, context
@@ -36,9 +40,9 @@ class Replanning:
         return self._choice.cache.all
 
     def start(self, step: int, size_policy: SizePolicy) -> None:
-        """Start the solver on a thread, or remember to start it again if it runs.
+        """Start the solver on a thread. If the solver is running, start it again when its result is taken over.
 
-        A provisional policy is left alone: it is solved when a step was counted.
+        Do nothing for a provisional policy, which is solved again after the first measured step.
         """
         if size_policy.is_provisional:
             return
@@ -48,11 +52,11 @@ class Replanning:
             size_policy.due = step + self._context.config.takeover_steps
 
     def has_due(self, step: int) -> bool:
-        """Return True if a result of the solver is to be put in force at the end of `step`."""
+        """Return True if a result of the solver is to be applied at the end of `step`."""
         return any(size_policy.due is not None and step >= size_policy.due for size_policy in self.all)
 
     def take_over(self, step: int) -> bool:
-        """Put the results that are due in force. Return True if a policy changed."""
+        """Apply the solver's results that are due. Return True if a policy changed."""
         has_changed = False
         for size_policy in self.all:
             if size_policy.due is None or step < size_policy.due:
@@ -89,7 +93,7 @@ class Replanning:
         return True
 
     def tighten(self, step: int) -> str | None:
-        """Follow a policy of less memory after `step` ran out of memory. Return the obstacle, or None if it is done."""
+        """Follow a policy with less memory after `step` ran out of memory. If that is impossible, return the reason."""
         size_policy = self._choice.current
         if num_ranks() > 1:
             return "the other ranks are in the middle of it"
@@ -111,14 +115,14 @@ class Replanning:
     def _change(
         self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
-        """Follow `policy` in the place of `before`, and note the change."""
+        """Replace the policy `before` by `policy`, and append the change to the history."""
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
         step_ms = size_policy.times.median_ms
         size_policy.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         num_actions, num_channels = num_changes(before, policy)
         if num_actions:
-            size_policy.must_count = self._context.turns.is_wanted = True
+            size_policy.must_measure = self._context.turns.is_wanted = True
             self._context.turns.wait(0)
         self._context.note(
             PolicyChanged(
@@ -136,12 +140,16 @@ class Replanning:
 
     def _follow(self, step: int, size_policy: SizePolicy, policy: Policy) -> None:
         self._choice.follow(size_policy, policy)
-        if self._context.guard.policy_changed():
+        if self._context.guard.check_new_policy():
             self._context.policy_step = step  # tracked as often as the first policy
 
 
 def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
-    """Return the number of activations, over all blocks, with another action or codec, and with other channels only."""
+    """Return (num_actions, num_channels), two numbers of activations over all blocks.
+
+    `num_actions` counts the activations whose action or codec differs between the policies. `num_channels` counts those
+    with the same action and codec but other options, such as the number of outlier channels.
+    """
     num_actions = num_channels = 0
     for block, _ in before.blocks:
         old = dict(before.plan_of(block).choices)

@@ -1,18 +1,18 @@
-"""Restart: the search for another batch to profile, with which a run starts over."""
+"""Restart: search for a batch that is profiled again when a run has to start over."""
 
 from __future__ import annotations
 
 MORE_BLOCKS = "more blocks are trained than before"
 OTHER_OPERATORS = "most batches run other operators than the profiled one"
 """Reasons to start over."""
-LEFT_AS = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
-"""How calls without a plan run as long as the run does not start over, by the reason to do so."""
+FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
+"""Execution of calls without a plan until the run starts over, keyed by the reason to start over."""
 MOST_TRIES = 64
 """Steps after which the search for a batch ends. With several ranks, each of them takes a collective."""
 
 
 class Restart:
-    """A search for the batch with which a run starts over: a new profile, in place of the first batch's."""
+    """A search for the batch with which a run starts over. Its profile replaces the profile of the first batch."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -28,7 +28,7 @@ class Restart:
         self.tried.add(reason)
 
     def takes(self, is_complete: bool, has_diverged: bool) -> bool:
-        """Return True if the run can start over with the last batch, and count the try.
+        """Return True if the run can start over with the most recent batch, and count the attempt.
 
         The batch has to be complete, which means that it called every block that any batch has trained so far. If most
         batches run other operators than the profiled one, it has to diverge from the plans too.

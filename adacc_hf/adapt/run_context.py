@@ -29,15 +29,15 @@ class RunContext:
     tightened: float | int | None = None
     """Budget of new policies after a step ran out of memory; None before."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that a counted step took beyond its profile, by moment of the step."""
+    """Bytes that a measured step took beyond its profile, by moment of the step."""
     counted_elements: int = 0
-    """Elements of the largest micro-batch of that step; 0 before a step was counted."""
+    """Elements of the largest micro-batch of the step in `missing_bytes`; 0 before a step was measured."""
     step: int = 0
     """Number of the current step, counted from 1."""
     extra_ms: float = 0.0
-    """Time in ms by which steps with tracking, solving, counting or profiling took longer than normal steps."""
+    """Time in ms by which steps with tracking, solving, measuring or profiling took longer than normal steps."""
     turns: CountingTurns = field(default_factory=CountingTurns)
-    """Decision in which steps memory is counted."""
+    """Schedule of the steps whose memory is measured."""
 
     @property
     def memory_budget(self) -> str | float | int:

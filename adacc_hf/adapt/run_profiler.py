@@ -20,7 +20,7 @@ from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.memory_profile import NoSync
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.profiler import estimate_profile, profile_model
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, describe, resize_batch, size_class_of
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, bucket_of, describe, resize_batch
 from adacc_hf.torch_glue.distributed import (
     broadcast_from_first_rank,
     common_profile,
@@ -52,7 +52,7 @@ class RunProfiler:
         self._has_said_busy = False
 
     def remove(self) -> None:
-        """Remove the hooks from the optimizer. Harmless when called again."""
+        """Remove the hooks from the optimizer. Further calls have no effect."""
         self.optimizer.end()
         self.inner_steps.close()
 
@@ -179,16 +179,16 @@ class RunProfiler:
         }
 
     def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
-        """Return None if the profile can find out the optimizer's future state, else 0 until a step is counted.
+        """Return None if the profile can find out the optimizer's future state, else 0 until a step is measured.
 
         After `profile_steps` steps there is state, unless the Trainer skipped their updates (fp16 that overflows).
         """
-        if optimizer is None or self.inner_steps.were_seen:
+        if optimizer is None or self.inner_steps.has_detected:
             return 0
         try:
             coming_state_bytes(optimizer, model.parameters())
         except OptimizerStateError as error:
-            log.warning("Adacc: %s; until a step is counted, the plan leaves this state out", error)
+            log.warning("Adacc: %s; until the memory of a step is measured, the plan leaves this state out", error)
             return 0
         return None
 
@@ -207,7 +207,7 @@ def profile_resized(
     """Return (sizes, profile) of `batch`, which has `shapes`, resized to `sizes`.
 
     The model may refuse the resized batch: numbers of image patches and of tokens depend on each other. Then `batch` is
-    profiled at its own `shapes` if both sizes are of one class. Return None if they are not.
+    profiled at its own `shapes` if both sizes are in one bucket. Return None if they are not.
     """
     try:
         return sizes, profile(resize_batch(batch, shapes, sizes))
@@ -221,6 +221,6 @@ def profile_resized(
             *map(describe, (shapes, sizes)),
             error,
         )
-    if not all(gather_from_all_ranks(size_class_of(shapes) == size_class_of(sizes))):
+    if not all(gather_from_all_ranks(bucket_of(shapes) == bucket_of(sizes))):
         return None
     return broadcast_from_first_rank(lambda: shapes), profile(batch)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.checkpoint_files import going_on, save_files, save_history
+from adacc_hf.adapt.checkpoint_files import save_files, save_history, warn_on_write_error
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
 from adacc_hf.adapt.optimizer_hooks import OptimizerProbe
@@ -21,7 +21,7 @@ from adacc_hf.price.heads import ComputeLoss
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
-"""The history is written when at least one event in 64 is unwritten: each write is of the whole history."""
+"""The history is saved if at least one event in 64 is not saved yet, because each save writes the whole history."""
 
 
 class Phase:
@@ -30,45 +30,51 @@ class Phase:
     `step` is always the number of finished steps.
     """
 
-    def step_begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Begin a step."""
 
-    def micro_batch_begins(self, inputs: Any) -> None:
+    def begin_micro_batch(self, inputs: Any) -> None:
         """Begin a micro-batch. If `inputs` is a mapping, it has the micro-batch's tensors; else they come later."""
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result."""
         return run()
 
-    def forward_begins(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """Note that `compute_loss`, or the model itself if None, is about to make the loss of `inputs`.
+    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        """Handle the start of a forward on `inputs`, whose loss `compute_loss` computes, or the model itself if None.
 
-        If not `is_certain`, the loss may turn out to be the model's own, scaled (see `LastBatch`).
+        If `is_certain` is False, the loss may turn out to be the model's own loss, scaled (see `LastBatch`).
         """
 
-    def loss_is_made(self, result: Any, inputs: Any) -> None:
-        """Note `result`, the loss or (loss, outputs) of `inputs`, in training or evaluation."""
+    def note_loss(self, result: Any, inputs: Any) -> None:
+        """Handle the end of a forward on `inputs` in training or evaluation.
 
-    def micro_batch_ends(self) -> None:
+        `result` is the loss, or (loss, outputs).
+        """
+
+    def end_micro_batch(self) -> None:
         """End the micro-batch: record the policy and the fallbacks it ran under."""
 
-    def broken_off(self) -> None:
+    def abandon_step(self) -> None:
         """Abandon the step, which an error has ended."""
 
-    def backward_is_over(self) -> None:
-        """Handle the end of a step in which the optimizer was not seen to step."""
+    def end_backward(self) -> None:
+        """Handle the end of a step in which no optimizer step was observed."""
 
-    def optimizer_begins(self) -> None:
-        """Note that the optimizer is about to step."""
+    def begin_optimizer_step(self) -> None:
+        """Handle the start of the optimizer's step."""
 
-    def optimizer_ends(self) -> None:
-        """Note that the optimizer has stepped."""
+    def end_optimizer_step(self) -> None:
+        """Handle the end of the optimizer's step."""
 
-    def step_ends(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """End a step."""
 
-    def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
-        """Return the figures to add to the training's `logs`. `is_own` is True if all ranks log at this step."""
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        """Return the metrics to add to `logs`, the training loop's metrics at the current step.
+
+        `is_on_all_ranks` is True if all ranks log at this step.
+        """
         return {}
 
     def save(self, folder: Path) -> None:
@@ -78,7 +84,7 @@ class Phase:
         """End the run: write the last files."""
 
     def remove(self) -> None:
-        """Restore the model and the loop. Harmless when called again."""
+        """Restore the model and the loop. Further calls have no effect."""
 
 
 class RunState:
@@ -101,11 +107,11 @@ class RunState:
         self.has_stepped = False
         """True if the optimizer has begun to update the weights in the current step."""
         self._num_saved = 0
-        """Events of the history that are already written."""
+        """Number of the history's events that are saved already."""
         self._is_unsaved = False
-        """True if the current policy is not written yet."""
+        """True if the current policy is not saved yet."""
         self._is_uncounted = False
-        """True if fallback steps were added to the history's events since the history was written."""
+        """True if fallback steps were added to the history's events since the history was last saved."""
 
     @property
     def step(self) -> int:
@@ -127,16 +133,17 @@ class RunState:
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self, watch: OptimizerProbe) -> None:
-        """Begin to measure clipping and the optimizer's step, if none was measured and this is not an early step.
+        """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured before.
 
-        Early steps (before the last of `profile_steps`) are left out: the first one allocates the optimizer's state.
+        Steps before step number `profile_steps` are not measured, because the first one allocates the optimizer's
+        state.
         """
         if not watch.has_seen and self.num_steps >= self.config.profile_steps - 1:
             watch.begin(self.loop.clips, self.model)
 
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if part of it did not follow the policy."""
-        self._is_uncounted |= self.stats.step_ends(step, self.history)
+        self._is_uncounted |= self.stats.end_step(step, self.history)
 
     def fallback_figures(self) -> dict[str, float]:
         """Return the number of fallback steps, for the log."""
@@ -151,7 +158,7 @@ class RunState:
         if folder is None or not self.loop.is_first_rank:
             return
         self._is_unsaved |= changed
-        with going_on(folder, REPORTS_LACK):
+        with warn_on_write_error(folder, REPORTS_LACK):
             if self._is_unsaved:
                 save_files(folder, self.active_policy, self.profile)
                 self._is_unsaved = False
@@ -168,5 +175,5 @@ class RunState:
         """Call `write(folder, history)`, which writes the files of a compiled run into the run's folder."""
         folder = self.loop.folder
         if folder is not None and self.loop.is_first_rank:
-            with going_on(folder, REPORTS_LACK):
+            with warn_on_write_error(folder, REPORTS_LACK):
                 write(folder, self.history)

@@ -152,6 +152,11 @@ class AdaccSession:
         return self._run
 
     @property
+    def is_closed(self) -> bool:
+        """True after `close` or `detach`: the model is restored, and has no policy of this session."""
+        return self._is_closed
+
+    @property
     def phase(self) -> Phase:
         """The phase that the run is in."""
         return self._run.phase
@@ -162,7 +167,7 @@ class AdaccSession:
         The keys are those that AdaccCallback logs. `logs` are the loop's own figures: from `loss` and `grad_norm` the
         accuracy guard detects spikes caused by codecs. All ranks must call this method at the same steps.
         """
-        return self.figures(logs or {}, is_own=True)
+        return self.figures(logs or {}, is_on_all_ranks=True)
 
     # Methods for a user's own loop.
 
@@ -219,7 +224,7 @@ class AdaccSession:
         return result
 
     def _call(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Call `fn`, for the first time or once more."""
+        """Call `fn`, for the first time or after an out-of-memory error."""
         if self._watch is not None:
             self._watch.begin_micro_batch(batch)
         return fn(batch)
@@ -236,7 +241,7 @@ class AdaccSession:
             self.phase.save(folder)
 
     def load(self, folder: str | Path) -> bool:
-        """Resume from the files that `save` has written into `folder`. Return True if the policy there is used.
+        """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.
 
         Return False, so that the model is profiled again, if the folder holds no policy or one for another
         `memory_budget` or number of ranks. Call this method before the first step. Raises AdaccError for a damaged
@@ -251,7 +256,7 @@ class AdaccSession:
         return saved is not None
 
     def close(self) -> None:
-        """Write the last files, and restore the model. Harmless when called again."""
+        """Write the last files, and restore the model. Further calls have no effect."""
         if not self._is_closed:
             self._end_last_step()
             self.phase.ends()
@@ -260,7 +265,7 @@ class AdaccSession:
         self.detach()
 
     def detach(self) -> None:
-        """Restore the model without writing files, as after an error. Harmless when called again."""
+        """Restore the model without writing files, as after an error. Further calls have no effect."""
         self._is_closed = True
         Applied.forget(self._run.model, self)
         phase, self._run.phase = self.phase, Phase()
@@ -312,32 +317,32 @@ class AdaccSession:
         self._is_in_step, self._run.has_stepped, self._num_micro = True, False, 0
         if self._watch is not None:
             self._watch.num_forwards = 0
-        self.phase.step_begins(self.num_steps if step is None else step)
+        self.phase.begin_step(self.num_steps if step is None else step)
 
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
         """Call `run`, which trains on the micro-batch `inputs`, and return its result.
 
         If memory runs out, `run` may be called a second time (see the method `run`).
         """
-        self.phase.micro_batch_begins(inputs)
+        self.phase.begin_micro_batch(inputs)
         result = self.phase.attempt(run)
-        self.phase.micro_batch_ends()  # read anew: the phase may change within the first micro-batch
+        self.phase.end_micro_batch()  # read anew: the phase may change within the first micro-batch
         return result
 
     def end_micro_batch(self) -> None:
         """End the micro-batch."""
         if self._watch is not None:
             self._watch.is_on = False
-        self.phase.micro_batch_ends()
+        self.phase.end_micro_batch()
 
-    def optimizer_begins(self) -> None:
-        """Note that the optimizer is about to step."""
+    def begin_optimizer_step(self) -> None:
+        """Record that the optimizer is about to step."""
         self._run.has_stepped = True
-        self.phase.optimizer_begins()
+        self.phase.begin_optimizer_step()
 
-    def optimizer_ends(self) -> None:
-        """Note that the optimizer has stepped."""
-        self.phase.optimizer_ends()
+    def end_optimizer_step(self) -> None:
+        """Record that the optimizer has stepped."""
+        self.phase.end_optimizer_step()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """End a step. `step` is the number of finished steps, if the loop counts them itself. May profile the model."""
@@ -347,12 +352,12 @@ class AdaccSession:
         if self._watch is not None and not self._has_trained(self._watch):
             return
         self._run.num_steps += 1
-        self.phase.step_ends(self.num_steps if step is None else step)
+        self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self, watch: LoopHooks) -> bool:
         """Return True if the step has trained the model. Warn of a missing forward or optimizer step."""
         if watch.num_forwards == 0:
-            self.phase.broken_off()
+            self.phase.abandon_step()
             why = "of the very model that the session was given" if self._run.model.training else "it is in eval mode"
             self._warn(NO_FORWARD, why)
             return False
@@ -360,7 +365,7 @@ class AdaccSession:
             self._run.loop.num_micro = self._num_micro
         self._num_unseen = 0 if self._run.has_stepped else self._num_unseen + 1
         if not self._run.has_stepped:
-            self.phase.backward_is_over()
+            self.phase.end_backward()
         if self._num_unseen == UNSEEN_STEPS:
             self._warn(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
@@ -375,9 +380,9 @@ class AdaccSession:
     def _is_in_micro_batch(self) -> bool:
         return self._watch is not None and self._watch.is_on
 
-    def figures(self, logs: dict[str, float], is_own: bool) -> dict[str, float]:
-        """Return the figures to add to `logs`. `is_own` is True if all ranks log at this step."""
-        return self.phase.figures(logs, is_own)
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        """Return the metrics to add to `logs`. `is_on_all_ranks` is True if all ranks log at this step."""
+        return self.phase.figures(logs, is_on_all_ranks)
 
     def _begin_micro_batch(self, batch: Any) -> None:
         if not self._is_explicit:
@@ -392,10 +397,10 @@ class AdaccSession:
             if self._run.num_steps == 0:
                 self._run.loop.num_micro = 1 if self._is_one else MANY
             self._watch.begin_micro_batch(batch)
-        self.phase.micro_batch_begins(None)  # the tensors' sizes are read when the model is called
+        self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
-        """End the step before if its optimizer stepped only after the last micro-batch's context."""
+        """End the previous step if its optimizer stepped only after the context of the last micro-batch was left."""
         if self._is_in_step:
             self.end_step()
 
@@ -409,14 +414,14 @@ class AdaccSession:
             self._is_in_step = self._run.has_stepped = False
             if self._watch is not None:
                 self._watch.is_on = False
-            self.phase.broken_off()
+            self.phase.abandon_step()
             if is_first and may_try and isinstance(error, RuntimeError) and is_out_of_memory(error):
                 log.error(RETRY)
             raise
 
 
 def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
-    """Return what `save` has written into a folder, None if that is not used. Raises FileNotFoundError."""
+    """Return the state that `save` has written into a folder; None if it is not used. Raises FileNotFoundError."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
     return load_from_checkpoint(folder, memory_budget)

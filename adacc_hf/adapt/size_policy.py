@@ -3,9 +3,9 @@
 NOTE [States of a size policy]
 | state | meaning | ends with |
 |---|---|---|
-| `is_provisional` | the policy of least memory, before any step was counted | the first counted step |
-| `must_count` | its actions were never counted in a step | the next counted step at this size |
-| `due` is a step | the solver runs on a thread | that step's end, when the result is put in force |
+| `is_provisional` | the policy has the least memory, and no step was measured | the first measured step |
+| `must_measure` | no step's memory was measured under its actions | the next measured step at this size |
+| `due` is a step | the solver runs on a thread | that step's end, when the result is applied |
 | `must_solve` | prices changed while the solver ran | the next start of the solver |
 | `is_fresh` | no step has run under its present plans | the end of such a step |
 """
@@ -34,13 +34,13 @@ class SizePolicy:
     replanner: Replanner
     plans: BlockPlans
     due: int | None = None
-    """Step at whose end the solver's result is put in force; None if the solver does not run."""
+    """Step at whose end the solver's result is applied; None if the solver does not run."""
     must_solve: bool = False
     """True if prices changed while the solver ran."""
     is_provisional: bool = False
-    """True if this is the policy of least memory, until a whole step was counted."""
-    must_count: bool = True
-    """True if no step was counted under the present actions."""
+    """True if this is the policy with the least memory, used until the memory of a whole step is measured."""
+    must_measure: bool = True
+    """True if no step's memory was measured under the present actions."""
     is_extrapolated: bool = False
     """True if the profile was predicted from another size's."""
     num_steps: int = 0
@@ -54,7 +54,7 @@ class SizePolicy:
     measured_peak_bytes: int | None = None
 
     def saved(self) -> SavedSizePolicy:
-        """Return what a resumed run needs at this size."""
+        """Return the state that a resumed run needs at this size."""
         replanner = self.replanner
         return SavedSizePolicy(
             policy=replanner.policy,

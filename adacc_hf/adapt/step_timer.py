@@ -66,7 +66,7 @@ class StepMeter:
             self._marks = StepMarker(functions, self._memory)
         self.counting_ms += (time.perf_counter() - started) * 1e3
 
-    def backward_is_over(self) -> None:
+    def end_backward(self) -> None:
         """End the measurement of memory before the optimizer's step, whose memory no policy changes."""
         if self._memory is not None:
             started, memory, marks = time.perf_counter(), self._memory, self._marks
@@ -82,7 +82,7 @@ class StepMeter:
             self.step_ms = (time.perf_counter() - self._started) * 1e3
 
     def close(self) -> None:
-        """End the measurement of memory without a result. Harmless when memory is not measured."""
+        """End the measurement of memory without a result. Has no effect if memory is not being measured."""
         if self._memory is not None:
             with suppress(ProfilerConflictError):  # another profiler was started within the step: no result
                 self._memory.__exit__(None, None, None)
@@ -107,7 +107,7 @@ class CountingTurns:
         """Measure none of the next `num_steps` steps."""
         self._pause, self._from = 0, self._num_steps + num_steps
 
-    def step_begins(self) -> bool:
+    def begin_step(self) -> bool:
         """Count the step that begins. Return True if its memory is to be measured."""
         self._num_steps += 1
         return self.is_wanted and self._num_steps > self._from

@@ -50,9 +50,10 @@ class TrackingSteps:
                 size_policy.replanner.start_tracking(size_policy.plans, every_kind=every_kind)
                 self.is_on = True
         self._say_room()
-        # On a CPU, counting takes a profiler and as long as a step: not repeated for the same actions while tracking.
-        must_count = any(size_policy.must_count for size_policy in self._choice.cache.all)
-        self._context.turns.is_wanted = not self.is_on or must_count
+        # On a CPU, measuring memory needs a profiler and takes as long as a step, so it is not repeated for unchanged
+        # actions while tracking.
+        must_measure = any(size_policy.must_measure for size_policy in self._choice.cache.all)
+        self._context.turns.is_wanted = not self.is_on or must_measure
 
     def _say_room(self) -> None:
         """Log once that the budget has too little room for the guard's comparisons."""
@@ -69,13 +70,13 @@ class TrackingSteps:
         )
 
     def finish(self, step: int) -> None:
-        """Put the measurements of the tracking step into the prices, and start the solver where they changed.
+        """Update the prices from the measurements of the tracking step, and start the solver where prices changed.
 
-        Measurements at one size count for the same blocks at all sizes.
+        Measurements at one batch size are also used for the same blocks at all other batch sizes.
         """
         self.is_on = False
         guard, size_policies = self._context.guard, self._choice.cache.all
-        suspicion = guard.taken_suspicion()
+        suspicion = guard.take_suspicion()
         must_solve, is_degraded = {}, False
         tracked = [size_policy for size_policy in size_policies if size_policy.replanner.is_tracking]
         observed = NamedObservation.merged([size_policy.replanner.observed() for size_policy in tracked])
@@ -102,7 +103,7 @@ class TrackingSteps:
         return is_degraded
 
     def cancel(self) -> None:
-        """Stop tracking. Harmless when no tracking runs."""
+        """Stop tracking. Has no effect outside of tracking steps."""
         for size_policy in self._choice.cache.all:
             size_policy.replanner.cancel_tracking()
         self.is_on = False

@@ -1,6 +1,6 @@
 """TrainingLoop: the facts about a training loop that a session asks for, here for a user's own loop.
 
-The subclass for the Trainer is in `callbacks/trainer.py`. An adapter of another trainer derives its own subclass.
+The subclass for the Trainer is in `callbacks/trainer_loop.py`. An adapter of another trainer derives its own subclass.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TrainingLoop:
         return 0
 
     def num_before_step(self, device: torch.device) -> int:
-        """Return the number of batches on `device` when a step begins, which a count of its allocations leaves out."""
+        """Return the number of batches on `device` when a step begins. Measurements of the step do not include them."""
         return int(device.type == "cpu")
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
