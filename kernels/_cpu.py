@@ -68,14 +68,17 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _functions() -> ctypes.CDLL:
-    """Return the library. Call this only for tensors for which `is_usable` is True."""
+    """Return the compiled C++ functions. Call this only if `is_usable` is True for the tensors."""
     compiled_library = library()
     assert compiled_library is not None
     return compiled_library
 
 
 def is_usable(tensor: Tensor) -> bool:
-    """Return True if the functions below can process the tensor, provided that its dtype is in DTYPES."""
+    """Return True if the tensor is on the CPU and the C++ functions are compiled.
+
+    The dtype is not checked here, but before by `Codec.supports`.
+    """
     return tensor.is_cpu and library() is not None
 
 
@@ -106,9 +109,11 @@ def encode_groups(
     keep: Tensor | None = None,
     channels: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [rows, G] and peaks [A] of a contiguous tensor, as `_symmetric.encode_ref` does.
+    """Encode a contiguous tensor as `_symmetric.encode_ref` does: return codes uint8 [rows, G] and peaks [A].
 
-    keep [channels + G], integers as wide as the elements, is 0 for channels to replace by zeros, else -1.
+    A peak is a group's element of largest magnitude. `keep` is a bit mask for the elements of each channel: 0 replaces
+    them by zeros, -1 keeps them. Its integers are as wide as the elements. The mask is periodic, [channels + G] long,
+    so that a group of G elements that begins at any channel reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
@@ -125,7 +130,7 @@ def encode_groups(
 
 
 def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor: float) -> None:
-    """Fill a contiguous tensor from codes [rows, G] and peaks."""
+    """Decode codes [rows, G] and the groups' peaks [A] into a contiguous tensor."""
     rows, group_size = codes.shape
     _functions().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
@@ -179,7 +184,7 @@ def decode_asymmetric(
 
 
 def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A/2, G, C] and peaks [A, C] of a contiguous matrix, one peak per G rows of a column."""
+    """Encode a contiguous matrix in groups of G rows of a column: return codes uint8 [A/2, G, C] and peaks [A, C]."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
@@ -192,7 +197,7 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
 
 
 def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Fill a contiguous matrix from codes [A/2, G, C] and peaks [A, C]."""
+    """Decode codes [A/2, G, C] and the groups' peaks [A, C] into a contiguous matrix."""
     rows, columns = out_RC.shape
     pairs, group_size, _ = codes.shape
     _functions().adacc_decode_columns(
@@ -202,7 +207,7 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 
 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [R, C] and peaks [A] of a contiguous matrix, as `fp8.encode_ref` does."""
+    """Encode a contiguous matrix as `fp8.encode_ref` does: return codes uint8 [R, C] and the groups' peaks [A]."""
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
@@ -214,7 +219,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
-    """Fill a contiguous matrix from FP8 codes [R, C] and peaks [A]."""
+    """Decode FP8 codes [R, C] and the groups' peaks [A] into a contiguous matrix."""
     rows, columns = out_RC.shape
     _functions().adacc_decode_fp8(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size,
@@ -223,7 +228,10 @@ def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, fa
 
 
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Return bits uint8 [ceil(N / 8)] and, if requested, the pattern [1] of set elements, as `bitmask.encode_ref`."""
+    """Pack one bit per element: return uint8 [ceil(N / 8)] and, if `with_pattern`, the bit pattern [1] of set elements.
+
+    Equals `bitmask.encode_ref`.
+    """
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")
     pattern = torch.empty(1, dtype=patterns_N.dtype, device="cpu") if with_pattern else None
@@ -235,7 +243,7 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Fill a contiguous tensor with 0 and the pattern, or with 0 and 1 without a pattern."""
+    """Decode packed bits into a contiguous tensor: 0 where a bit is 0, `pattern` (1 by default) where it is 1."""
     _functions().adacc_unpack_bits(
         out_N.data_ptr(), packed.data_ptr(), _pointer(pattern), out_N.numel(), packed.numel(),
         out_N.element_size(), _threads(out_N.nbytes),

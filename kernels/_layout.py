@@ -58,7 +58,7 @@ def even_groups(count: int, group_size: int) -> int:
 
 
 def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the 16-bit dtype in which a tensor's peaks are stored."""
+    """Return the 16-bit dtype in which the peaks of a tensor's groups (elements of largest magnitude) are stored."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 

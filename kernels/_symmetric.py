@@ -3,7 +3,8 @@
 Shapes: a tensor is seen as x_AGB, A groups of G elements in each of B columns, with one peak per [A, B]. Group-wise
 codecs have B = 1, token_int4 has one row per group, channel_int4 has B = channels.
 
-A group is stored as its peak (the element of largest magnitude, in 16 bits) and one code per element. A code is the
+A group is stored as its peak and one code per element. The peak is the group's element of largest magnitude, in 16
+bits (no relation to peak memory). A code is the
 element in steps of the scale, shifted to be non-negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes 1..255
 with 128 for zero. A byte holds the 4-bit codes of group a (low) and group a + A/2 (high), with A padded to an even
 number. Packing therefore joins two contiguous halves and never shuffles neighbours.
@@ -70,7 +71,7 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
 
 
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
-    """Return float32 reciprocals of the scales. They are 0, so that codes are zero's, for tiny or non-finite peaks."""
+    """Return float32 reciprocals of the scales. For tiny or non-finite peaks return 0, so that all codes are zero's."""
     peaks = peaks.float()
     magnitude = peaks.abs()
     is_usable = (magnitude >= TINY_PEAK) & (magnitude <= FLOAT32_MAX)
@@ -97,9 +98,10 @@ def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Ten
 
 
 def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8, and 16-bit peaks [A, B].
+    """Return (codes, peaks). A peak is a group's element of largest magnitude.
 
-    The sign of the peak is kept if the factor is negative. Codes of non-finite elements are unspecified.
+    Codes are uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8 bits. Peaks are [A, B] in 16 bits. The sign
+    of the peak is kept if the factor is negative. Codes of non-finite elements are unspecified.
     """
     offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)
     if bits == 8:

@@ -113,7 +113,7 @@ def peak_keys(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def stored_peak(key, dtype: tl.constexpr):
-    """Return the float32 peak of a key, truncated to bfloat16 if the tensor is float32."""
+    """Return the float32 magnitude that a sorting key encodes, truncated to bfloat16 if the tensor is float32."""
     bits = (key >> 1) | (key << 31)
     if dtype == tl.float32:
         bits = bits & 0xFFFF0000
@@ -128,7 +128,7 @@ def upper_half(bits):
 
 @triton.jit
 def in_16_bits(peak, dtype: tl.constexpr):
-    """Return a stored peak in its 16-bit dtype."""
+    """Return a group's largest magnitude as float16, or as bfloat16 for other dtypes."""
     return peak.to(tl.float16) if dtype == tl.float16 else upper_half(peak.to(tl.uint32, bitcast=True))
 
 

@@ -124,7 +124,10 @@ def _decode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Store the elements of T groups from their int32 codes [T, G]."""
+    """Decode T groups from their unpacked int32 codes [T, G], and store the elements.
+
+    A byte packs the codes of two groups, so that the caller decodes the two halves of the groups one after the other.
+    """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -162,7 +165,7 @@ def _decode_kernel(
 def encode(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode as `asymmetric_int4.encode_ref` does. `zero` is the code of the offset."""
+    """Encode as `asymmetric_int4.encode_ref` does. `zero` is the code that decodes to the group's offset."""
     numel = flat_N.shape[0]
     groups = even_groups(numel, group_size)
     codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)

@@ -17,7 +17,10 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A/2, G, C] and 16-bit peaks [A, C], for A groups of G rows."""
+    """Return codes uint8 [A/2, G, C] and 16-bit peaks [A, C], for A groups of G rows.
+
+    A peak is the element of largest magnitude in one column of a group.
+    """
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     x_AGC = _symmetric.pad_to(x_RC, groups * group_size).view(groups, group_size, columns)

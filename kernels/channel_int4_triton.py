@@ -44,7 +44,7 @@ def _encode_half(
     x_ptr, peaks_ptr, group, first_column, rows, columns, factor, seed, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr,
     G: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the peaks of a group of rows, and return its int32 codes [G, COLUMNS]."""
+    """Store each column's peak (element of largest magnitude) in a group of rows. Return int32 codes [G, COLUMNS]."""
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     index = row.to(tl.int64) * columns + column[None, :]
@@ -90,7 +90,10 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, group, first_column, rows, columns, factor, G: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Store the elements of a group of rows from its int32 codes [G, COLUMNS]."""
+    """Decode one group of rows from its unpacked int32 codes [G, COLUMNS] and its columns' peaks.
+
+    A byte packs the codes of two groups, so that the caller decodes the two halves of the groups one after the other.
+    """
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     peak = tl.load(peaks_ptr + group.to(tl.int64) * columns + column, mask=column < columns, other=0.0)

@@ -52,7 +52,10 @@ def numbers_ref(codes: Tensor) -> Tensor:
 
 
 def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [R, C] and 16-bit peaks [A], for A groups of at most G elements, row by row."""
+    """Return codes uint8 [R, C] and 16-bit peaks [A], for A groups of at most G elements, row by row.
+
+    A peak is a group's element of largest magnitude.
+    """
     rows, columns = x_RC.shape
     x_AG = _groups(x_RC, group_size)
     peaks = _symmetric.peaks_ref(x_AG, signed=False)
@@ -106,7 +109,7 @@ def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -
 
 @register
 class Fp8(Codec):
-    """FP8 (E4M3) in groups of a row, peak to 448."""
+    """FP8 (E4M3) in groups of a row. Each group's largest magnitude is scaled to 448."""
 
     name = "fp8"
     suits = frozenset({"input"})

@@ -13,7 +13,7 @@ FACTOR = _symmetric.INT8_SCALE_FACTOR
 
 
 def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A, G], 128 for zero, and 16-bit peaks [A]."""
+    """Return codes uint8 [A, G], 128 for zero, and 16-bit peaks [A]: each group's element of largest magnitude."""
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)
     return _symmetric.encode_ref(x_AG, BITS, FACTOR, rounding, seed)
@@ -34,7 +34,7 @@ def _decode_cpu(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> N
 
 @register
 class Int8(Codec):
-    """Symmetric INT8 in groups, peak to 127."""
+    """Symmetric INT8 in groups. Each group's largest magnitude is scaled to 127."""
 
     name = "int8"
     # A block input reaches every gradient of its block, so it gets 8 bits.

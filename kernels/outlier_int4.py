@@ -28,7 +28,10 @@ class Outliers:
     indices: Tensor
     """int32 [K], the raw channels in ascending order."""
     keep: Tensor
-    """[C + group_size], integers as wide as the elements with period C: 0 for a raw channel, else -1."""
+    """Periodic bit mask [C + group_size] in integers as wide as the elements: 0 for a raw channel, else -1.
+
+    The period is C, so that a group that begins at any channel reads a contiguous range.
+    """
 
 
 SUMMED_ELEMENTS = 2**16
@@ -75,7 +78,10 @@ def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: 
 def encode_ref(
     x_RC: Tensor, indices: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
 ) -> tuple[Tensor, ...]:
-    """Return codes [A/2, G] and peaks [A], and with indices [K] also the raw channels [R, K] and the indices' copy."""
+    """Return codes [A/2, G] and peaks [A], which are the groups' elements of largest magnitude.
+
+    With indices [K], also return the raw channels [R, K] and a copy of the indices.
+    """
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
         raw = (x_RC.index_select(1, indices), indices.clone())

@@ -103,7 +103,7 @@ def _encode_half(
     PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Store the peaks of T groups from first_group on, and return their int32 codes [T, G]."""
+    """Store the peaks (elements of largest magnitude) of T groups from first_group on. Return int32 codes [T, G]."""
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -173,7 +173,10 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, first_group, groups_left, numel, factor, T: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
-    """Store the elements of T groups from their int32 codes [T, G] and peaks."""
+    """Decode T groups from their unpacked int32 codes [T, G] and peaks.
+
+    A byte packs the codes of two groups, so that the caller decodes the two halves of the groups one after the other.
+    """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]

@@ -14,7 +14,10 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A/2, C] and 16-bit peaks [A], A being the rows padded to an even number."""
+    """Return codes uint8 [A/2, C] and 16-bit peaks [A]. A is the number of rows, padded to an even number.
+
+    A peak is a row's element of largest magnitude.
+    """
     x_AC = _symmetric.pad_to(x_RC, x_RC.shape[0] + x_RC.shape[0] % 2)
     return _symmetric.encode_ref(x_AC, BITS, factor, rounding, seed)
 

@@ -41,7 +41,10 @@ def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
-    """Store the peaks of rows below `last` and return float32 [T] reciprocal scales, both from keys [T, BLOCK]."""
+    """Store the peaks (elements of largest magnitude) of rows below `last`. Return float32 [T] reciprocal scales.
+
+    Both are computed from keys [T, BLOCK].
+    """
     peak = stored_peak(tl.max(keys, axis=1), dtype)
     row = first + tl.arange(0, T)
     tl.store(peaks_ptr + row, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=row < last)
@@ -135,7 +138,10 @@ def _encode_long_kernel(
 
 @triton.jit
 def _decode_half(out_ptr, codes, peaks_ptr, first, last, columns, start, factor, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Store elements of rows `first` to `last` - 1 from their int32 codes [T, BLOCK]."""
+    """Decode columns of the rows `first` to `last` - 1 from unpacked int32 codes [T, BLOCK], and store the elements.
+
+    A byte packs the codes of two rows, so that the caller decodes the two halves of the rows one after the other.
+    """
     row = first + tl.arange(0, T)
     column = start + tl.arange(0, BLOCK)[None, :]
     peak = widened(tl.load(peaks_ptr + row, mask=row < last, other=0.0))

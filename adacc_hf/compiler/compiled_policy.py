@@ -97,10 +97,10 @@ class CompiledPolicy:
         return int(self.share * plain_bytes)
 
     @property
-    def in_force(self) -> tuple[RegionPlan, ...]:
-        """The plan of every call of a micro-batch, in call order as far as known.
+    def call_plans(self) -> tuple[RegionPlan, ...]:
+        """Plan of each call of a micro-batch, in call order.
 
-        If calls were not counted, each region appears once, with the plan of its last compiled size.
+        If the calls were not counted, each region is assumed to be called once, with its most recently compiled plan.
         """
         counted = [(plan, plan.calls) for plan in self.regions if plan.calls]
         if counted:
@@ -109,37 +109,37 @@ class CompiledPolicy:
 
     @property
     def plain_bytes(self) -> int:
-        return sum(plan.plain_bytes for plan in self.in_force)
+        return sum(plan.plain_bytes for plan in self.call_plans)
 
     @property
     def stored_bytes(self) -> int:
-        return sum(plan.stored_bytes for plan in self.in_force)
+        return sum(plan.stored_bytes for plan in self.call_plans)
 
     @property
     def peak_bytes(self) -> int:
         """Peak over the backward passes of the regions. Each runs while earlier regions' stored values are live."""
-        return self._most([plan.peak_bytes for plan in self.in_force])
+        return self._most([plan.peak_bytes for plan in self.call_plans])
 
     @property
     def backward_bytes(self) -> int:
         """Peak as in `peak_bytes`, with temporaries and the region's own gradients."""
-        return self._most([plan.backward_bytes for plan in self.in_force])
+        return self._most([plan.backward_bytes for plan in self.call_plans])
 
     @property
     def code_bytes(self) -> int | None:
         """Most live bytes that a step adds, by the compiled code of all regions. None if one region's are unknown."""
-        plans = self.in_force
+        plans = self.call_plans
         region_bytes = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
         """Return the maximum over regions of their live bytes plus the bytes stored by earlier regions."""
-        stored = [0, *accumulate(plan.stored_bytes for plan in self.in_force)]
+        stored = [0, *accumulate(plan.stored_bytes for plan in self.call_plans)]
         return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 
     @property
     def overhead_ms(self) -> float:
-        return sum(plan.overhead_ms for plan in self.in_force)
+        return sum(plan.overhead_ms for plan in self.call_plans)
 
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""
@@ -178,7 +178,10 @@ def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
 
 
 def plan_for(joint: JointGraph, plan: RegionPlan) -> dict[int, Choice]:
-    """Return the choices of `plan` by value index. Raises PolicyMismatchError if the graph lacks a stored value."""
+    """Return a dict from value index to the choice of `plan`.
+
+    Raises PolicyMismatchError if the graph lacks a stored value.
+    """
     index = {node.name: number for number, node in enumerate(joint.nodes)}
     unknown = [name for name, _ in plan.stored if name not in index]
     if unknown:
@@ -266,7 +269,7 @@ class PlanStore:
         self._records = RecordFolder(folder, "plan", FORMAT_VERSION, PolicyMismatchError)
 
     def load(self, decision_key: str, digest: str) -> RegionPlan | None:
-        """Return the stored plan for the graph with that digest, or None. The key contains the partitioner's uuid."""
+        """Return the stored plan for the graph with this `digest`, or None. The key contains the partitioner's uuid."""
         record = self._records.get(_name(decision_key, digest)) if _is_on() else None
         return None if record is None else RegionPlan.from_json(record)
 

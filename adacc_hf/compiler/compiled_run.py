@@ -77,7 +77,7 @@ class CompiledRun:
         """Change to make at the start of the next step."""
         self._meter = StepMeter()
         self.peak_bytes: int | None = None
-        """Measured peak of the last counted step, the optimizer's part included."""
+        """Peak of the last measured step, including the optimizer's step."""
         if initial_policy is None and self._fraction is None:
             initial_policy = CompiledPolicy(share=None)
         partitioner = AdaccPartitioner(config, initial_policy, PlanStore())
@@ -90,11 +90,11 @@ class CompiledRun:
 
     @property
     def policy(self) -> CompiledPolicy:
-        """Regions compiled so far."""
+        """Policy with the plans of the regions compiled so far."""
         settled_for = self._config.memory_budget if self._is_settled and self._next_change is None else None
         return replace(self._installed.partitioner.policy, settled_for=settled_for)
 
-    def step_begins(self, model: Any, optimizer: Any) -> None:
+    def begin_step(self, model: Any, optimizer: Any) -> None:
         if self._next_change is not None:
             self._compile_again(self._next_change)
         self._meter.begin()
@@ -105,7 +105,7 @@ class CompiledRun:
         if self._is_measured:
             self._meter.count_memory(model, optimizer)
 
-    def loss_is_made(self, loss: Any, inputs: Any) -> None:
+    def note_loss(self, loss: Any, inputs: Any) -> None:
         """Count the calls and the input elements of a micro-batch. Call this between its forward and its backward."""
         if isinstance(loss, torch.Tensor):
             self._installed.count_calls(loss)
@@ -113,14 +113,14 @@ class CompiledRun:
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
-    def step_ends(self, step: int, model: Any) -> None:
+    def end_step(self, step: int, model: Any) -> None:
         """Report the newly compiled regions, and adjust the share by the measured peak.
 
         Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """
         self._check_reached()
         self._num_steps += 1
-        self._meter.backward_is_over()
+        self._meter.end_backward()
         self._installed.inspect_code()
         for plan in self.policy.regions[self._num_noted :]:
             self._note(
@@ -297,7 +297,7 @@ def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
     """
     if policy.share is None:
         return None
-    stuck = [plan for plan in policy.in_force if plan.stored_bytes > policy.share * plan.plain_bytes]
+    stuck = [plan for plan in policy.call_plans if plan.stored_bytes > policy.share * plan.plain_bytes]
     rest_bytes = policy.plain_bytes - sum(plan.plain_bytes for plan in stuck)
     remaining_bytes = budget * policy.plain_bytes - sum(plan.stored_bytes for plan in stuck)
     return remaining_bytes / rest_bytes if rest_bytes and remaining_bytes > 0 else None
@@ -325,9 +325,9 @@ def begin_compiled_run(
     policy_file: Any,
     checkpoint: str | Path | None,
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
-    """Return a run and its history. The run follows `policy_file`, or else the policy in `checkpoint`, or else plans.
+    """Return (run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
-    A checkpoint's policy is followed only if it is settled for the same budget: all measurements are done.
+    A checkpoint's policy is followed only if all its measurements are done, for the same budget.
 
     Raises ValueError for a policy of runs without torch_compile.
     """

@@ -51,7 +51,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def compile_by_inductor(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
-    """Compile `module` by Inductor under `settings`, which are Inductor's."""
+    """Compile `module` by Inductor with Inductor's `settings`."""
     from torch._inductor.compile_fx import compile_fx  # takes seconds
 
     compiled = compile_fx(module, inputs, config_patches=settings)
@@ -78,7 +78,7 @@ def compile_number() -> tuple[str, str]:
 
 
 def graph_number() -> int | None:
-    """Return the number of the joint graph that AOTAutograd is partitioning, as in `graph_calls`."""
+    """Return the number of the joint graph that AOTAutograd is partitioning. `graph_calls` yields the same numbers."""
     tracing = TracingContext.try_get()
     names = None if tracing is None else tracing.aot_graph_name
     return int(names[0].partition("_")[0]) if names else None

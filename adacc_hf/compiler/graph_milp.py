@@ -77,7 +77,7 @@ def graph_model(
     # A graph can store any index value, not only those that backward reads.
     saved = replace(cut, values=tuple(replace(value, saved=True) for value in values))
     index_values = saved.index_values(lossy_values(menus))
-    model = KindModel(whole=cut, kind=cut, menus=menus, runnable=runnable, index_values=index_values)
+    model = KindModel(profiled_kind=cut, kind=cut, menus=menus, runnable=runnable, index_values=index_values)
     return GraphModel(model, segments, tuple(live_bytes), precise)
 
 
@@ -194,7 +194,7 @@ def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
 
 
 def _choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
-    """Return the choice that stores values in the given `forms`, without the values that nothing reads."""
+    """Return the choice that stores each value of `forms` in its form. Leave out values that nothing reads."""
     model = graph.model
     runs: set[int] = set()
 

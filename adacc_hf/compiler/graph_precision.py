@@ -16,7 +16,7 @@ from torch import fx
 
 from adacc_hf.compiler.functorch import hint, is_getitem, is_view, maker_of, op_types, short_name
 from adacc_hf.compiler.joint_graph import JointGraph
-from adacc_hf.price.codec_selection import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
+from adacc_hf.price.precision_sensitive import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
 HUGE = 1e4
 """Magnitude beyond that of activations. Masks contain -10000, the least number of their dtype, or -inf."""
@@ -159,7 +159,11 @@ class PrecisionNeeds:
 
 
 def precision_needs(joint: JointGraph) -> PrecisionNeeds:
-    """Return the values that need the precise codec: attention's factors, exponents, and values compared with zero."""
+    """Return the values that need the precise codec.
+
+    These are the inputs and the result of fused attention, the inputs of exponentials and other operators that amplify
+    errors, and the values that are compared with a constant such as zero.
+    """
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     factors = _sources_read_by(_is_factor_of, graph)
     # Products average errors out: hardly any element of a product of coarse values becomes zero by an error. So values

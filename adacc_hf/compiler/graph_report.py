@@ -85,9 +85,9 @@ def _map(policy: CompiledPolicy) -> list[Part]:
 
 
 def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
-    """Return the bytes by action of each block, or of the modules outside of blocks, in the order of forward."""
+    """Return, for each block, the bytes by action, in forward order. Modules outside of blocks are one more entry."""
     groups: dict[str, dict[str, int]] = {}
-    for plan in dict.fromkeys(policy.in_force):
+    for plan in dict.fromkeys(policy.call_plans):
         calls = f", {plan.calls} calls" if (plan.calls or 1) > 1 else ""
         for tensor in plan.tensors:
             label = f"{_block(tensor.module) or 'inputs and other'} (region {plan.region}{calls})"
@@ -151,7 +151,7 @@ def describe_compiled(policy: CompiledPolicy) -> str:
     """Return one line with the bytes stored, the bytes that torch.compile would store, and the overhead."""
     stored_share = f" ({100 * policy.stored_bytes / policy.plain_bytes:.1f} %)" if policy.plain_bytes else ""
     return (
-        f"{len(policy.regions)} compiled regions, {len(policy.in_force)} calls per micro-batch, each allowed "
+        f"{len(policy.regions)} compiled regions, {len(policy.call_plans)} calls per micro-batch, each allowed "
         f"{describe_allowed(policy)}: {format_bytes(policy.stored_bytes)} of {format_bytes(policy.plain_bytes)} "
         f"stored{stored_share}, overhead {policy.overhead_ms:.2f} ms"
     )

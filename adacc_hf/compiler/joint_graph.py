@@ -42,7 +42,7 @@ class JointGraph:
     """Node of each operator."""
 
     def value_of(self, node: fx.Node) -> int | None:
-        """Return the index of the value that `node` is or views, or None if backward has the tensor anyway."""
+        """Return the index of the value that `node` is or views, or None for a tensor allocated until backward."""
         return self._index.get(root_of(node))
 
     def source_values(self, nodes: Iterable[fx.Node]) -> set[int]:
@@ -60,7 +60,7 @@ class JointGraph:
 
 
 def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterable[fx.Node]) -> JointGraph:
-    """Return the values and operators of `module`'s forward, except `held_inputs`, which backward has anyway."""
+    """Return the values and operators of `module`'s forward, without `held_inputs` (allocated until backward)."""
     static, forward = set(held_inputs), _forward_nodes(module, info)
     nodes = [n for n in forward if _is_value(n) and n not in static]
     index = {node: number for number, node in enumerate(nodes)}

@@ -28,7 +28,8 @@ from adacc_hf.compiler.compiled_policy import (
     plan_for,
 )
 from adacc_hf.compiler.compress_pass import compress_saved, prevent_addmm_fusion
-from adacc_hf.compiler.graph_cost import OperatorTimes, graph_codec_options, keep_ms
+from adacc_hf.compiler.graph_codecs import graph_codec_options
+from adacc_hf.compiler.graph_cost import OperatorTimes, keep_ms
 from adacc_hf.compiler.graph_memory import GraphInput, graph_inputs, most_live_bytes, most_live_bytes_of_code
 from adacc_hf.compiler.graph_milp import GraphChoice, GraphModel, graph_model, least_bytes, least_time, retaining_choice
 from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
@@ -89,8 +90,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
         """Forget all regions. Regions compiled from now on get `share` of their bytes; None means the least possible.
 
-        `plans` are plans made for that share before; their regions follow them. Regions that are compiled already stay
-        as they are until `torch._dynamo.reset`.
+        `plans` were made for the same share before. Regions with one of these plans follow it. Regions that are
+        compiled already do not change until `torch._dynamo.reset`.
         """
         self.policy = self._initial_policy = CompiledPolicy(share=share)
         self._recorded_plans = {plan.digest: plan for plan in plans}
@@ -261,8 +262,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """Return the fastest choice within `allowed_bytes`.
 
-        If a share allows too little for the region, warn and return the choice with the least bytes. A region does not
-        know the other regions: the loss's region, for example, saves little in all and cannot store less.
+        If no choice fits, warn and return the choice with the least bytes. A fraction of a budget can be too little for
+        one region, such as the loss's, that stores little anyway.
         """
         solving = self._limits()
         choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)

@@ -202,7 +202,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Method marked in the picture."""
+    """Marker in the picture for one way to train: plain, checkpointed, quantized, or under the policy."""
 
     name: str
     point: Point
