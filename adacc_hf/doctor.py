@@ -109,7 +109,7 @@ def _tracing() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Check the installed packages. The advice for a missing package has the version that this package requires."""
+    """Check the versions of required packages. Advise to install missing ones in the version that adacc_hf requires."""
     yield Finding("python", platform.python_version())
     requirements = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
     for name in ("torch", "transformers", "accelerate", "pulp", "highspy"):

@@ -122,7 +122,7 @@ class FakeModel:
         self.model.train()
         if workload.compact_rank is not None:
             for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
-                layer.let_go()  # the state after the first step
+                layer.clear_core()  # the state after the first step
         self._thinning: Thinning | None = None
 
         named_blocks = find_blocks(self.model, workload.adacc.block_classes)

@@ -93,7 +93,7 @@ class TrainingPlan:
     static: StaticMemory
     profile: Profile
     policy: Policy | None
-    """None if no policy fits."""
+    """Solved policy. None if no policy fits."""
     bound_bytes: int | None
     """Lower bound on the peak of every policy. None if a policy fits."""
     forecasts: dict[str, Forecast]
@@ -202,11 +202,11 @@ class _Planner:
         )
 
     def _finished_gradient_bytes(self, blocks: list[str]) -> dict[str, int]:
-        """Return the traced bytes of all finished gradients at the start of each block's backward.
+        """Return, by block, the traced bytes of all gradients that are complete when its backward starts.
 
-        The key "tail" is for the end of the last block's backward. Gradients of the output embedding and of norms are
-        finished before the blocks' gradients, gradients of other embeddings after them. FSDP shards the gradients of
-        parameters outside the blocks only when backward is over, so that they are left out.
+        A further key, "tail", is for the end of the last block's backward. Gradients of the output embedding and of
+        norms are complete before those of the blocks, gradients of other embeddings after them. Parameters outside the
+        blocks are left out under FSDP, which shards their gradients only after backward.
         """
         model, sharding = self.model.model, self.request.workload.sharding
         last_calls = {block: call_name(block, number) for block, number in calls_per_block(blocks).items()}
@@ -250,7 +250,7 @@ class _Planner:
         return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms, reserved_bytes=reserved)
 
     def _add_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
-        """Return the forecasts with the largest batch and the longest sequence.
+        """Return `forecasts` completed by each method's largest batch and longest sequence.
 
         The search for each method starts at the result of the previous method.
         """
@@ -399,9 +399,8 @@ MAX_GROWTH = 32
 def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
     """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if there is none.
 
-    `excess` must not decrease. It is evaluated at the result and, unless that is `limit`, at the next integer. The
-    first evaluation is at `start`, each next one where the polynomial through the nearest points is 0. `hints` are
-    values of `excess` that are known already; the value at 0 may be an estimate.
+    `excess` must not decrease with n. The search starts at `start`, and continues where the polynomial through the
+    nearest known points is 0. `hints` are known points (n, excess(n)); the one at n = 0 may be an estimate.
     """
     points = dict(hints)
     low, high, stalls = 0, limit + 1, 0
