@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.callbacks.adacc import AdaccCallback
     from adacc_hf.callbacks.throughput import ThroughputCallback
+    from adacc_hf.callbacks.trainer_mixin import AdaccTrainerMixin
     from adacc_hf.price.profiler import profile_model
     from adacc_hf.run.policy_handle import apply_policy, remove_policy
     from adacc_hf.solve.solver import solve_policy
 
 _EXPORTS = {
     "AdaccCallback": "adacc_hf.callbacks.adacc",
+    "AdaccTrainerMixin": "adacc_hf.callbacks.trainer_mixin",
     "ThroughputCallback": "adacc_hf.callbacks.throughput",
     "AdaccConfig": "adacc_hf.artifacts.config",
     "AdaccSession": "adacc_hf.adapt.session",

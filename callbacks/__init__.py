@@ -2,5 +2,6 @@
 
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.callbacks.throughput import ThroughputCallback
+from adacc_hf.callbacks.trainer_mixin import AdaccTrainerMixin
 
-__all__ = ["AdaccCallback", "ThroughputCallback"]
+__all__ = ["AdaccCallback", "AdaccTrainerMixin", "ThroughputCallback"]

@@ -1,15 +1,17 @@
-"""AdaccCallback: profile the first steps of a Trainer's run, solve a policy, train under it, keep it in step."""
+"""AdaccCallback: adapter of AdaccSession for Transformers' Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import Saved, drop_files, going_on, load_from_checkpoint
+from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint, warn_on_write_error
 from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession, check_arguments
 from adacc_hf.artifacts.config import AdaccConfig
@@ -25,47 +27,42 @@ from adacc_hf.callbacks.preconditions import (
     refuse_second_run,
     warn_of_checkpointing,
 )
-from adacc_hf.callbacks.trainer import (
-    OwnLogs,
-    TrainerGuard,
-    TrainerLoop,
-    Unguarded,
-    add_to_log,
-    checkpoint_folder,
-    is_training_log,
-    loss_by,
-)
+from adacc_hf.callbacks.trainer_guard import TrainerGuard, Unguarded
+from adacc_hf.callbacks.trainer_loop import TrainerLoop, checkpoint_folder, loss_by
+from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
+
+log = logging.getLogger(__name__)
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 
 class AdaccCallback(TrainerCallback):
-    """Trains within a memory budget.
+    """Callback that trains within a memory budget.
 
-    A policy is made before the first step, from a profile of small parts of the first batch, or of the whole batch if
-    the model cannot run on parts. If the first batch leaves blocks out, or ranks hold parts of the parameters (FSDP,
-    ZeRO-3), the first `profile_steps` steps run under torch's checkpoint instead; then the next batch that calls every
-    block is profiled. As training goes on, the policy follows the data (adapt/controller.py). With `torch_compile=True`
-    the decisions are made inside the compiled graphs (compiler/compiled_run.py). A checkpoint carries all of it, and a
-    run that resumes with the same `memory_budget` on as many ranks goes on with it. When training ends, or fails, the
-    model is as it was.
+    Before the first step, small parts of the first batch are profiled (the whole batch if the model cannot run on
+    parts), and a policy is solved. If the first batch leaves blocks out, or ranks hold parts of the parameters (FSDP,
+    ZeRO-3), the first `profile_steps` steps run under torch's checkpoint. The next batch that calls every block is
+    profiled then. During training, the policy is adapted to the data (adapt/controller.py). With `torch_compile=True`
+    the decisions are made inside the compiled graphs (compiler/compiled_run.py). A checkpoint contains the policies and
+    their state. A resumed run uses them if `memory_budget` and the number of ranks are the same. When training ends or
+    fails, the model is restored.
 
-    `policy` overrides the solver: a Policy, a file, or a function of the profile. Nothing ever changes such a policy;
-    a Policy or a file is followed from the first step, and goes before a checkpoint's. Fields of `AdaccConfig` may be
-    given as keyword arguments instead of a config, or on top of one.
+    `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy of a Profile.
+    This policy never changes. A Policy or a file is used from the first step, also if the checkpoint has another one.
+    Keyword arguments named as fields of `AdaccConfig` replace `config`, or override its fields.
 
     | logged key | unit |
     |---|---|
-    | `adacc/stored_gib` | GiB that the policy keeps for backward, predicted |
-    | `adacc/peak_gib` | GiB live at the step's peak, predicted |
-    | `adacc/overhead_ms` | milliseconds per micro-batch since the last log, for replay and codecs, predicted |
-    | `adacc/fallback_steps` | steps so far that ran, in part or all, under full recomputation or on another path |
-    | `adacc/compression_rate` | stored bytes over those of plain training |
-    | `adacc/measured_peak_gib` | GiB live at the peak of the last step that was counted |
+    | `adacc/stored_gib` | GiB stored for backward, predicted |
+    | `adacc/peak_gib` | GiB of live tensors at the step's peak, predicted |
+    | `adacc/overhead_ms` | milliseconds of recomputation and codecs per micro-batch since the last log, predicted |
+    | `adacc/fallback_steps` | steps so far with a fallback: at least a part did not follow the policy |
+    | `adacc/compression_rate` | stored bytes divided by the stored bytes of plain training |
+    | `adacc/measured_peak_gib` | GiB of live tensors at the peak of the last measured step |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
-    | `adacc/gradient_error` | the same of a sampled block's gradient |
-    | `adacc/tracking_ms` | milliseconds of tracking, solving, counting memory and writing files so far |
+    | `adacc/gradient_error` | largest relative L2 error of a sampled block's gradient, at the last tracking step |
+    | `adacc/tracking_ms` | milliseconds so far of tracking, solving, measuring memory and writing files |
 
     For example:
 
@@ -77,54 +74,64 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         check_arguments(type(self).__name__, config, policy)
         self.config = (config or AdaccConfig()).with_overrides(**overrides)
-        self._given = policy
+        self._source = policy
         self._session: AdaccSession | None = None
-        """The session of the present run, or of the last one."""
+        """The session of the current run, or of the last one."""
         self._guard: TrainerGuard | Unguarded = Unguarded(None)
         self._own_logs = OwnLogs(None)
+        self._trainer_run: tuple[Trainer, str | None] | None = None
+        """The Trainer and the checkpoint folder that `serving` was called with."""
         self._compiled_policy: Any = None
+        self._has_warned_detached = False
 
     @property
     def session(self) -> AdaccSession | None:
-        """The AdaccSession of the present run, or of the last one; None before any."""
+        """The AdaccSession of the current run, or of the last one. None before the first run."""
         return self._session
 
     @property
     def policy(self) -> Policy | None:
-        """The policy in force, once it is set."""
+        """The current policy; None before there is one."""
         return None if self._session is None else self._session.policy
 
     @property
     def profile(self) -> Profile | None:
-        """What the policy in force was solved for; None where only the policy is known."""
+        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
         return None if self._session is None else self._session.profile
 
     @property
     def compiled_policy(self) -> Any:
-        """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`, which has no other policy; None
-        before."""
+        """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`, whose `policy` is None.
+
+        None before the run has finished.
+        """
         return self._compiled_policy
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What happened in the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory",
-        "fallback") and its figures; the last counts all steps that ran otherwise than the policy says for one reason.
-        A resumed run goes on with that of its checkpoint."""
+        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
+        and the event's figures. A "fallback" counts the steps that left the policy for one reason. A resumed run
+        continues the history of its checkpoint."""
         return [] if self._session is None else self._session.history
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        refuse_second_run(self, self._guard)
+        is_served = self._trainer_run is not None and self._trainer_run[0].state is state
+        if not is_served:
+            refuse_second_run(self, self._guard)
         self.detach()
         refuse_data_parallel(args)
-        self._guard = TrainerGuard.around_caller(self, on_failure=self.detach) or Unguarded(args)
+        if self._trainer_run is not None and is_served:
+            self._guard = TrainerGuard.of_known(*self._trainer_run, self)
+        else:
+            self._guard = TrainerGuard.around_caller(self, on_failure=self.detach) or Unguarded(args)
         self._own_logs = OwnLogs(self._guard.trainer)
         self._guard.wrap("training_step", self._training_step)
         self._guard.wrap("compute_loss", self._compute_loss)
         loop = TrainerLoop(args, state, self._guard.trainer)
         optimizer = kwargs.get("optimizer")
-        self._session = AdaccSession(model, optimizer, self.config, policy=self._given, loop=loop)
+        self._session = AdaccSession(model, optimizer, self.config, policy=self._source, loop=loop)
         try:
             if self._guard.trainer is not None:
                 refuse_second_callback(self, self._guard.trainer)
@@ -139,11 +146,11 @@ class AdaccCallback(TrainerCallback):
             session.begin_with(Compiled(session.state, self._guard.checkpoint))
             return
         warn_of_checkpointing(args, self.config)
-        is_known = isinstance(self._given, (str, Path, Policy))
-        session.begin(None if is_known else self._saved(), state.global_step)
+        is_solved = isinstance(self._source, (str, Path, Policy))
+        session.begin(None if is_solved else self._saved(), state.global_step)
 
     def _saved(self) -> Saved | None:
-        """What the checkpoint holds that training resumes from."""
+        """Return the state in the checkpoint from which training resumes; None if the run begins without a policy."""
         checkpoint = self._guard.checkpoint
         if checkpoint is None:
             return None
@@ -151,8 +158,8 @@ class AdaccCallback(TrainerCallback):
         return broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
 
     @property
-    def _present(self) -> AdaccSession:
-        """The session of the present run."""
+    def _active_session(self) -> AdaccSession:
+        """The session of the current run. Only during a run."""
         assert self._session is not None
         return self._session
 
@@ -164,30 +171,44 @@ class AdaccCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._present.begin_step(state.global_step, optimizer)
+        if self._active_session.is_closed and not self._has_warned_detached:
+            self._has_warned_detached = True
+            log.warning(
+                "Adacc: training goes on at step %d after this callback was detached: the model trains without a "
+                "policy and without memory_budget=%r. Call detach() after training only, and let errors of "
+                "training_step end the run",
+                state.global_step,
+                self.config.memory_budget,
+            )
+        self._active_session.begin_step(state.global_step, optimizer)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's step on one micro-batch."""
-        return self._present.train(partial(step, model, inputs, *args, **kwargs), inputs)
+        """Run the Trainer's `training_step` on one micro-batch."""
+        try:
+            return self._active_session.train(partial(step, model, inputs, *args, **kwargs), inputs)
+        except BaseException:
+            if self._trainer_run is not None:  # AdaccTrainerMixin, where no method further out is guarded
+                self.detach()  # at once, because `auto_find_batch_size` begins another run, which needs the memory
+            raise
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's loss, for training and evaluation."""
-        phase = self._present.phase
+        """Run the Trainer's `compute_loss`, in training and evaluation."""
+        phase = self._active_session.phase
         if model.training:
-            phase.forward_begins(inputs, loss_by(self._guard.trainer, compute, *args, **kwargs))
+            phase.begin_forward(inputs, loss_by(self._guard.trainer, compute, *args, **kwargs))
         result = compute(model, inputs, *args, **kwargs)
-        self._present.phase.loss_is_made(result, inputs)
+        self._active_session.phase.note_loss(result, inputs)
         return result
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._present.optimizer_begins()
+        self._active_session.begin_optimizer_step()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._present.optimizer_ends()
+        self._active_session.end_optimizer_step()
 
     def on_step_end(
         self,
@@ -197,15 +218,15 @@ class AdaccCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._present.end_step(state.global_step, optimizer)
+        self._active_session.end_step(state.global_step, optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         folder = checkpoint_folder(args, state)
-        with going_on(folder, "a run that resumes from it will profile again"):
+        with warn_on_write_error(folder, "a run that resumes from it will profile again"):
             drop_files(folder)
-            self._present.phase.save(folder)
+            self._active_session.phase.save(folder)
 
     def on_log(
         self,
@@ -215,18 +236,34 @@ class AdaccCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        is_own = self._own_logs.has_another()
+        is_on_all_ranks = self._own_logs.has_another()
         if is_training_log(logs):
-            add_to_log(logs, state, self._present.figures(logs, is_own))
+            add_to_log(logs, state, self._active_session.figures(logs, is_on_all_ranks))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._present.phase.ends()
+        self._active_session.phase.ends()
         self.detach()
 
+    @contextmanager
+    def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
+        """Return a context for AdaccTrainerMixin: one `trainer.train()`, which resumes from the folder `checkpoint`.
+
+        Within the context the callback does not search the stack for its Trainer. If training raises, the callback is
+        detached.
+        """
+        self._trainer_run = trainer, checkpoint
+        try:
+            yield
+        except BaseException:
+            self.detach()
+            raise
+        finally:
+            self._trainer_run = None
+
     def detach(self) -> None:
-        """Take everything off the model and the Trainer. Harmless when nothing is on."""
+        """Restore the model and the Trainer. Further calls have no effect."""
         if self._session is not None:
             if isinstance(self._session.phase, Compiled):
                 self._compiled_policy = self._session.phase.policy

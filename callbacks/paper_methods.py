@@ -1,4 +1,4 @@
-"""The paper's five methods, as callbacks and settings of the Trainer."""
+"""The methods compared in the paper, as callbacks and settings of the Trainer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
 def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallback], dict[str, Any]]:
-    """The callbacks of `method`, and the TrainingArguments that it changes.
+    """Return the callbacks of `method`, and the TrainingArguments that it changes.
 
-    `memory_budget` is as given on the command line; only the adacc methods heed it. CompAct's optimizer comes besides.
-    Raises ValueError for an unknown method or an impossible budget.
+    `memory_budget` is the text from the command line. Only the adacc methods use it. CompAct's optimizer is not
+    included. Raises ValueError for an unknown method or an invalid budget.
     """
     budget = parse_budget(memory_budget)
     if method in ("none", "compact"):

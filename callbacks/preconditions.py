@@ -1,4 +1,4 @@
-"""Runs in which an AdaccCallback cannot do its work, refused or reported when they begin."""
+"""Checks at the start of a run: settings that AdaccCallback does not support are refused or reported."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import logging
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.callbacks.trainer import (
-    TrainerGuard,
-    Unguarded,
-    callbacks_of,
-    calling_trainer,
-    compiler_of,
-    parallelism_of,
-)
+from adacc_hf.callbacks.trainer_guard import TrainerGuard, Unguarded, callbacks_of, calling_trainer
+from adacc_hf.callbacks.trainer_loop import compiler_of, parallelism_of
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 log = logging.getLogger(__name__)
 
 
 def refuse_data_parallel(args: TrainingArguments) -> None:
-    """Raise ValueError where one process trains on several devices."""
+    """Raise ValueError if one process trains on several devices."""
     if args.n_gpu > 1:
         raise ValueError(
             f"n_gpu={args.n_gpu}: nn.DataParallel calls one block from several threads, which AdaccCallback does not "
@@ -30,61 +24,61 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
 
 
 def refuse_context_parallel(trainer: Trainer) -> None:
-    """Raise ValueError where ranks have parts of one sequence and attend in a ring."""
+    """Raise ValueError if ranks hold parts of one sequence and use ring attention (context parallelism)."""
     parallelism = parallelism_of(trainer)
     if parallelism is not None and parallelism.cp_enabled:
         raise ValueError(
-            f"cp_size={parallelism.cp_size}: in ring attention each rank runs other operators, and one policy cannot "
-            f"fit them all; set cp_size=1 in ParallelismConfig and give AdaccCallback a memory_budget, or train "
-            f"without AdaccCallback"
+            f"cp_size={parallelism.cp_size}: in ring attention each rank runs different operators, and one policy "
+            f"cannot fit all ranks; set cp_size=1 in ParallelismConfig and give AdaccCallback a memory_budget, or "
+            f"train without AdaccCallback"
         )
 
 
 def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | Unguarded) -> None:
-    """Raise RuntimeError if `callback`, whose present run has `guard`, is asked to begin one of another Trainer."""
-    found = calling_trainer(callback)
-    if guard.trainer is not None and found is not None and found[0] is not guard.trainer:
+    """Raise RuntimeError if `callback` is in a run that has `guard`, and another Trainer begins a run with it."""
+    caller = calling_trainer(callback)
+    if guard.trainer is not None and caller is not None and caller[0] is not guard.trainer:
         raise RuntimeError(
-            f"this {type(callback).__name__} is at work in another Trainer's run: give each Trainer one of its own, or "
-            f"call its detach() if that run was broken off"
+            f"this {type(callback).__name__} is in use by another Trainer's run: give each Trainer a callback of its "
+            f"own, or call detach() of this one if the other run was interrupted"
         )
 
 
 def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
-    """Raise ValueError if `trainer` has another callback of the same class, which would want the same blocks."""
+    """Raise ValueError if `trainer` has another callback of the same class, which would wrap the same blocks."""
     same = [other for other in callbacks_of(trainer) if isinstance(other, type(callback))]
     if any(other is not callback for other in same):
         raise ValueError(
-            f"the Trainer has {len(same)} callbacks of class {type(callback).__name__}, and a block can follow one "
-            f"policy only: leave one of them in callbacks=[...]"
+            f"the Trainer has {len(same)} callbacks of class {type(callback).__name__}, and a block can follow only "
+            f"one policy: leave one of them in callbacks=[...], or none if the Trainer's class has AdaccTrainerMixin"
         )
 
 
 def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Whether the run compiles its model: by its arguments, or by the backend that Accelerate was launched with.
+    """Return True if the run compiles its model, by its arguments or by the settings of `accelerate launch`.
 
-    Raises ValueError for a way of compiling that has no partitioner.
+    Raises ValueError for a backend other than Inductor, because others have no partitioner.
     """
-    launched_with = None if trainer is None else compiler_of(trainer)
-    backend = launched_with or (args.torch_compile_backend if args.torch_compile else None)
+    launch_backend = None if trainer is None else compiler_of(trainer)
+    backend = launch_backend or (args.torch_compile_backend if args.torch_compile else None)
     if backend is None:
         return False
     if backend != "inductor":
         raise ValueError(
-            f"torch_compile_backend={backend!r}: AdaccCallback decides inside Inductor's graphs only; use 'inductor', "
+            f"torch_compile_backend={backend!r}: AdaccCallback supports only Inductor's graphs; use 'inductor', "
             f"or train without torch_compile"
         )
     return True
 
 
 def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
-    """Say that a policy takes the place of torch's checkpointing, which TRL's arguments switch on by default."""
-    if getattr(args, CHECKPOINTING, False):  # without a Trainer, whoever calls gives what arguments there are
+    """Warn that a policy replaces torch's checkpointing, which TRL's arguments switch on by default."""
+    if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(
-            "Adacc: %s=True (the default of TRL's arguments): once there is a policy, it takes the place of "
-            "checkpointing, and its peak may be higher than that of checkpointing, as memory_budget=%r allows; set "
-            "%s=False to have this line no more, and a smaller memory_budget to save more",
-            CHECKPOINTING,  # TRL sets the older name; set, the newer one of Transformers 5.23 goes before it
+            "Adacc: %s=True (the default of TRL's arguments): a policy replaces checkpointing. The policy's peak may "
+            "be higher than the peak of checkpointing, within memory_budget=%r. Set a smaller memory_budget to save "
+            "more memory, and %s=False to avoid this warning",
+            CHECKPOINTING,  # TRL sets the older name. If both are set, Transformers 5.23 uses the newer one.
             config.memory_budget,
             CHECKPOINTING,
         )

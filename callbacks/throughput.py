@@ -1,4 +1,4 @@
-"""Tokens per second and peak memory of a run, in the Trainer's log."""
+"""ThroughputCallback: tokens per second and peak memory of a run, added to the Trainer's log."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.callbacks.trainer import TrainerGuard, add_to_log, is_training_log
+from adacc_hf.callbacks.trainer_guard import TrainerGuard
+from adacc_hf.callbacks.training_log import add_to_log, is_training_log
 from adacc_hf.torch_glue.memory import take_peak
 
 
 class ThroughputCallback(TrainerCallback):
-    """Logs how fast the steps after the warm-up were.
+    """Callback that logs the speed and the peak memory of the steps after the warm-up.
 
     | key | unit |
     |---|---|
     | `throughput/tokens_per_second` | tokens of all micro-batches on this process, per second |
     | `throughput/step_ms` | milliseconds, mean since the last log |
-    | `throughput/peak_allocated_bytes` | bytes, CUDA only, most since the last log |
+    | `throughput/peak_allocated_bytes` | bytes, CUDA only, maximum since the last log |
 
     For example:
 
@@ -28,7 +29,7 @@ class ThroughputCallback(TrainerCallback):
 
     def __init__(self, warmup_steps: int = 3) -> None:
         self.warmup_steps = warmup_steps
-        """Steps left out at the start of training: caches, autotuning and profiling run in them."""
+        """Steps left out at the start of training, in which caches are filled, and autotuning and profiling run."""
         self._hook: Any = None
         self._guard: TrainerGuard | None = None
         self._reset()
@@ -55,7 +56,7 @@ class ThroughputCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._num_steps += 1
         if self._num_steps >= self.warmup_steps and torch.cuda.is_available():
-            torch.cuda.synchronize()  # after the last step of the warm-up too, which the next one would wait for
+            torch.cuda.synchronize()  # after the last warm-up step too, else the next step would include its kernels
         if self._num_steps > self.warmup_steps:
             self._seconds += time.perf_counter() - self._started
             self._tokens += self._tokens_in_step
@@ -87,7 +88,7 @@ class ThroughputCallback(TrainerCallback):
         self.detach()
 
     def detach(self) -> None:
-        """Take everything off the model and the Trainer. Harmless when nothing is on."""
+        """Remove all hooks and wrappers from the model and the Trainer. Further calls have no effect."""
         if self._hook is not None:
             self._hook.remove()
         if self._guard is not None:

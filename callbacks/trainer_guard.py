@@ -1,0 +1,182 @@
+"""TrainerGuard: access to a running Trainer for callbacks. A failed run leaves no trace on the Trainer.
+
+Transformers sends no event when a run fails, so the methods between on_train_begin and on_train_end are wrapped.
+A callback's additions to a log reach only later callbacks. TensorBoard and the other reporters come first in the list,
+so guarded callbacks move to the front while the run lasts.
+
+Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_names.py checks that all names
+of the Trainer used here exist.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
+"""Methods of the Trainer that run between on_train_begin and on_train_end."""
+RESUMED_FROM = "resume_from_checkpoint"
+"""Name of the argument, in the frames of the Trainer's training loop, that has the checkpoint folder."""
+
+_ATTRIBUTE = "_adacc_guard"
+_ABSENT = object()
+
+
+class TrainerGuard:
+    """Wrappers around a Trainer's methods during one run, shared by callbacks.
+
+    The wrappers are removed when `leave` has been called for all callbacks.
+
+    `around_caller` makes the guard of a Trainer that calls a callback. `of_known` makes one for a Trainer that reports
+    a failure itself.
+    """
+
+    def __init__(self, trainer: Trainer, checkpoint: str | None) -> None:
+        self.checkpoint = checkpoint
+        """Folder from which the run resumes; None for a new run."""
+        self.trainer = trainer
+        self._handler = trainer.callback_handler
+        self._before: list[TrainerCallback] = self._handler.callbacks
+        self._has_reordered = False
+        """True if the handler's list was replaced by a reordered copy."""
+        self._on_failure: dict[TrainerCallback, Callable[[], None]] = {}
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    @classmethod
+    def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
+        """Return the guard of the Trainer that is calling `callback.on_train_begin`; None if no Trainer does.
+
+        If the run raises, `on_failure` is called. It must `leave` the guard.
+        """
+        caller = calling_trainer(callback)
+        if caller is None:
+            return None
+        trainer, checkpoint = caller
+        guard = trainer.__dict__.get(_ATTRIBUTE)
+        if guard is None:
+            guard = cls(trainer, checkpoint)
+            guard._install(callback)
+        guard._admit(callback, on_failure)
+        return guard
+
+    @classmethod
+    def of_known(cls, trainer: Trainer, checkpoint: str | None, callback: TrainerCallback) -> TrainerGuard:
+        """Return a guard for a Trainer that reports its failures itself (AdaccTrainerMixin), for `callback` alone.
+
+        The guard only wraps methods passed to `wrap`. If the run raises, the Trainer itself must make the callback
+        `leave`.
+        """
+        guard = cls(trainer, checkpoint)
+        guard._on_failure[callback] = _do_nothing
+        return guard
+
+    def leave(self, callback: TrainerCallback) -> None:
+        """Remove `callback` from the guard.
+
+        Remove all wrappers if no callback remains. Further calls have no effect.
+        """
+        if self._on_failure.pop(callback, None) is None or self._on_failure:
+            return
+        while self._undo:
+            owner, name, before = self._undo.pop()
+            if before is _ABSENT:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = before
+        if self._has_reordered:
+            self._restore_order()
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Replace the Trainer's method `name` by `around(method, *args, **kwargs)`.
+
+        The method is restored when `leave` has been called for all callbacks of the guard.
+        """
+        method = getattr(self.trainer, name)
+        self._set(self.trainer, name, partial(around, method))
+
+    def _install(self, callback: TrainerCallback) -> None:
+        self._set(self.trainer, _ATTRIBUTE, self)
+        for name in GUARDED_METHODS:
+            self._guard(self.trainer, name)
+        self._guard(self._handler, "on_epoch_begin")
+        for later in self._before[self._before.index(callback) + 1 :]:
+            self._guard(later, "on_train_begin")
+
+    def _admit(self, callback: TrainerCallback, on_failure: Callable[[], None]) -> None:
+        self._on_failure[callback] = on_failure
+        others = [other for other in self._handler.callbacks if other not in self._on_failure]
+        # A new list: the handler is iterating over the current one, and moving items in it would skip some.
+        self._handler.callbacks = [*self._on_failure, *others]
+        self._has_reordered = True
+
+    def _restore_order(self) -> None:
+        """Restore the original order of the handler's callbacks. Callbacks added during the run come last."""
+        current = self._handler.callbacks
+        remaining = [callback for callback in self._before if callback in current]
+        self._before[:] = remaining + [callback for callback in current if callback not in remaining]
+        self._handler.callbacks = self._before
+
+    def _guard(self, owner: Any, name: str) -> None:
+        """Wrap a method so that an exception calls every `on_failure`."""
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except BaseException:
+                for on_failure in list(self._on_failure.values()):
+                    on_failure()
+                raise
+
+        self._set(owner, name, call)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        owner.__dict__[name] = value
+
+
+class Unguarded:
+    """Stand-in for TrainerGuard before and after a run, and in a loop without a Trainer."""
+
+    trainer = None
+
+    def __init__(self, args: TrainingArguments | None) -> None:
+        self._args = args
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Folder from which the run resumes, according to its arguments."""
+        return None if self._args is None else self._args.resume_from_checkpoint
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Do nothing, because there is no Trainer."""
+
+    def leave(self, callback: TrainerCallback) -> None:
+        """Do nothing, because there is no guard."""
+
+
+def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
+    """Return the Trainer whose training loop is on the stack, and the checkpoint folder from which it resumes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_locals
+        caller = names.get("self")
+        if isinstance(caller, Trainer) and callback in callbacks_of(caller):
+            # Events and attributes of the Trainer lack the checkpoint folder. Only its loop's argument has it.
+            return caller, names.get(RESUMED_FROM)
+        frame = frame.f_back
+    return None
+
+
+def callbacks_of(trainer: Trainer) -> list[TrainerCallback]:
+    """Return the callbacks of `trainer`, in the order in which their events are called."""
+    return trainer.callback_handler.callbacks
+
+
+def _do_nothing() -> None:
+    """Do nothing at a failure, which the Trainer itself reports."""

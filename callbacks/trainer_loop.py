@@ -1,0 +1,121 @@
+"""TrainerLoop: the facts about a Trainer's training loop that a session asks for.
+
+tests/callbacks/test_trainer_names.py checks that all names of the Trainer used here exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer, TrainerState, TrainingArguments
+
+from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.price.memory_profile import NoSync
+from adacc_hf.torch_glue.model_state import ModelState
+
+NO_BATCH = (
+    "AdaccCallback saw no training batch: the model has to be called by keyword arguments, in train mode, with "
+    "gradients on, and its loss has to be made by the model itself or by the Trainer's compute_loss (TRL's "
+    "OnlineDPOTrainer makes the loss in training_step). Train without AdaccCallback, or in a loop of your own with "
+    "AdaccSession(..., compute_loss=...)"
+)
+
+
+class TrainerLoop(TrainingLoop):
+    """Facts about the training loop of a Trainer or, without one, from the training arguments."""
+
+    no_batch = NO_BATCH
+
+    def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
+        super().__init__(args.gradient_accumulation_steps, args.output_dir)
+        self._args, self._is_first_rank, self._trainer = args, state.is_world_process_zero, trainer
+
+    @property
+    def clips(self) -> bool:
+        return bool(self._args.max_grad_norm)
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self._is_first_rank
+
+    def profiling(self) -> AbstractContextManager[Any]:
+        return keep_figures(self._trainer)
+
+    def num_prefetched(self, device: torch.device) -> int:
+        # Accelerate's loader reads one batch ahead, and moves a batch to a GPU only when its turn has come.
+        return int(device.type == "cpu" and self._trainer is not None)
+
+    def num_before_step(self, device: torch.device) -> int:
+        return self.num_micro + self.num_prefetched(device) if device.type == "cpu" else 0
+
+    def no_sync(self, model: nn.Module) -> NoSync | None:
+        """Return the context maker for micro-batches before a step's last; None if each exchanges gradients."""
+        if self._trainer is None:
+            return None
+        accelerator = self._trainer.accelerator
+        syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return None
+        return partial(accelerator.no_sync, model=model)
+
+
+@contextmanager
+def keep_figures(trainer: Trainer | None) -> Iterator[None]:
+    """Return a context that restores the attributes of `trainer`, and their contents, when left. Logs are dropped.
+
+    A profile calls `compute_loss` more often than training does. Trainers of preferences and rewards collect their
+    metrics there, and users log theirs. These metrics must come from training alone. The Trainer's models are left out,
+    because the profile restores them itself.
+    """
+    if trainer is None:
+        yield
+        return
+    models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
+    before = ModelState([vars(trainer), type(trainer)], excluded=models)
+    vars(trainer)["log"] = _log_nothing
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replace `Trainer.log` during a profile."""
+
+
+def loss_by(trainer: Trainer | None, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> ComputeLoss:
+    """Return a function that computes a batch's loss by `compute`, which is the `compute_loss` of `trainer`."""
+
+    def compute_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        assert trainer is not None  # because `compute` is its method
+        with trainer.compute_loss_context_manager():
+            result = compute(model, batch, *args, **kwargs)
+        return result[0] if isinstance(result, tuple) else result
+
+    return compute_loss
+
+
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder of the checkpoint of the current step."""
+    assert args.output_dir is not None  # it has a default name
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def parallelism_of(trainer: Trainer) -> Any:
+    """Return the ParallelismConfig of the Trainer's Accelerator, or None."""
+    return getattr(trainer.accelerator, "parallelism_config", None)
+
+
+def compiler_of(trainer: Trainer) -> str | None:
+    """Return the torch.compile backend of the Trainer's Accelerator in lower case, or None if it does not compile."""
+    plugin = trainer.accelerator.state.dynamo_plugin
+    backend = "no" if plugin is None else plugin.backend.value.lower()
+    return None if backend == "no" else backend

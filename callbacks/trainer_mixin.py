@@ -1,0 +1,79 @@
+"""AdaccTrainerMixin: a Trainer class that trains within a memory budget, without a callback passed by the user."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.callbacks.adacc import AdaccCallback
+from adacc_hf.callbacks.preconditions import refuse_second_callback
+from adacc_hf.callbacks.trainer_guard import callbacks_of
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class AdaccTrainerMixin(_Base):
+    """Base class that makes a Trainer train within a memory budget, as AdaccCallback does.
+
+    List the mixin before the Trainer's class, which may be a Trainer of TRL. The callback learns from `train` which
+    Trainer it serves and from which checkpoint training resumes. It does not search the stack for the Trainer, and it
+    wraps only the Trainer's `training_step` and `compute_loss`, until training ends or fails. For example:
+
+        class MyTrainer(AdaccTrainerMixin, Trainer):
+            pass
+
+        trainer = MyTrainer(model=model, args=args, train_dataset=dataset, adacc_config=AdaccConfig(memory_budget=0.5))
+        trainer.train()
+        print(trainer.adacc_callback.policy.summary())
+    """
+
+    adacc_callback: AdaccCallback
+    """The AdaccCallback of this Trainer: its `policy`, `profile`, `history` and `session`. It is the Trainer's first
+    callback, so that TensorBoard and the other reporters get its figures."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(AdaccTrainerMixin):
+            raise TypeError(
+                f"class {cls.__name__} has AdaccTrainerMixin after the Trainer's class, where the mixin has no effect: "
+                f"write class {cls.__name__}(AdaccTrainerMixin, Trainer)"
+            )
+
+    def __init__(
+        self,
+        *args: Any,
+        adacc_config: AdaccConfig | None = None,
+        adacc_policy: PolicySource | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            args: arguments of the Trainer's class.
+            adacc_config: settings. None means the defaults, with `memory_budget="auto"`.
+            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. Replaces
+                the solver; the policy then never changes.
+            kwargs: keyword arguments of the Trainer's class.
+
+        Raises TypeError for another type of `adacc_config` or `adacc_policy`, and ValueError if `callbacks` has an
+        AdaccCallback.
+        """
+        callback = AdaccCallback(adacc_config, policy=adacc_policy)
+        super().__init__(*args, **kwargs)
+        self.adacc_callback = callback
+        callbacks_of(self).insert(0, callback)
+        refuse_second_callback(callback, self)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's `train` and return its result. If training raises, the model is restored."""
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        with self.adacc_callback.serving(self, checkpoint):
+            return super().train(resume_from_checkpoint, *args, **kwargs)

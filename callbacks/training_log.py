@@ -1,0 +1,47 @@
+"""Logs of a Trainer's training steps: recognition of the Trainer's own logs, and addition of figures.
+
+tests/callbacks/test_trainer_names.py checks that all names of the Trainer used here exist.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from transformers import Trainer, TrainerState
+
+LAST_LOGGED = "_globalstep_last_logged"
+"""Attribute that the Trainer sets to the current step right before it logs. It does not exist before the first run."""
+TRAINING_KEYS = frozenset({"loss", "train_loss"})
+"""Keys of the Trainer's logs of training steps and of the whole run. Logs of evaluation lack them."""
+
+
+def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+    """Return True if `logs` are of training steps or of the whole run."""
+    return logs is not None and not TRAINING_KEYS.isdisjoint(logs)
+
+
+def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, float]) -> None:
+    """Add `metrics` to `logs`, which later callbacks see, and to the copy of `logs` in the Trainer's history."""
+    logs.update(metrics)
+    if state.log_history:
+        state.log_history[-1].update(metrics)
+
+
+class OwnLogs:
+    """Detector of the logs that the Trainer itself makes of training steps, which all ranks make.
+
+    A user may log a loss on one rank alone. If the figures were gathered from all ranks then, that rank would hang.
+    """
+
+    def __init__(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+        self._last_step = self._logged_step()
+
+    def has_another(self) -> bool:
+        """Return True if the current log is the Trainer's own, or there is no Trainer. Call this once for each log."""
+        before, self._last_step = self._last_step, self._logged_step()
+        return self._trainer is None or self._last_step != before
+
+    def _logged_step(self) -> int | None:
+        # No event has the source of a log, but the Trainer sets this attribute right before it logs.
+        return None if self._trainer is None else getattr(self._trainer, LAST_LOGGED)

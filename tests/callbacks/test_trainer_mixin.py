@@ -1,0 +1,256 @@
+"""AdaccTrainerMixin: training equal to plain training and to AdaccCallback, resumed and failed runs, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from adacc_hf import AdaccCallback, AdaccConfig, AdaccTrainerMixin
+from adacc_hf.callbacks import ThroughputCallback, preconditions, trainer_guard
+from adacc_hf.solve.simple_policies import uniform_policy
+
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3}
+
+
+class PlannedError(Exception):
+    """Error that a test raises on purpose."""
+
+
+class MixedTrainer(AdaccTrainerMixin, Trainer):
+    """Trainer with the mixin."""
+
+
+class ScaledLoss:
+    """Mixin for a Trainer whose user-defined `compute_loss` differs from the model's own loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        loss = 3 * outputs.loss + outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class ScaledTrainer(ScaledLoss, Trainer):
+    """Plain Trainer with the user's loss."""
+
+
+class ScaledMixedTrainer(ScaledLoss, AdaccTrainerMixin, Trainer):
+    """Trainer with the mixin and the user's loss."""
+
+
+class FailAtStep(TrainerCallback):
+    """Callback that raises PlannedError in one event of one step."""
+
+    def __init__(self, event: str, step: int) -> None:
+        def fail(args, state, control, **kwargs):
+            if state.global_step == step:
+                raise PlannedError(event)
+
+        setattr(self, event, fail)
+
+
+class Reporter(TrainerCallback):
+    """Callback that records all logs, like TensorBoard's callback."""
+
+    def __init__(self) -> None:
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def trained(trainer, **arguments):
+    """Train and return the Trainer. Training comes before the next Trainer's constructor, which seeds the random
+    generators."""
+    trainer.train(**arguments)
+    return trainer
+
+
+@pytest.fixture
+def config(lossless):
+    return AdaccConfig(**lossless)
+
+
+@pytest.fixture
+def make_mixed(make_trainer, config):
+    """Return `make_mixed(callbacks=None, trainer_class=MixedTrainer, policy=None, **arguments)`, which returns a
+    Trainer with the mixin."""
+
+    def make(callbacks=None, trainer_class=MixedTrainer, policy=None, **arguments):
+        def with_config(**settings):
+            return trainer_class(**settings, adacc_config=config, adacc_policy=policy)
+
+        return make_trainer(callbacks, trainer_class=with_config, **arguments)
+
+    return make
+
+
+def assert_equal_training(trainer, other_trainer):
+    """Assert that losses, gradient norms and final weights are bit-equal."""
+    keys = ("loss", "grad_norm", "eval_loss")
+    logs, expected = (
+        [{k: log[k] for k in keys if k in log} for log in t.state.log_history] for t in (trainer, other_trainer)
+    )
+    assert logs == expected
+    assert any("loss" in log for log in logs)
+    weights = other_trainer.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trainer.model.state_dict().items())
+
+
+def test_training_is_equal_to_plain_training_and_to_the_callback(make_mixed, make_trainer, lossless):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
+    callback = AdaccCallback(**lossless)
+    plain, callback_trainer = trained(make_trainer(**settings)), trained(make_trainer([callback], **settings))
+    mixin_trainer = trained(make_mixed(**settings))
+    assert_equal_training(mixin_trainer, plain)
+    assert_equal_training(mixin_trainer, callback_trainer)
+    assert mixin_trainer.adacc_callback.policy.action_counts() == callback.policy.action_counts()
+    assert mixin_trainer.adacc_callback.policy.action_counts()["recompute"] > 0
+    assert [event["step"] for event in mixin_trainer.adacc_callback.history if event["event"] == "policy"] == [0]
+
+
+def test_a_policy_is_in_force_from_the_first_step(make_mixed):
+    counts = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            functions = trainer.adacc_callback.session.phase.handle.installation.functions.values()
+            counts.append(sum(function.num_calls for function in functions))
+
+    trainer = make_mixed([Watch()], max_steps=2)
+    trainer.train()
+    assert counts == [2, 4], "each step calls each of the two blocks once"
+
+
+def test_reporters_get_the_figures(make_mixed):
+    reporter = Reporter()
+    trainer = make_mixed([reporter])
+    assert trainer.callback_handler.callbacks[0] is trainer.adacc_callback
+    trainer.train()
+    assert all("adacc/stored_gib" in log for log in reporter.logs if "loss" in log)
+
+
+def test_a_policy_may_be_passed_in(make_mixed, make_trainer):
+    solved = trained(make_mixed(max_steps=1))
+    policy = uniform_policy(solved.adacc_callback.profile, "recompute")
+    mixin_trainer, plain = trained(make_mixed(policy=policy)), trained(make_trainer())
+    assert mixin_trainer.adacc_callback.policy is policy
+    assert_equal_training(mixin_trainer, plain)
+
+
+def test_a_compute_loss_of_the_users_class_is_trained_on(make_mixed, make_trainer):
+    mixin_trainer = trained(make_mixed(trainer_class=ScaledMixedTrainer))
+    plain = trained(make_trainer(trainer_class=ScaledTrainer))
+    assert mixin_trainer.adacc_callback.policy.action_counts()["recompute"] > 0
+    assert_equal_training(mixin_trainer, plain)
+
+
+def test_neither_frames_are_searched_nor_private_methods_wrapped(make_mixed, make_trainer, monkeypatch):
+    wrapped = []
+    for module in (trainer_guard, preconditions):
+        monkeypatch.setattr(module, "calling_trainer", lambda callback: pytest.fail("searched the stack"))
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            wrapped.append(vars(trainer).keys() - attributes_before)
+
+    trainer = make_mixed([Watch()], max_steps=1)
+    attributes_before = {*vars(trainer), *vars(trained(make_trainer(max_steps=1)))}
+    trainer.train()
+    assert wrapped == [{"compute_loss", "training_step"}]
+
+
+@pytest.mark.parametrize("is_path", [False, True], ids=["True", "path"])
+def test_a_resumed_run_continues_with_the_policy_of_its_checkpoint(make_mixed, make_trainer, tmp_path, is_path):
+    settings = {**CHECKPOINTS, "lr_scheduler_type": "constant"}
+    first = trained(make_mixed(max_steps=3, **settings))
+    checkpoint = str(tmp_path / "run" / "checkpoint-3") if is_path else True
+    resumed = trained(make_mixed(**settings), resume_from_checkpoint=checkpoint)
+    plain = trained(make_trainer(lr_scheduler_type="constant"))
+    events = [(event["step"], event["event"]) for event in resumed.adacc_callback.history]
+    assert events[0] == (0, "policy")
+    assert (3, "policy") in events, "the checkpoint's policy is set before the first step"
+    assert resumed.adacc_callback.policy == first.adacc_callback.policy
+    weights = plain.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.model.state_dict().items())
+
+
+@pytest.mark.parametrize("step", [0, 2], ids=["first-step", "later"])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_failed_run_leaves_no_trace(make_mixed, make_trainer, traces, event, step):
+    def failed(trainer):
+        with pytest.raises(PlannedError):
+            trainer.train()
+        return traces(trainer)
+
+    step += event == "on_step_end"
+    if event == "on_train_begin":
+        step = 0
+    mixin_trainer, plain = make_mixed([FailAtStep(event, step)]), make_trainer([FailAtStep(event, step)])
+    order = list(mixin_trainer.callback_handler.callbacks)
+    remaining, expected = failed(mixin_trainer), failed(plain)
+    assert set(remaining["trainer"]) - {"adacc_callback"} == set(expected["trainer"])
+    assert mixin_trainer.callback_handler.callbacks == order
+    for name in ("state", "gradients", "use_cache", "handler"):
+        assert remaining[name] == expected[name], name
+    for name, attributes in expected["modules"].items():
+        assert remaining["modules"][name].keys() == attributes.keys(), name
+        hooks = [key for key in attributes if key.endswith("_hooks")]
+        assert [len(remaining["modules"][name][key]) for key in hooks] == [len(attributes[key]) for key in hooks], name
+
+
+def test_throughput_is_logged_besides(make_mixed):
+    throughput = ThroughputCallback(warmup_steps=1)
+    trainer = make_mixed([throughput])
+    order = list(trainer.callback_handler.callbacks)
+    trainer.train()
+    assert trainer.callback_handler.callbacks == order
+    last = [log for log in trainer.state.log_history if "loss" in log][-1]
+    assert {"adacc/stored_gib", "throughput/step_ms"} <= last.keys()
+    assert "training_step" not in vars(trainer)
+
+
+def test_auto_find_batch_size_begins_again(make_mixed):
+    class OutOfMemoryOnce(MixedTrainer):
+        num_calls = 0
+
+        def training_step(self, *args, **kwargs):
+            self.num_calls += 1
+            if self.num_calls == 3:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    trainer = make_mixed(trainer_class=OutOfMemoryOnce, auto_find_batch_size=True)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert [event["step"] for event in trainer.adacc_callback.history if event["event"] == "policy"] == [0]
+    assert not {"training_step", "compute_loss"} & vars(trainer).keys()
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_a_trainer_trains_twice(make_mixed):
+    trainer = make_mixed(max_steps=2)
+    trainer.train()
+    first = trainer.adacc_callback.session
+    trainer.train()
+    assert trainer.adacc_callback.session is not first
+
+
+def test_a_second_callback_is_refused(make_mixed, lossless):
+    with pytest.raises(ValueError, match=r"2 callbacks of class AdaccCallback.*or none if .* has AdaccTrainerMixin"):
+        make_mixed([AdaccCallback(**lossless)])
+    trainer = make_mixed()
+    trainer.add_callback(AdaccCallback(**lossless))
+    with pytest.raises(ValueError, match="2 callbacks of class AdaccCallback"):
+        trainer.train()
+    assert "training_step" not in vars(trainer)
+
+
+def test_the_mixin_after_the_trainer_is_refused():
+    with pytest.raises(TypeError, match=r"write class Reversed\(AdaccTrainerMixin, Trainer\)"):
+        type("Reversed", (Trainer, AdaccTrainerMixin), {})
+
+
+def test_a_wrong_config_is_named(make_trainer):
+    with pytest.raises(TypeError, match="is no AdaccConfig"):
+        make_trainer(trainer_class=lambda **settings: MixedTrainer(**settings, adacc_config={"memory_budget": 0.5}))
