@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--fractions", nargs="+", type=float, default=[0.9, 0.7, 0.55], help="budgets / plain's peak")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=128, help="hidden size of the models")
-    parser.add_argument("--loop", choices=["trainer", "accelerate"], default="trainer", help="who runs the steps")
+    loops = ["trainer", "accelerate", "lightning"]
+    parser.add_argument("--loop", choices=loops, default="trainer", help="who runs the steps")
     parser.add_argument("--json", type=Path, help="file for all figures and log lines of all runs")
     options = parser.parse_args()
     results = {}

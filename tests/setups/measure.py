@@ -102,7 +102,8 @@ def train(
 ) -> dict[str, Any]:
     """Train one set-up in this process and return its record.
 
-    With a `budget`, an AdaccCallback keeps to it, or in a `loop` of one's own ("accelerate") an AdaccSession.
+    With a `budget`, an AdaccCallback keeps to it. With `loop` "accelerate" that is an AdaccSession, with "lightning" an
+    AdaccLightningCallback.
     """
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
@@ -146,7 +147,10 @@ def train(
 
                 if checkpointing:
                     trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-                session = train_own_loop(trainer, steps, None if budget is None else settings, after_step)
+                train_loop = train_own_loop
+                if loop == "lightning":
+                    from lightning_loop import train_lightning as train_loop
+                session = train_loop(trainer, steps, None if budget is None else settings, after_step)
                 recorder.history = [] if session is None else [{**e, "seen": e["step"]} for e in session.history]
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,326 @@
+"""AdaccLightningCallback: adapter of AdaccSession for Lightning's Trainer. Needs the package `lightning`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from transformers import PreTrainedModel
+
+from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.adapt.session import AdaccSession, check_arguments
+from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.torch_glue.memory import is_out_of_memory
+from adacc_hf.torch_glue.model_hook import ModelHook, by_name
+
+log = logging.getLogger(__name__)
+
+NO_BATCH = (
+    "AdaccLightningCallback saw no batch: training_step has to call the model once, in train mode, with gradients on "
+    "and with keyword arguments, and the model's output needs a .loss. Pass labels=... to the model, or train in a "
+    "loop of your own with AdaccSession(..., compute_loss=...)"
+)
+SEVERAL_CALLS = (
+    "training_step calls the model a second time, but the policy is for one call: let training_step call the model "
+    "once, or train in a loop of your own with AdaccSession(..., compute_loss=...), which profiles all calls"
+)
+NO_FORWARD = (
+    "Adacc: a step without a call of %s in train mode and with gradients on: the step is not counted, and no policy "
+    "is used. Call model.train() before trainer.fit, and name the called submodule with AdaccLightningCallback(model=)"
+)
+OUT_OF_MEMORY = (
+    "Adacc: out of memory in step %d, which AdaccLightningCallback cannot repeat: set a smaller memory_budget than %r, "
+    "or write a loop of your own with AdaccSession.run, which repeats the step under a tighter policy"
+)
+SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
+"""Strategies whose ranks hold parts of the parameters."""
+FILES = "files"
+"""Key, in the callback's state, of the session's files: a dict of bytes by file name."""
+
+
+class AdaccLightningCallback(Callback):
+    """Callback that trains a language model in a LightningModule within a memory budget, as AdaccCallback does.
+
+    The callback needs automatic optimization with one optimizer, on one device or with DDP. It logs AdaccCallback's
+    figures every `log_every_n_steps` steps. A checkpoint contains the policies and their state, and
+    `trainer.fit(ckpt_path=...)` resumes with them. When training ends or fails, the model is restored. If memory runs
+    out, the step is not repeated, because Lightning's optimizer step contains forward and backward. For example:
+
+        trainer = lightning.Trainer(max_steps=100, callbacks=[AdaccLightningCallback(memory_budget="20GiB")])
+        trainer.fit(module, loader)
+    """
+
+    def __init__(
+        self,
+        config: AdaccConfig | None = None,
+        *,
+        model: nn.Module | None = None,
+        policy: PolicySource | None = None,
+        **overrides: Any,
+    ) -> None:
+        """
+        Args:
+            config: settings. Keyword arguments named as AdaccConfig's fields replace it, or override its fields.
+            model: the submodule that `training_step` calls with keyword arguments and that returns the loss. None means
+                the LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. Replaces the
+                solver; the policy then never changes.
+
+        Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
+        """
+        check_arguments(type(self).__name__, config, policy)
+        self.config = (config or AdaccConfig()).with_overrides(**overrides)
+        self._model, self._source = model, policy
+        self._session: AdaccSession | None = None
+        """The session of the current run, or of the last one."""
+        self._hook: Any = None
+        """Handle of the model's forward hook. None outside a run."""
+        self._files: dict[str, bytes] = {}
+        """Files of the session: read from a checkpoint before a run, saved at the end of a run."""
+        self._is_in_step = self._is_in_micro_batch = self._has_stepped = False
+        self._is_busy = False
+        """True while the session profiles. Calls of the model are then not the loop's."""
+        self._num_calls = self._num_forwards = 0
+        """Training calls of the model in the current micro-batch, and in the current step."""
+        self._warned: set[str] = set()
+        """Warnings so far, which come once each."""
+
+    @property
+    def session(self) -> AdaccSession | None:
+        """The AdaccSession of the current run, or of the last one. None before the first run."""
+        return self._session
+
+    @property
+    def policy(self) -> Policy | None:
+        """The current policy; None before there is one."""
+        return None if self._session is None else self._session.policy
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
+        return None if self._session is None else self._session.profile
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Events of the run, as `AdaccSession.history`."""
+        return [] if self._session is None else self._session.history
+
+    # Lightning's hooks, in the order in which they are called.
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._files = dict(state_dict[FILES])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.detach()
+        refuse_unsupported(trainer, pl_module)
+        model = language_model(pl_module, self._model)
+        folder = trainer.log_dir if trainer.loggers else None
+        loop = LightningLoop(trainer.accumulate_grad_batches, folder)
+        self._session = AdaccSession(model, trainer.optimizers[0], self.config, policy=self._source, loop=loop)
+        if trainer.global_step == 0:
+            self._files = {}  # a new run of a callback that has served another one
+        if not self._resumes(self._session):
+            self._session.begin(None, trainer.global_step)
+        self._files = {}
+        self._hook = model.register_forward_pre_hook(ModelHook(self._begin_forward), with_kwargs=True)
+
+    def _resumes(self, session: AdaccSession) -> bool:
+        """Load the checkpoint's files into the session. Return True if the run begins with their policy."""
+        if isinstance(self._source, (str, Path, Policy)) or not self._files:
+            return False
+        with TemporaryDirectory(prefix="adacc_hf-") as folder:
+            for name, content in self._files.items():
+                (Path(folder) / name).write_bytes(content)
+            return session.load(folder)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        session = self._active_session
+        if not self._is_in_step:
+            self._is_in_step, self._has_stepped, self._num_forwards = True, False, 0
+            session.begin_step(trainer.global_step, trainer.optimizers[0])
+        self._is_in_micro_batch, self._num_calls = True, 0
+        session.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
+
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle a call of the model. The calls of training are in train mode, with gradients on."""
+        if not self._is_in_micro_batch or self._is_busy or not module.training or not torch.is_grad_enabled():
+            return
+        session = self._active_session
+        self._num_calls += 1
+        self._num_forwards += 1
+        if self._num_calls == 2:
+            if session.state.num_steps == 0:
+                raise RuntimeError(SEVERAL_CALLS)
+            self._warn("Adacc: %s; until then a step may take more than memory_budget", SEVERAL_CALLS)
+        inputs = by_name(module, args, kwargs)
+        if inputs is None:
+            return
+        # Lightning's autocast is around the model's call, and no longer around the step.
+        session.state.loop.note_autocast(next(module.parameters()).device.type)
+        self._is_busy = True
+        try:
+            session.phase.begin_forward(inputs, None)
+        finally:
+            self._is_busy = False
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._has_stepped = True
+        self._active_session.begin_optimizer_step()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        session = self._active_session
+        self._is_in_micro_batch = False
+        session.end_micro_batch()
+        if not self._has_stepped:
+            return
+        session.end_optimizer_step()
+        self._is_in_step = False
+        if self._num_forwards == 0:
+            session.phase.abandon_step()
+            self._warn(NO_FORWARD, type(session.state.model).__name__)
+            return
+        session.end_step(trainer.global_step, trainer.optimizers[0])
+        interval = getattr(trainer, "log_every_n_steps", 0)  # Lightning does not declare the attribute
+        if interval and trainer.global_step % interval == 0:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            figures = session.figures({} if loss is None else {"loss": float(loss)}, is_on_all_ranks=True)
+            pl_module.log_dict({name: float(value) for name, value in figures.items()}, on_step=True, on_epoch=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._hook is not None and self._session is not None:
+            self._files = saved_files(self._session)
+        return {FILES: self._files} if self._files else {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.state_dict()  # for checkpoints that are saved after training
+        if self._is_in_step:
+            self._active_session.phase.abandon_step()  # training ended before the optimizer's step
+        self._active_session.phase.ends()
+        self.detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._hook is not None and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
+            log.error(OUT_OF_MEMORY, trainer.global_step + 1, self.config.memory_budget)
+        with suppress(OSError):  # the error that ends the run must not be replaced by another one
+            self.state_dict()  # for checkpoints that are saved after the exception
+        self.detach()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Restore the model. Further calls have no effect."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+        self._is_in_step = self._is_in_micro_batch = self._has_stepped = self._is_busy = False
+        if self._session is not None:
+            self._session.detach()
+
+    @property
+    def _active_session(self) -> AdaccSession:
+        """The session of the current run. Only during a run."""
+        assert self._session is not None
+        return self._session
+
+    def _warn(self, text: str, *details: Any) -> None:
+        """Warn, once for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *details)
+
+    def __repr__(self) -> str:
+        return f"AdaccLightningCallback({self.config!r})"
+
+
+class LightningLoop(TrainingLoop):
+    """Facts about the training loop of Lightning's Trainer in automatic optimization."""
+
+    no_batch = NO_BATCH
+
+    def __init__(self, accumulate_grad_batches: int, folder: str | None) -> None:
+        # Lightning zeroes the last step's gradients only after the forward. So at least two micro-batches are assumed:
+        # gradients are then live when a forward begins.
+        super().__init__(max(2, accumulate_grad_batches), folder)
+
+    @property
+    def clips(self) -> bool:
+        # Clipping follows `on_before_optimizer_step`, so the measurement of the optimizer's step includes it.
+        return False
+
+
+def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Module:
+    """Return the submodule that the budget is for: `model`, or else the only outermost language model.
+
+    Raises ValueError if `model` is no submodule, or there are none or several language models.
+    """
+    peft = sys.modules.get("peft")  # a PeftModel calls the forward of its model, and so not the hooks of its model
+    language_models = PreTrainedModel if peft is None else (PreTrainedModel, peft.PeftModel)
+    owner = type(pl_module).__name__
+    if model is not None:
+        if not any(module is model for module in pl_module.modules()):
+            raise ValueError(
+                f"model, a {type(model).__name__}, is no submodule of {owner}: pass the submodule that training_step "
+                f"calls, as in AdaccLightningCallback(model=module.model)"
+            )
+        return model
+    named = [(name, module) for name, module in pl_module.named_modules() if isinstance(module, language_models)]
+    outermost = [
+        (name, module)
+        for name, module in named
+        if not any(name.startswith(f"{other}.") for other, _ in named) and module is not pl_module
+    ]
+    if len(outermost) != 1:
+        names = ", ".join(name for name, _ in outermost) or "none"
+        raise ValueError(
+            f"{owner} has {len(outermost)} transformers.PreTrainedModel submodules ({names}), and the budget is for "
+            f"one model: pass the submodule that training_step calls with keyword arguments, as in "
+            f"AdaccLightningCallback(model=module.model)"
+        )
+    return outermost[0][1]
+
+
+def refuse_unsupported(trainer: Any, pl_module: LightningModule) -> None:
+    """Raise ValueError for ways of training that the callback does not support."""
+    if not pl_module.automatic_optimization:
+        raise ValueError(
+            f"{type(pl_module).__name__}.automatic_optimization=False: AdaccLightningCallback supports automatic "
+            f"optimization only; use AdaccSession in training_step, or automatic optimization"
+        )
+    if len(trainer.optimizers) != 1:
+        raise ValueError(
+            f"{len(trainer.optimizers)} optimizers: AdaccLightningCallback needs one, whose step ends a training step; "
+            f"return one optimizer from configure_optimizers"
+        )
+    if isinstance(trainer.strategy, SHARDED):
+        raise ValueError(
+            f"{type(trainer.strategy).__name__}: AdaccLightningCallback supports one device and DDP; use "
+            f"strategy='ddp', or Transformers' Trainer with AdaccCallback for FSDP and DeepSpeed"
+        )
+    others = [callback for callback in trainer.callbacks if isinstance(callback, AdaccLightningCallback)]
+    if len(others) > 1:
+        raise ValueError(
+            f"{len(others)} AdaccLightningCallbacks: a block can follow only one policy; leave one of them in "
+            f"callbacks=[...]"
+        )
+
+
+def saved_files(session: AdaccSession) -> dict[str, bytes]:
+    """Return the files that `AdaccSession.save` writes, by name. Empty on ranks other than the first."""
+    with TemporaryDirectory(prefix="adacc_hf-") as folder:
+        session.save(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
