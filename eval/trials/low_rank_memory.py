@@ -27,7 +27,12 @@ from adacc_hf.eval.trials.low_rank import METHODS, optimizer_of
 from adacc_hf.eval.trials.workload import Batch, random_text
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json
-from adacc_hf.torch_glue.memory import MemoryMeter, backward, forward_loss, static_bytes
+from adacc_hf.torch_glue.memory import (
+    MemoryMeter,
+    backward,
+    forward_loss,
+    static_bytes,
+)
 
 ADACC = "adacc"
 """Method name of AdamW with Adacc, whose budget is the peak of another method."""

@@ -29,7 +29,12 @@ from adacc_hf.eval.trials.methods import (
     install_checkpointing,
     measure_steady_step,
 )
-from adacc_hf.torch_glue.compat import FLAG, FUNCTION, SETTER, GradientCheckpointingLayer
+from adacc_hf.torch_glue.compat import (
+    FLAG,
+    FUNCTION,
+    SETTER,
+    GradientCheckpointingLayer,
+)
 
 COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
 """Values of `activation_memory_budget`: fractions of the bytes that the compiler saves by default. At 0 only inputs
