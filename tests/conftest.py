@@ -1,6 +1,7 @@
-"""What holds for all tests."""
+"""Settings and fixtures for all tests."""
 
 import ast
+import gc
 import os
 import tempfile
 from collections import defaultdict
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# How long an example takes is the machine's affair, and no property of ours.
+# Disable hypothesis' deadline: the time of an example depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Set before any import of ours, and inherited by subprocesses: no test touches the user's profiles.
+# Set this before any import of adacc_hf; subprocesses inherit it. No test touches the user's profiles.
 _folder = tempfile.TemporaryDirectory(prefix="adacc_hf-tests-")
 os.environ["ADACC_HF_PROFILES"] = str(Path(_folder.name) / "profiles")
 
@@ -23,15 +24,15 @@ def pytest_unconfigure() -> None:
     _folder.cleanup()
 
 
-# The fast set: all tests but those of a list, of test functions with all of their parameters. A new one is fast.
+# Fast tests: all tests except the functions listed in slow_tests.txt, with all their parameters. A new test is fast.
 
 SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
 SLOW_SECONDS = 0.7
-"""A function of tests is slow if they take longer on an average: the others together take some 5 minutes on 2 cores."""
+"""Mean time of a function's cases above which the function is slow. All fast tests take about 5 minutes on 2 cores."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-slow", action="store_true", help=f"write {SLOW_TESTS.name} from what all tests took")
+    parser.addoption("--write-slow", action="store_true", help=f"write {SLOW_TESTS.name} from the measured times")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,9 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu` no file is imported that has no such test: a machine with a GPU need not have what others test."""
-    is_other = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if config.option.markexpr != "gpu" or not is_other:
+    """With `-m gpu`, skip files without GPU tests, because their imports may be missing on a machine with a GPU."""
+    is_test_file = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr != "gpu" or not is_test_file:
         return None
     return None if "pytest.mark.gpu" in collection_path.read_text(encoding="utf-8") else True
 
@@ -59,7 +60,7 @@ def _function(nodeid: str) -> str:
 
 
 class _Stopwatch:
-    """Adds up what tests take, in the process that all reports come to."""
+    """Plugin that sums the durations of each test, in the process that receives all reports."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -71,37 +72,45 @@ class _Stopwatch:
         functions: dict[str, list[float]] = defaultdict(list)
         for nodeid, seconds in self._seconds.items():
             functions[_function(nodeid)].append(seconds)
-        slow = sorted(name for name, taken in functions.items() if sum(taken) > SLOW_SECONDS * len(taken))
+        slow = sorted(name for name, times in functions.items() if sum(times) > SLOW_SECONDS * len(times))
         SLOW_TESTS.write_text("".join(f"{name}\n" for name in slow), encoding="utf-8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap():
+    """Take the objects of earlier modules out of the garbage collector's search, which many tests start.
+
+    A worker holds millions of objects after some hundred tests: imported modules, and what Dynamo caches. One search
+    through them takes 5 s, and a profile makes several.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def one_thread():
-    """Sums of floats are made in one order: with several threads torch may split them otherwise from run to run.
-
-    Models as small as those of tests are no faster with two threads either.
-    """
+    """Use one thread, so that torch adds floats in the same order in each run. Small models need no more threads."""
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous)
 
 
 @pytest.fixture(scope="session")
 def peak_of():
-    """`peak_of(policy)`: what the measured peak of a step on the CPU must be equal to.
+    """Return `peak_of(policy)`: the expected peak of a step on the CPU, with a tolerance of 512 bytes.
 
-    Most steps are met to the byte. The rest are scalars, in tensors of 8 bytes each, that operators hold for a while or
-    that the Trainer keeps: 248 bytes were the most.
+    Most predictions are exact. The tolerance is for scalars, tensors of 8 bytes each, that operators keep temporarily
+    or that the Trainer keeps: at most 248 bytes were measured.
     """
     return lambda policy: pytest.approx(policy.predicted_peak_bytes, abs=512)
 
 
 @pytest.fixture
 def tiny_budgets(monkeypatch):
-    """Budgets of a few bytes, for what is a few kilobytes large, are no slips of the pen."""
+    """Allow budgets of a few bytes, which are rejected by default as probable errors."""
     from adacc_hf.artifacts.config import check_memory_budget
 
     monkeypatch.setattr(check_memory_budget, "__defaults__", (1,))
@@ -109,32 +118,30 @@ def tiny_budgets(monkeypatch):
 
 @pytest.fixture(scope="session")
 def private_uses():
-    """`private_uses(path)`: (line, name) of each private name of another package that the file uses.
+    """Return `private_uses(path)`: (line, name) of each private name of another package that the file uses.
 
-    Imports with a part that begins with an underscore, attributes that do, and those that are asked for by name; not
-    the file's own, nor those of files of ours that it imports from. Names of modules are written out, whatever they
-    were imported as.
+    These are imports and attributes with a leading underscore in a part of the name, and attributes accessed by
+    `getattr` and similar functions. The file's own names, and the names of adacc_hf's files that it imports from, are
+    left out. Modules have their full names, not their aliases.
     """
     return _private_uses
 
 
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller")
 _PUBLIC = ("_replace", "_asdict", "_fields", "_make", "_getframe")
-"""Of namedtuples, and of `sys`."""
+"""Documented names of namedtuples and of `sys` that start with an underscore."""
 
 
 def _private_uses(path: Path) -> list[tuple[int, str]]:
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    written_out = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names
-    }
-    ours = [file for file in {_file_of(node.module) for node in imports} if file.is_file()]
-    own = _own_names(path).union(*map(_own_names, ours))
-    found = [(node.lineno, name) for node in imports for name in (f"{node.module}.{a.name}" for a in node.names)]
+    full_names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    imported_files = [file for file in {_file_of(node.module) for node in imports} if file.is_file()]
+    own = _own_names(path).union(*map(_own_names, imported_files))
+    uses = [(node.lineno, name) for node in imports for name in (f"{node.module}.{a.name}" for a in node.names)]
     for node in nodes:
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            uses += [(node.lineno, alias.name) for alias in node.names]
         elif (
             isinstance(node, ast.Attribute)
             and _is_private(node.attr)
@@ -142,14 +149,14 @@ def _private_uses(path: Path) -> list[tuple[int, str]]:
             and not _is_own(node.value)
         ):
             root, _, rest = ast.unparse(node.value).partition(".")
-            base = ".".join(filter(None, (written_out.get(root, root), rest)))
-            found.append((node.lineno, f"{base}.{node.attr}"))
+            base = ".".join(filter(None, (full_names.get(root, root), rest)))
+            uses.append((node.lineno, f"{base}.{node.attr}"))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_NAME:
             texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-            found += [(node.lineno, f"?.{text}") for text in texts if isinstance(text, str) and text not in own]
+            uses += [(node.lineno, f"?.{text}") for text in texts if isinstance(text, str) and text not in own]
     return [
         (line, name)
-        for line, name in sorted(found)
+        for line, name in sorted(uses)
         if not name.startswith("adacc_hf.")
         and any(map(_is_private, name.split(".")))
         and name.rpartition(".")[2] not in _PUBLIC
@@ -165,16 +172,16 @@ def _is_private(part: str) -> bool:
 
 
 def _file_of(module: str) -> Path:
-    """Where `module` is, if it is one of ours; callbacks and kernels are parts of adacc_hf that lie beside it."""
+    """Return the path of `module` in this checkout, where callbacks/ and kernels/ are next to adacc_hf/."""
     parts = module.split(".")
     return Path(__file__).parents[1].joinpath(*parts[parts[1:2] in (["callbacks"], ["kernels"]) :]).with_suffix(".py")
 
 
 @cache
 def _own_names(path: Path) -> set[str]:
-    """The names that a file gives to functions, classes, fields and attributes of its own objects.
+    """Return the names of functions, classes, fields and attributes that a file defines.
 
-    Less those that objects of torch have too: its own objects have these as attributes of `self`.
+    Names that torch's objects have too are left out: the file's own objects use these names as attributes of `self`.
     """
     from adacc_hf.torch_glue.private import ATTRIBUTES
 
