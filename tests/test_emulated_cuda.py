@@ -1,4 +1,4 @@
-"""Our code for CUDA on an emulated device, which `emulated_cuda/emulated_cuda.py` tells about."""
+"""Tests of the CUDA code on an emulated device, see `emulated_cuda/emulated_cuda.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.mark.timeout(600)
 def test_the_checkout_is_on_the_path_of_what_runs_on_it(tmp_path: Path) -> None:
-    """A machine with a GPU has torch, and nothing of ours installed. Children find it too, wherever they run."""
+    """A machine with a GPU has torch but not adacc_hf. Child processes find the checkout in any folder too."""
     command = [sys.executable, ROOT / "tests/emulated_cuda", "-c", "import os; print(os.environ['PYTHONPATH'])"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "own"})
     paths = run.stdout.splitlines()[-1].split(os.pathsep)
@@ -50,5 +50,5 @@ def test_auto_leaves_room_for_the_fragments_of_the_allocator() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_CUDA_ALLOC_CONF": ""}  # `eval` sets it for all
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert sum(found["with"]) <= 1 < sum(found["without"]), found
+    outcomes = json.loads(run.stdout.splitlines()[-1])
+    assert sum(outcomes["with"]) <= 1 < sum(outcomes["without"]), outcomes

@@ -1,4 +1,4 @@
-"""The guide's code runs as it stands, and its table of settings is that of AdaccConfig."""
+"""The guide's code runs unchanged, and its table of settings agrees with AdaccConfig."""
 
 import ast
 import os
@@ -14,17 +14,17 @@ from adacc_hf import AdaccConfig
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "GUIDE.md").read_text(encoding="utf-8")
 SETTINGS = re.findall(r"^\| `(\w+)` +\| `(.+?)` +\| (.*?) *\|", GUIDE.split("## All settings")[1], re.MULTILINE)
-RANGES = {name: ast.literal_eval(given) for name, _, given in SETTINGS if given.startswith("[")}
+RANGES = {name: ast.literal_eval(text) for name, _, text in SETTINGS if text.startswith("[")}
 
 
 def test_guide_code_runs_in_its_order(tmp_path):
     code = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    budgets = [line.split()[0] for line in done.stdout.splitlines() if "blocks" in line]
+    assert process.returncode == 0, process.stderr
+    budgets = [line.split()[0] for line in process.stdout.splitlines() if "blocks" in line]
     assert budgets == ["0.8", "0.6", "0.4", "0.2"]
     assert (tmp_path / "adacc_policy.json").is_file()
 

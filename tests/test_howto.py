@@ -1,4 +1,4 @@
-"""The how-to pages' code runs as it stands, page by page, and their launchers' files are ones that Accelerate takes."""
+"""The code of each how-to page runs unchanged, and Accelerate accepts the launcher files of the pages."""
 
 import os
 import re
@@ -21,42 +21,42 @@ PROMISED = {
     "plan": ('"fits": true',),
     "preferences": ("DPO:  2 blocks", "GRPO: 2 blocks"),
 }
-"""What a page shows that does not depend on times."""
+"""Parts of a page's output that do not depend on times."""
 ADACC = "import sys; from adacc_hf.cli import main; sys.exit(main())"
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, code) of the blocks that run, in their order."""
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [(language, code) for mark, language, code in found if not mark.startswith(NOT_RUN)]
+    """Return (language, code) of the blocks that run, in order."""
+    matches = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(language, code) for mark, language, code in matches if not mark.startswith(NOT_RUN)]
 
 
 def run(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_its_code_runs(page: Path, tmp_path: Path) -> None:
-    """All of its Python in one process, then each of its `adacc` commands."""
-    found = blocks(page)
-    code = "\n".join(text for language, text in found if language == "python")
-    commands = [line.split() for language, text in found if language == "bash" for line in text.splitlines()]
+    """Run all Python code of the page in one process, then each `adacc` command."""
+    page_blocks = blocks(page)
+    code = "\n".join(text for language, text in page_blocks if language == "python")
+    commands = [line.split() for language, text in page_blocks if language == "bash" for line in text.splitlines()]
     if "from trl import" in code and find_spec("trl") is None:
         pytest.skip("the peers' extra installs trl")
-    printed = run(tmp_path, code)
+    output = run(tmp_path, code)
     for name, *arguments in commands:
         assert name == "adacc", "the tests run no other command"
-        printed += run(tmp_path, ADACC, *arguments)
-    assert all(word in printed for word in PROMISED.get(page.stem, ("overhead",)))
+        output += run(tmp_path, ADACC, *arguments)
+    assert all(word in output for word in PROMISED.get(page.stem, ("overhead",)))
 
 
 def test_the_launchers_files_are_read(tmp_path: Path) -> None:
-    """Accelerate refuses keys that it does not know."""
+    """Accelerate rejects unknown keys."""
     texts = [text for page in PAGES for text in YAML.findall(page.read_text(encoding="utf-8"))]
     assert len(texts) == 2
     for number, text in enumerate(texts):

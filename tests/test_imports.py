@@ -1,4 +1,4 @@
-"""What importing the package loads, what it may shadow, and which way its imports point."""
+"""Imports of the package: loaded modules, shadowed packages, and the order of the folders."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import adacc_hf
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = sorted((ROOT / "adacc_hf").rglob("*.py"))
-# From the ground up. A room imports those below it; nothing imports up, not even for type checkers or within functions.
+# Folders from the bottom up. A folder imports only folders below it, also within functions and for type checkers.
 STAIRCASE = (
-    "kernels", "artifacts", "torch_glue", "tape", "head", "run", "price", "solve", "adapt", "callbacks",
-    "compact", "reports", "estimate", "compiler",  # annexes, which no room imports, for they stand above
+    "kernels", "artifacts", "torch_glue", "tape", "head", "run", "price", "solve", "adapt", "callbacks", "integrations",
+    "compact", "reports", "estimate", "compiler",  # extensions, which no folder above imports
     "command line",
 )  # fmt: skip
-# The solving side reads and writes records; it runs where no torch is installed.
+# Modules that read, write and solve records. They must work without torch.
 TORCH_FREE = (
     "artifacts/units",
     "artifacts/files",
@@ -35,7 +35,7 @@ TORCH_FREE = (
     "solve/solver",
 )
 
-# Stands for Hugging Face's own `kernels` package: any name can be imported from it, every decorator is the identity.
+# Substitute for Hugging Face's `kernels` package: any name can be imported, every decorator is the identity.
 FAKE_KERNELS = """
 class AnyMeta(type):
     def __getattr__(cls, name):
@@ -54,7 +54,7 @@ def __getattr__(name):
 
 
 def run_python(code: str, *, cwd: Path, **environment: str) -> str:
-    """Standard output of `python -c code`, run in `cwd`, which is thereby the first entry of sys.path."""
+    """Return the standard output of `python -c code`, run in `cwd`, which is the first entry of sys.path then."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=240
@@ -64,7 +64,7 @@ def run_python(code: str, *, cwd: Path, **environment: str) -> str:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Names that the file imports anywhere, inside functions too; not what only a type checker sees."""
+    """Yield the names that the file imports, also inside functions, but not under TYPE_CHECKING."""
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while pending:
         node = pending.pop()
@@ -150,7 +150,7 @@ def test_trainer_imports_from_the_repository_root(tmp_path: Path, present: bool)
 
 
 def test_solving_side_imports_no_torch() -> None:
-    """Followed through the core's own modules, so that no helper of theirs brings torch in either."""
+    """Follow imports through all modules of the core, so that no helper imports torch either."""
     reached, pending = set(), [ROOT / "adacc_hf" / f"{name}.py" for name in TORCH_FREE]
     while pending:
         path = pending.pop()
@@ -168,7 +168,7 @@ def imports_file(path: Path, file: Path) -> bool:
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module of the product; None for all else."""
+    """Return the folder of a module of the product, or None for other modules."""
     parts = module.split(".")
     if parts[0] != "adacc_hf" or parts[1:2] == ["eval"]:
         return None
@@ -176,7 +176,7 @@ def room_of(module: str) -> str | None:
 
 
 def lines_that_import(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, what is imported), for all imports of a file."""
+    """Yield (line, imported name) for all imports of a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -185,7 +185,7 @@ def lines_that_import(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def product_modules() -> Iterator[tuple[str, Path]]:
-    """(module, file) of the product; the packages' own files say what is public, and stand on no stair."""
+    """Yield (module, file) of the product, without the top packages' `__init__.py`, which are in no folder."""
     for folder, package in (
         ("adacc_hf", "adacc_hf"),
         ("callbacks", "adacc_hf.callbacks"),
@@ -198,14 +198,14 @@ def product_modules() -> Iterator[tuple[str, Path]]:
 
 
 def test_imports_go_down_the_staircase() -> None:
-    up = []
+    violations = []
     for module, path in product_modules():
         own = room_of(module)
         for line, name in lines_that_import(path):
             other = room_of(name)
             if other is not None and STAIRCASE.index(other) > STAIRCASE.index(own):
-                up.append(f"{path.relative_to(ROOT)}:{line}: {own} imports {name}, of {other}")
-    assert sorted(set(up)) == []
+                violations.append(f"{path.relative_to(ROOT)}:{line}: {own} imports {name}, of {other}")
+    assert sorted(set(violations)) == []
 
 
 def test_every_folder_of_the_product_is_on_the_staircase() -> None:
@@ -227,7 +227,7 @@ def test_kernels_import_only_each_other() -> None:
 def test_core_imports_neither_callbacks_nor_eval() -> None:
     paths = [
         path for path in CORE if path != ROOT / "adacc_hf" / "__init__.py"
-    ]  # which resolves the callbacks' names on first use
+    ]  # __init__.py imports the callbacks on first use
     assert offending(paths, ("adacc_hf.callbacks", "adacc_hf.eval")) == []
 
 
@@ -240,17 +240,17 @@ def test_recipes_do_not_import_eval() -> None:
 
 
 def test_codecs_are_named_in_their_own_files_alone() -> None:
-    """The core asks the registry for what suits; docstrings, comments and settings of callers may name codecs."""
+    """The core asks the registry for suitable codecs. Docstrings, comments and callers' settings may name codecs."""
     names = [path.stem for path in python_files("kernels") if not re.search("^_|_triton$|^codecs$", path.stem)]
     assert "bitmask" in names
     pattern = re.compile(rf"(?<![a-z])({'|'.join(names)})(?![a-z])")
     paths = [*CORE, *python_files("callbacks")]
-    named = [(path, *found) for path in paths for found in code_words(path) if pattern.search(found[1])]
-    assert [f"{path.relative_to(ROOT)}:{line}: {text!r}" for path, line, text in named] == []
+    mentions = [(path, *word) for path in paths for word in code_words(path) if pattern.search(word[1])]
+    assert [f"{path.relative_to(ROOT)}:{line}: {text!r}" for path, line, text in mentions] == []
 
 
 def code_words(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each string of a file that is no docstring, and of each module that it imports."""
+    """Yield the line and text of each string in a file, except docstrings, and of each imported module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -272,7 +272,7 @@ PRIVATE_NAMES_IN = (
     ROOT / "adacc_hf" / "torch_glue" / "dynamo_gaps.py",
     ROOT / "adacc_hf" / "compiler" / "functorch.py",
 )
-"""The files that may use private names of other packages. Those of Trainers are texts, in callbacks/trainer.py."""
+"""Files that may use private names of other packages. Private names of Trainers are strings in callbacks/."""
 
 
 def test_private_names_of_others_are_used_in_their_place_only(private_uses) -> None:

@@ -1,7 +1,7 @@
 """Wording of docstrings, comments and names: plain technical English, counted.
 
-The counts cannot judge a text. They keep out the habits that made readers stop: openings without a verb or a noun, phrases
-that stand for a noun, and variables named by a bare participle.
+The counts cannot judge a text. They keep out the habits that made readers stop: openings without a verb or a noun,
+phrases that stand for a noun, and variables named by a bare participle.
 """
 
 import ast
@@ -22,14 +22,18 @@ OPENING = re.compile(
 )
 """First words of a docstring that name neither an action nor a thing."""
 RIDDLE = re.compile(
-    r"\b(what (comes|came|becomes|became|it is|they are)|one such|none such|no such|such a one|the same of|otherwise than"
+    r"\b(what (comes|came|becomes|became|it is|they are)|one such|none such|no such|such a one|the same of"
+    r"|otherwise than"
     r"|are such|is such|hang together|is told|are told|told of|goes by|let go of|beside it|leave away|have to none"
     r"|has none|have none|there are none|nobody|somebody|anybody)\b",
     re.IGNORECASE,
 )
 """Phrases whose noun a reader has to guess."""
 PARTICIPLES = frozenset(
-    "found given known made kept left seen wanted held told done taken said meant ran moved chosen asked noted".split()
+    (
+        *("found", "given", "known", "made", "kept", "left", "seen", "wanted", "held", "told", "done", "taken", "said"),
+        *("meant", "ran", "moved", "chosen", "asked", "noted"),
+    )
 )
 """Names that are a bare participle."""
 RETIRED = re.compile(
@@ -44,7 +48,7 @@ OLD_WORDS = re.compile(
     r"|remakes?|remade|remaking|restless|strange)\b",
     re.IGNORECASE,
 )
-"""Words that docs/GLOSSARY.md replaces."""
+"""Words that the terms of docs/GLOSSARY.md have replaced."""
 
 
 class Text(NamedTuple):

@@ -1,4 +1,4 @@
-"""The meter that stands between torch's allocator and the C library: `memory_meter/memory_meter.py` tells about it."""
+"""Memory meter between torch's allocator and the C library, see `memory_meter/memory_meter.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="it is preloaded as Linux does"),
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's LD_PRELOAD"),
     pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++")), reason="needs a C++ compiler"),
 ]
 
@@ -34,7 +34,7 @@ generator = torch.Generator().manual_seed(0)
 drawn = lambda most: int(torch.randint(1, most, (), generator=generator))
 def storages():
     return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in kept}.values())
-kept, found = [], []
+kept, matches = [], []
 for _ in range(300):
     kind = drawn(6)
     if kind == 1 and kept:
@@ -46,13 +46,13 @@ for _ in range(300):
     else:
         dtype = (torch.float32, torch.float64, torch.int8)[drawn(4) - 1]
         kept.append(torch.empty(drawn(20000), dtype=dtype))
-    found.append(meter.live_bytes - start == storages())
+    matches.append(meter.live_bytes - start == storages())
 size = 10 ** 4
 others = ThreadPool(4).map(lambda _: [torch.zeros(size) for _ in range(50)][0], range(8))  # freed in other threads
 torch.zeros(1)
 kept += others
 del others
-print(json.dumps([all(found), meter.live_bytes - start - storages()]))
+print(json.dumps([all(matches), meter.live_bytes - start - storages()]))
 """
 
 PEAK = """
@@ -68,17 +68,17 @@ print(json.dumps([forward / 4e6, (meter.peak_bytes - start) / 4e6]))
 REFUSALS = """
 x = torch.zeros(10 ** 6)
 meter.limit(meter.live_bytes + 4 * 10 ** 6)
-found = []
+outcomes = []
 for size in (10 ** 6, 10 ** 6 + 1, 10 ** 6):
     try:
         torch.zeros(size)
-        found.append("taken")
+        outcomes.append("allocated")
     except RuntimeError as error:
-        found.append(str(error))
+        outcomes.append(str(error))
 peak, refused = meter.peak_bytes - start, meter.num_refusals
 meter.limit(None)
 torch.zeros(10 ** 7)
-print(json.dumps([found, peak, refused]))
+print(json.dumps([outcomes, peak, refused]))
 """
 
 STEP = """
@@ -92,16 +92,16 @@ batch = {"input_ids": ids, "labels": ids}
 model(**batch).loss.backward()
 model.zero_grad()
 start = meter.live_bytes
-found = measure_step(model, batch)
+step = measure_step(model, batch)
 meter.reset_peak()
 loss = model(**batch).loss
 loss.backward()
-print(json.dumps([found.peak_bytes - found.static_bytes, meter.peak_bytes - start]))
+print(json.dumps([step.peak_bytes - step.static_bytes, meter.peak_bytes - start]))
 """
 
 
 def run(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """What a metered process left that runs `BEGIN` and `script`."""
+    """Run `BEGIN` and `script` in a metered process."""
     path = folder / "script.py"
     path.write_text(BEGIN + script)
     command = [sys.executable, ROOT / "tests/memory_meter", *options, path, ROOT / "tests/memory_meter"]
@@ -109,35 +109,35 @@ def run(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess
 
 
 def result(folder: Path, script: str) -> list:
-    done = run(folder, script)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    process = run(folder, script)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def test_it_counts_what_live_storages_hold(tmp_path: Path) -> None:
-    """After each of 300 allocations, frees, views and resizes, and with threads that free what others took."""
+    """After each of 300 allocations, frees, views and resizes, and with tensors that other threads free."""
     always, difference = result(tmp_path, STORAGES)
     assert always
     assert difference == 0
 
 
 def test_it_counts_temporaries_and_gradients(tmp_path: Path) -> None:
-    """At most three of one size in forward: x, an input and an output. In backward x, exp(...) and two gradients."""
+    """Forward has at most three tensors of one size: x, an input, an output. Backward: x, exp(...), two gradients."""
     assert result(tmp_path, PEAK) == pytest.approx([3, 4], abs=1e-4)
 
 
 def test_it_refuses_above_a_limit_as_torch_does(tmp_path: Path) -> None:
-    found, peak, refused = result(tmp_path, REFUSALS)
-    assert found[0] == found[2] == "taken"
-    assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000004 bytes" in found[1]
+    outcomes, peak, refused = result(tmp_path, REFUSALS)
+    assert outcomes[0] == outcomes[2] == "allocated"
+    assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000004 bytes" in outcomes[1]
     assert (peak, refused) == (8 * 10**6, 1)
 
 
 def test_a_limit_from_the_command_line(tmp_path: Path) -> None:
-    done = run(tmp_path, "torch.zeros(10 ** 6)", "--limit", "3MiB")
-    assert done.returncode == 1
-    assert "can't allocate memory: you tried to allocate 4000000 bytes" in done.stderr
-    assert "1 refusals" in done.stderr
+    process = run(tmp_path, "torch.zeros(10 ** 6)", "--limit", "3MiB")
+    assert process.returncode == 1
+    assert "can't allocate memory: you tried to allocate 4000000 bytes" in process.stderr
+    assert "1 refusals" in process.stderr
     assert run(tmp_path, "torch.zeros(10 ** 6)", "--limit", "4MiB").returncode == 0
 
 
@@ -149,5 +149,5 @@ def test_our_own_account_of_a_step_agrees(tmp_path: Path) -> None:
 
 def test_an_unmetered_process_says_how_to_meter_it() -> None:
     script = f"import sys; sys.path.insert(0, {str(ROOT / 'tests/memory_meter')!r})\nimport memory_meter as m\n"
-    done = subprocess.run([sys.executable, "-c", script + "m.MemoryMeter()"], capture_output=True, text=True)
-    assert "start it with `python tests/memory_meter script.py`" in done.stderr
+    process = subprocess.run([sys.executable, "-c", script + "m.MemoryMeter()"], capture_output=True, text=True)
+    assert "start it with `python tests/memory_meter script.py`" in process.stderr

@@ -1,4 +1,4 @@
-"""Wheel, editable install and source checkout give the same import names, from any working directory."""
+"""Wheel, editable install and source checkout have the same import names, in any working directory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FOLDERS = {
     "eval": "adacc_hf.eval",
 }
 
-# Prints what each module name resolves to. Run with -S, which reads no .pth file, so that the environment's own install
-# of the project stays out of the way; the packages that it depends on come back as the last entry of sys.path.
+# Prints the file of each module name. Runs with -S, which reads no .pth file, so that the environment's own install of
+# the project is not used. The dependencies are added as the last entry of sys.path.
 FIND_MODULES = """
 import importlib.util, json, site, sys
 install, packages, names = json.loads(sys.argv[1])
@@ -35,7 +35,7 @@ print(json.dumps({name: importlib.util.find_spec(name).origin for name in names}
 
 
 def module_files() -> dict[str, Path]:
-    """Every module of the package by import name, as its path below the repository root."""
+    """Return the path of every module of the package, relative to the repository root, by import name."""
     modules = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -46,7 +46,7 @@ def module_files() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source tree, because building leaves folders behind in the tree that it builds from."""
+    """Copy the source tree, because a build leaves folders in its source tree."""
     copy = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -80,7 +80,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install .` leaves in site-packages: the wheel, unpacked."""
+    """Unpack the wheel, as `pip install .` does in site-packages."""
     target = tmp_path_factory.mktemp("plain")
     zipfile.ZipFile(wheel).extractall(target)
     return target
@@ -88,7 +88,7 @@ def plain_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def editable_install(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install -e .` leaves in site-packages: a .pth file and a finder that points at the source."""
+    """Install a .pth file and a finder for the source, as `pip install -e .` does in site-packages."""
     target = tmp_path_factory.mktemp("editable")
     run_in(source, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(target)!r})")
     zipfile.ZipFile(next(target.glob("*.whl"))).extractall(target)
@@ -96,16 +96,16 @@ def editable_install(source: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def find_modules(cwd: Path, install: Path | None) -> dict[str, Path]:
-    """The file that each module of the project is imported from, by its name, with `cwd` first on sys.path."""
+    """Return the file of each module of the project by import name, with `cwd` first on sys.path."""
     arguments = json.dumps([install and str(install), sysconfig.get_paths()["purelib"], sorted(module_files())])
     origins = json.loads(run_in(cwd, "-S", "-c", FIND_MODULES, arguments))
     return {name: Path(origin) for name, origin in origins.items()}
 
 
 def test_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
-    """Data files too: one that package_data does not name would be missing from an installed package only.
+    """Data files included: a file that package_data omits would be missing only in an installed package.
 
-    Results of measurements stay in the repository.
+    Results of measurements are not in the wheel.
     """
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {
@@ -139,6 +139,6 @@ def test_editable_install_resolves_every_module(
 
 @pytest.mark.parametrize("installed", [False, True], ids=["not-installed", "plain-install"])
 def test_source_checkout_resolves_every_module(plain_install: Path, source: Path, installed: bool) -> None:
-    """With the root on sys.path, ./adacc_hf comes before an installed copy and must find its sibling folders itself."""
+    """With the root on sys.path, ./adacc_hf precedes an installed copy and must find its sibling folders itself."""
     origins = find_modules(source, plain_install if installed else None)
     assert {name: source / path for name, path in module_files().items()} == origins

@@ -1,4 +1,5 @@
-"""Profiles made by hand for the tests of the solver, the simulator and the records; recorded calls, counted."""
+"""Shared fixtures: hand-made profiles for the solver, the simulator and the records; tiny models; recorded-call
+counts."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    """The names of the blocks whose calls were recorded, whether alone or beside a tape."""
+def recorded_blocks(monkeypatch):
+    """Names of the blocks whose calls were recorded, alone or while validated against a tape."""
     names = []
     for of in (Recording, ValidatedCall):
         run = of.run
@@ -41,25 +42,26 @@ def recorded(monkeypatch):
 
 @dataclass
 class TapeBuilder:
-    """Builds a `KindProfile` operator by operator; backward takes the slots of the last operator first."""
+    """A builder of a `KindProfile`, operator by operator. Backward visits the slots of the last operator first."""
 
     values: list[dict] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     nodes: list[list[int]] = field(default_factory=list)
-    """Per autograd node the values that it saves."""
+    """Indices of the values that each autograd node saves."""
 
     def value(self, name, nbytes, producer=None, **fields):
         self.values.append({"name": name, "nbytes": nbytes, "producer": producer, "codecs": (), **fields})
         return len(self.values) - 1
 
     def operator(self, name, inputs, outputs, ms, save=(), replayable=True):
-        """Adds an operator with `outputs` as (name, nbytes) pairs and returns the indices of its outputs.
+        """Add an operator and return the indices of its outputs.
 
-        `save` holds value indices, or negative positions in `outputs`, of what its autograd node saves.
+        `outputs` holds (name, nbytes) pairs. `save` holds indices of the values that the operator's autograd node
+        saves; a negative number is a position in `outputs`.
         """
         index = len(self.operators)
-        made = [self.value(label, nbytes, index) for label, nbytes in outputs]
-        for value in made:
+        output_indices = [self.value(label, nbytes, index) for label, nbytes in outputs]
+        for value in output_indices:
             self.values[value]["recomputable"] = replayable
         self.operators.append(
             Operator(
@@ -67,13 +69,13 @@ class TapeBuilder:
                 name=name,
                 module="",
                 inputs=tuple(inputs),
-                outputs=tuple(made),
+                outputs=tuple(output_indices),
                 ms=ms,
                 replayable=replayable,
             )
         )
-        self.nodes.append([made[v] if v < 0 else v for v in save])
-        return made
+        self.nodes.append([output_indices[v] if v < 0 else v for v in save])
+        return output_indices
 
     def kind(self, digest="tape", extra_bytes=0, forward_extra_bytes=0):
         saved = {value for node in self.nodes for value in node}
@@ -99,7 +101,8 @@ class TapeBuilder:
         )
 
     def _forward(self, extra_bytes):
-        """Values are saved first by the first node that saves them, and die with the last operator that reads them."""
+        """Return the forward's events: the first save of each value, and its death with the last operator that reads
+        it."""
         events = [ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes)]
         first = {value: i for i, node in reversed(list(enumerate(self.nodes))) for value in node}
         last = {value: i for i, op in enumerate(self.operators) for value in (*op.outputs, *op.inputs)}
@@ -144,7 +147,7 @@ def codec(name, nbytes, encode_ms, decode_ms, error=0.1):
 
 
 def make_profile(kinds, layout, shared=(), **memory):
-    """A profile whose i-th block is of kind `layout[i]`."""
+    """Return a profile whose i-th block is of kind `layout[i]`."""
     gradient_bytes = memory.pop("gradient_bytes", 0)
     base = memory.setdefault("static_bytes", 1000)
     forward_base = memory.pop("forward_base_bytes", base + 100)
@@ -175,7 +178,7 @@ def make_profile(kinds, layout, shared=(), **memory):
 
 
 def with_chunked_head(profile, saved_bytes, ms=5.0):
-    """`profile` with a second, chunked head that needs `saved_bytes` less at its peak and takes `ms` more."""
+    """Return `profile` with a second, chunked head whose peak is `saved_bytes` lower and that takes `ms` longer."""
     head = Head(
         name="chunked",
         ms=20.0 + ms,
@@ -189,7 +192,7 @@ def with_chunked_head(profile, saved_bytes, ms=5.0):
 
 
 def gpt2_kind(batch, tokens, width, heads, attention, bytes_per_element):
-    """A GPT-2 block in training, priced like a device of 100 TFLOP/s and 1 TB/s."""
+    """Return a GPT-2 block in training, priced like a device of 100 TFLOP/s and 1 TB/s."""
     tape = TapeBuilder()
     hidden = batch * tokens * width * bytes_per_element
     rows = batch * tokens * 4
@@ -323,13 +326,13 @@ def profile_of():
 
 @pytest.fixture(scope="session")
 def add_chunked_head():
-    """`add_chunked_head(profile, saved_bytes, ms=5.0)`: the profile with a chunked head to choose."""
+    """`add_chunked_head(profile, saved_bytes, ms=5.0)`: the profile with a chunked head as another option."""
     return with_chunked_head
 
 
 @st.composite
 def random_kinds(draw, digest="tape"):
-    """A small kind whose menus multiply to at most about 2000 policies; times are eighths, so that sums are exact."""
+    """Draw a small kind with at most about 2000 plans. Times are multiples of 1/8, so that sums are exact."""
     tape = TapeBuilder()
     sizes = st.integers(1, 40).map(lambda n: 4 * n)
     eighths = st.integers(0, 24).map(lambda n: n / 8)
@@ -358,12 +361,19 @@ def random_kinds(draw, digest="tape"):
 
 @st.composite
 def random_profiles(draw, num_kinds=1, max_blocks=1):
-    """Profiles with up to `max_blocks` blocks of each of `num_kinds` kinds; only the first shared tensor is saved, and
-    some kinds hold the second for replay."""
-    held, given = st.sampled_from([(), (1,)]), st.sampled_from([(0,), (0, 1)])
+    """Draw profiles with up to `max_blocks` blocks of each of `num_kinds` kinds.
+
+    Only the first shared tensor is saved, and some kinds read the second one in replay.
+    """
+    held_places, given_places = st.sampled_from([(), (1,)]), st.sampled_from([(0,), (0, 1)])
     actions = st.sampled_from([(BlockAction.PLAIN,), tuple(BlockAction)[:2]])
     kinds = [
-        replace(draw(random_kinds(f"tape{i}")), held=draw(held), given=draw(given), block_actions=draw(actions))
+        replace(
+            draw(random_kinds(f"tape{i}")),
+            held=draw(held_places),
+            given=draw(given_places),
+            block_actions=draw(actions),
+        )
         for i in range(num_kinds)
     ]
     layout = [i for i in range(num_kinds) for _ in range(draw(st.integers(1, max_blocks)))]
@@ -394,8 +404,10 @@ def every_plan_of(kind):
 
 @pytest.fixture(scope="session")
 def every_plan():
-    """`every_plan(kind)`: all plans that recompute nothing of coded values that no replay may make of them; of some the
-    simulator says that they cannot be carried out."""
+    """`every_plan(kind)`: all plans in which replay recomputes no value from coded values that it must not read.
+
+    The simulator rejects some of them as infeasible.
+    """
     return every_plan_of
 
 
@@ -407,10 +419,11 @@ def profiles():
 
 @pytest.fixture(scope="session")
 def tiny_gpt2(one_thread):
-    """`tiny_gpt2(attention="sdpa", layers=2, width=32, **config)`: a GPT-2 in train mode, the same at each call.
+    """`tiny_gpt2(attention="sdpa", layers=2, width=32, **config)`: a GPT-2 in train mode, with the same weights at each
+    call.
 
-    It keeps no cache, as in Trainer: a cache copies keys and values, and its copies' layout changes sums by a rounding.
-    Gradient checkpointing has none either.
+    The model has no cache, as in Trainer and under gradient checkpointing. A cache copies keys and values, and the
+    copies' layout changes sums by a rounding error.
     """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -433,7 +446,8 @@ def tiny_gpt2(one_thread):
 
 @pytest.fixture(scope="session")
 def tiny_llama(one_thread):
-    """`tiny_llama(attention="sdpa", layers=2, **config)`: a LLaMA with grouped queries in train mode, with no cache."""
+    """`tiny_llama(attention="sdpa", layers=2, **config)`: a LLaMA with grouped queries, in train mode, without a
+    cache."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -456,7 +470,7 @@ def tiny_llama(one_thread):
 
 @pytest.fixture(scope="session")
 def token_batch():
-    """`token_batch(batch=2, tokens=12, vocabulary=61)`: random tokens with themselves as labels."""
+    """`token_batch(batch=2, tokens=12, vocabulary=61)`: random tokens that are also the labels."""
     import torch
 
     def build(batch=2, tokens=12, vocabulary=61):
@@ -470,8 +484,8 @@ def token_batch():
 def toy_model(one_thread):
     """`toy_model(forward, num_blocks=2, setup=None)`: a model whose blocks run `forward(block, hidden, **kwargs)`.
 
-    A block has linear layers `up` (8 -> 8) and `down` (8 -> 8); `setup(block)` may give it more. The model takes `x` of
-    [batch, 6, 8] and what `kwargs_of(x)` returns goes to each block as keyword arguments.
+    A block has linear layers `up` (8 -> 8) and `down` (8 -> 8); `setup(block)` may add more. The model takes `x` of
+    [batch, 6, 8] and passes the result of `kwargs_of(x)` to each block as keyword arguments.
     """
     from types import SimpleNamespace
 
@@ -524,7 +538,7 @@ def toy_batch():
 
 @pytest.fixture
 def half_precision(monkeypatch):
-    """The name of a codec that the package has no file of, for what Linear layers read: 16 of a float's 32 bits."""
+    """Name of a codec registered by the tests only, for inputs of Linear layers: it stores 16 of a float's 32 bits."""
     from math import prod
 
     import torch
@@ -557,9 +571,9 @@ def half_precision(monkeypatch):
 
 @pytest.fixture(scope="session")
 def run_steps():
-    """`run_steps(model, batch, num_steps=3, autocast=None)`: per step a dict of the loss and every gradient.
+    """`run_steps(model, batch, num_steps=3, autocast=None)`: a dict of the loss and every gradient, per step.
 
-    Step i starts from random seed i. No optimizer runs; buffers are put back at the end, so that runs can be compared.
+    Step i starts from random seed i. No optimizer runs. Buffers are restored at the end, so that runs can be compared.
     """
     import torch
 
@@ -585,7 +599,8 @@ def run_steps():
 
 @pytest.fixture(scope="session")
 def assert_same_steps():
-    """`assert_same_steps(ours, plain)`: all that `run_steps` noted is bit-equal (rule R1), random generators too."""
+    """`assert_same_steps(ours, plain)`: all results of `run_steps` are bit-equal (rule R1), generator states
+    included."""
     import torch
 
     def check(ours, plain):
@@ -600,9 +615,9 @@ def assert_same_steps():
 
 @pytest.fixture(scope="session")
 def assert_exact(run_steps, assert_same_steps):
-    """`assert_exact(model, batch, num_policies=6)`: profile, and train under lossless policies; returns the profile.
+    """`assert_exact(model, batch, num_policies=6)`: profile, train under lossless policies, and return the profile.
 
-    The first policy recomputes everything that can be, the others are random; all must equal plain training.
+    The first policy recomputes every recomputable value, the others are random. All must equal plain training.
     """
     from adacc_hf import AdaccConfig, apply_policy, profile_model
 
@@ -625,7 +640,7 @@ def assert_exact(run_steps, assert_same_steps):
 
 @pytest.fixture
 def tight_profile():
-    """One block whose least peak is that of a policy which only the search for a larger budget looks at."""
+    """A profile of one block whose least-peak policy is in reach only of the search at a larger budget."""
     tape = TapeBuilder()
     start = tape.value("input", 4, codecs=(codec("int8", 1, 0.0, 0.0),))
     rotary, mask = tape.value("rotary", 4, shared=0), tape.value("mask", 4, shared=1)
@@ -639,7 +654,7 @@ def tight_profile():
 
 @pytest.fixture
 def wide_profile():
-    """Two blocks that replay, where all of it is replayed, with more live at a time than any other plan takes."""
+    """A profile of two blocks in which replaying everything has a higher peak than any other plan."""
     tape = TapeBuilder()
     start = tape.value("input", 4)
     hidden, _ = tape.operator("first", [start], [("hidden", 84), ("left", 80)], 7 / 8, save=[-1])
@@ -648,14 +663,14 @@ def wide_profile():
     return make_profile([kind], [0, 0], gradient_bytes=45)
 
 
-class Untried(Measurement):
-    """Tries no codec on gradients."""
+class NoGradientErrors(Measurement):
+    """Gradient errors that try no codec."""
 
     def gradient_errors(self, *_):
         return GradientErrors()
 
 
 @pytest.fixture
-def untried():
-    """Measurement for a profile that leaves out no codec."""
-    return Untried()
+def measurement_without_errors():
+    """Measurement for a profile in which every codec stays available."""
+    return NoGradientErrors()

@@ -1,4 +1,4 @@
-"""The `adacc` command: what it prints, and one line with exit status 2 for what the user can mend."""
+"""The `adacc` command: its output, and one line with exit status 2 for errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(files
     assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out
     assert (tmp_path / "out" / "report.html").is_file()
     Path(files[1]).unlink()
-    assert "--html needs the profile" in refused(["explain", files[0], "--html", str(tmp_path / "out")], capsys)
+    assert "--html needs the profile" in refusal_of(["explain", files[0], "--html", str(tmp_path / "out")], capsys)
 
 
 def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
@@ -59,7 +59,7 @@ def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
 
 def test_report_names_the_profile_that_is_missing(files, tmp_path: Path, capsys) -> None:
     Path(files[1]).unlink()
-    assert "pass it with --profile" in refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
+    assert "pass it with --profile" in refusal_of(["report", files[0], "--output", str(tmp_path / "out")], capsys)
 
 
 def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, capsys) -> None:
@@ -71,10 +71,10 @@ def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, c
     tracked = {"step": 4, "event": "tracking", "error": 0.1, "gradient_error": 0.01}
     write_json(run / HISTORY_FILE, [tracked])
     assert main(["explain", str(run)]) == 0
-    assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out  # reasons, which come from the profile
+    assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out  # reasons come from the profile
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"wrote {run / 'report.md'}\n"
-    assert "timeline.png" in (run / "report.md").read_text()  # which the history alone can give
+    assert "timeline.png" in (run / "report.md").read_text()  # drawn from the history alone
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.md").read_text() == (run / "report.md").read_text()
 
@@ -82,7 +82,7 @@ def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, c
 def test_a_checkpoints_policy_is_explained_by_what_it_was_solved_from(
     tmp_path: Path, gpt2_like_profile, capsys
 ) -> None:
-    """Not by the prices of the day, which may lack its codecs."""
+    """A checkpoint's policy is explained by the profile it was solved from. Current prices may lack its codecs."""
     profile = gpt2_like_profile(num_blocks=2)
     uniform_policy(profile, "compress").save(tmp_path / POLICY_FILE)
     profile.save(tmp_path / PROFILE_FILE)
@@ -94,7 +94,7 @@ def test_a_checkpoints_policy_is_explained_by_what_it_was_solved_from(
 
 def test_a_folder_without_a_policy_is_one_line(tmp_path: Path, capsys) -> None:
     for command in ("explain", "report"):
-        assert f"has neither {POLICY_FILE} nor {COMPILED_FILE}" in refused([command, str(tmp_path)], capsys)
+        assert f"has neither {POLICY_FILE} nor {COMPILED_FILE}" in refusal_of([command, str(tmp_path)], capsys)
 
 
 def test_codecs_lists_every_codec(capsys) -> None:
@@ -117,7 +117,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys) -> None:
     assert "usage: adacc" in capsys.readouterr().err
 
 
-def refused(arguments: list[str], capsys) -> str:
+def refusal_of(arguments: list[str], capsys) -> str:
     """The one line that the refused command printed on stderr."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
@@ -127,29 +127,29 @@ def refused(arguments: list[str], capsys) -> str:
 
 
 def test_missing_file_is_one_line(files, capsys) -> None:
-    assert "policy file nowhere.json does not exist" in refused(["explain", "nowhere.json"], capsys)
-    assert "profile file nowhere.json" in refused(["explain", files[0], "--profile", "nowhere.json"], capsys)
+    assert "policy file nowhere.json does not exist" in refusal_of(["explain", "nowhere.json"], capsys)
+    assert "profile file nowhere.json" in refusal_of(["explain", files[0], "--profile", "nowhere.json"], capsys)
 
 
 def test_swapped_files_are_one_line(files, capsys) -> None:
-    assert "is not an adacc_hf policy file" in refused(["explain", files[1], "--profile", files[0]], capsys)
+    assert "is not an adacc_hf policy file" in refusal_of(["explain", files[1], "--profile", files[0]], capsys)
 
 
 def test_file_that_is_not_json_is_one_line(tmp_path: Path, capsys) -> None:
     (tmp_path / "broken.json").write_text('{"format":\n')
-    assert "is not JSON" in refused(["explain", str(tmp_path / "broken.json")], capsys)
+    assert "is not JSON" in refusal_of(["explain", str(tmp_path / "broken.json")], capsys)
 
 
 @pytest.mark.parametrize("content", ["{}", "null", "[1]", '[{"step": 1}]', '[{"step": "1", "event": "policy"}]'])
 def test_a_file_that_is_no_history_is_one_line(files, tmp_path: Path, capsys, content: str) -> None:
     (tmp_path / HISTORY_FILE).write_text(content)
-    message = refused(["report", files[0], "--output", str(tmp_path / "out")], capsys)
+    message = refusal_of(["report", files[0], "--output", str(tmp_path / "out")], capsys)
     assert f"{HISTORY_FILE} is not the history of a run: pass the run's {HISTORY_FILE} with --history" in message
 
 
 def test_missing_matplotlib_is_one_line(files, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = refused(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")], capsys)
+    message = refusal_of(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")], capsys)
     assert "pip install 'adacc-hf[plot]'" in message
 
 

@@ -1,4 +1,4 @@
-"""torch.compile beside, inside and around blocks: exact, or refused in words."""
+"""torch.compile next to, inside and around blocks: exact, or refused with an error message."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
-# dynamo looks at all inputs, and at what is no leaf too
+# Dynamo looks at all inputs, non-leaf tensors included
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    # torch 2.11 traces hooks on saved tensors too, and lets go of a reference that it has only half made.
+    # torch 2.11 also traces hooks on saved tensors, and frees a reference that is only half constructed.
     pytest.mark.filterwarnings("ignore:.*StorageWeakRef.__del__:pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -36,7 +36,7 @@ def test_compiled_modules_beside_the_blocks(tiny_llama, token_batch, assert_exac
 
 
 def with_compiled_mlp(toy_model, backend, wrapped=True):
-    """Blocks whose MLP is compiled: a module around it, or itself."""
+    """Return blocks with a compiled MLP: the MLP itself, or a module around it."""
 
     def setup(block):
         block.mlp = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU())
@@ -50,14 +50,20 @@ def with_compiled_mlp(toy_model, backend, wrapped=True):
 
 
 def test_a_compiled_module_inside_a_block(toy_model, toy_batch, assert_exact):
-    """Its one autograd function saves what the compiler chose, and runs what no operator shows."""
+    """A compiled module inside a block is exact.
+
+    Its one autograd Function saves the tensors that the compiler chose, and runs kernels without operators.
+    """
     profile = assert_exact(with_compiled_mlp(toy_model, "aot_eager"), toy_batch())
     assert all(kind.untrusted == COMPILED for kind in profile.kinds)
     assert all(kind.forward_ms > 0 for kind in profile.kinds)
 
 
 def test_a_module_inside_a_block_that_compiles_itself(toy_model, toy_batch, assert_exact):
-    """Under hooks older releases run it operator by operator, newer ones run what they made of it."""
+    """A module inside a block that compiles itself is exact.
+
+    Under hooks older releases run it operator by operator, newer ones run the compiled code.
+    """
     assert_exact(with_compiled_mlp(toy_model, "aot_eager", wrapped=False), toy_batch())
 
 
@@ -67,7 +73,7 @@ def test_what_dynamo_alone_has_traced_is_seen_operator_by_operator(toy_model, to
 
 
 def hidden_code(runs, graphs):
-    """A backend whose code no record shows, as Inductor's kernels.
+    """Return a backend whose code appears in no record, like Inductor's kernels.
 
     `runs` gets an item for every run of a forward, `graphs` one for every forward that is compiled.
     """
@@ -86,7 +92,10 @@ def hidden_code(runs, graphs):
 
 
 def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
-    """In recorded calls too: torch would run it operator by operator there, and, in older releases, ever after."""
+    """Compiled code stays compiled, also in recorded calls.
+
+    There torch would run it operator by operator, and in older releases ever after.
+    """
     runs, graphs = [], []
     model, batch = with_compiled_mlp(toy_model, hidden_code(runs, graphs)), toy_batch()
     profile = profile_model(model, batch, CONFIG)
@@ -101,24 +110,24 @@ def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_what_compiled_code_saves_is_counted(toy_model, toy_batch, action):
-    """What torch keeps of the call in which it compiled is none of it."""
+    """Tensors that compiled code saves are counted. Torch's own objects of the compiling call are not."""
     model, batch = with_compiled_mlp(toy_model, hidden_code([], [])), toy_batch(64)
     policy = uniform_policy(profile_model(model, batch, CONFIG), action)
     with apply_policy(model, policy, CONFIG):
         steps = [measure_step(model, batch) for _ in range(3)]  # the first one too: nothing is recorded
     assert [step.stored_bytes for step in steps] == [policy.predicted_stored_bytes] * 3
-    # All that a retained block stores counts from its start on (adacc_hf/price/cost_model.py).
+    # All stored bytes of a retained block count from its start on (adacc_hf/price/cost_model.py).
     assert all(step.peak_bytes <= policy.predicted_peak_bytes <= 1.1 * step.peak_bytes for step in steps)
 
 
 def by_regions(model):
-    """As accelerate compiles a model by regions: each of its repeated blocks."""
+    """Compile each repeated block of the model, as accelerate's regional compilation does."""
     from accelerate.utils import compile_regions
 
     return compile_regions(model, backend="eager")
 
 
-def whole(model):
+def whole_model(model):
     return torch.compile(model, backend="eager")
 
 
@@ -132,7 +141,7 @@ hooks_forward = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("compiled", [by_regions, whole, pytest.param(in_place, marks=hooks_forward)])
+@pytest.mark.parametrize("compiled", [by_regions, whole_model, pytest.param(in_place, marks=hooks_forward)])
 def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
     model = compiled(tiny_llama(layers=1))
     with pytest.raises(
@@ -143,13 +152,16 @@ def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
 
 @hooks_forward
 def test_blocks_that_are_compiled_later_are_refused(tiny_llama, token_batch):
-    """As a Trainer with `torch_compile=True` does, whose callbacks see the bare model."""
+    """Blocks that are compiled after the policy was applied are refused.
+
+    A Trainer with `torch_compile=True` does this: its callbacks see the bare model.
+    """
     model, batch = tiny_llama(layers=1), token_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy, CONFIG):
         model(**batch).loss.backward()
         in_place(model)
-        with pytest.raises(CompiledBlockError, match=r"torch_compile=False.* torch_compile=True with Ada"):
+        with pytest.raises(CompiledBlockError, match=r"torch_compile=False.* torch_compile=True and Ada"):
             model(**batch)
         with torch.no_grad():
             model(**batch)

@@ -1,7 +1,7 @@
-"""Rule R6 for autograd functions written in Python: their backward may write into what they saved.
+"""Rule R6 for autograd Functions written in Python: their backward may write into their saved tensors.
 
-The kernels of libraries do so to save memory. What other nodes of the block save is never overwritten here: that would
-degrade plain training too.
+Kernels of libraries do so to save memory. Tensors saved by other nodes of the block are never overwritten here, because
+that would degrade plain training too.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 class SquareIntoWhatItSaved(torch.autograd.Function):
-    """x * x, whose backward leaves its result where x was: no dispatcher and no version counter sees it."""
+    """x * x, whose backward writes the result over x, unseen by the dispatcher and version counters."""
 
     @staticmethod
     def forward(ctx, x):
@@ -35,13 +35,13 @@ square = SquareIntoWhatItSaved.apply
 
 
 def before_a_replay_reads_it(block, hidden):
-    """The square's backward comes before the layer's, for which exp is replayed from what the square saved."""
+    """Run the square's backward before the layer's, whose replay computes exp from the square's saved tensor."""
     x = block.up(hidden)
     return hidden + block.down(x.tanh().exp()) + square(x)
 
 
 def in_a_chain(block, hidden):
-    """What one square saved is what the next one's argument is replayed from."""
+    """Chain squares, so that a square's saved tensor is the start of the next one's replay."""
     x = block.up(hidden)
     y = x * 0.5
     return hidden + block.down(y.sigmoid()) + square(y) + square(x)
@@ -52,7 +52,7 @@ def of_the_blocks_input(block, hidden):
 
 
 def of_a_twin(block, hidden):
-    """Two equal activations, which a plan stores once: the square gets one of them, the layer the other."""
+    """Pass two equal activations, stored once by a plan, to the square and the layer."""
     x = block.up(hidden)
     return hidden + block.down(x * 0.5) + square(x * 0.5)
 
@@ -68,7 +68,7 @@ def test_what_a_function_overwrites_is_read_by_nobody_else(toy_model, toy_batch,
 
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward):
-    """Whichever values a policy stores."""
+    """The predicted peak includes the copies, for any stored values."""
     model, batch = toy_model(forward), toy_batch(64)
     profile = profile_model(model, batch, CONFIG)
     policies = [random_policy(profile, seed, ("retain", "recompute")) for seed in range(8)]
@@ -83,7 +83,8 @@ def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward
 
 
 def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):
-    """What nobody else reads may be overwritten, and torch's own operators never do that."""
+    """Only tensors that replay reads are copied. Others may be overwritten, and torch's own operators never
+    overwrite."""
     batch, copies = toy_batch(), []
     for name in ("clone_with_storage", "copy_with_storage"):
         original = getattr(call_module, name)
@@ -96,7 +97,7 @@ def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):
         model = toy_model(forward)
         policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
         with apply_policy(model, policy, CONFIG):
-            for _ in range(3):  # the third call's backward is in the order that was learnt
+            for _ in range(3):  # the third call's backward is in the learned order
                 loss = model(**batch).loss
                 copies.clear()
                 loss.backward()
@@ -104,7 +105,7 @@ def test_only_what_replay_reads_is_copied(toy_model, toy_batch, monkeypatch):
 
 
 def test_a_tensor_asked_for_outside_of_backward_is_a_copy(toy_model, toy_batch):
-    """Whoever reads a node's saved tensors may write into them, and backward is right all the same."""
+    """A saved tensor read outside of backward is a copy. Writing into it does not change backward."""
     model, batch = toy_model(before_a_replay_reads_it), toy_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     model(**batch).loss.backward()
@@ -112,13 +113,13 @@ def test_a_tensor_asked_for_outside_of_backward_is_a_copy(toy_model, toy_batch):
     with apply_policy(model, policy, CONFIG):
         model.zero_grad()
         loss = model(**batch).loss
-        nodes, seen = [loss.grad_fn], set()
+        nodes, visited = [loss.grad_fn], set()
         while nodes:
             node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
+            if node is not None and node not in visited:
+                visited.add(node)
                 nodes.extend(parent for parent, _ in node.next_functions)
-        (custom, *_) = [node for node in seen if "SquareIntoWhatItSaved" in node.name()]
+        (custom, *_) = [node for node in visited if "SquareIntoWhatItSaved" in node.name()]
         custom.saved_tensors[0].zero_()
         loss.backward()
     assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))

@@ -49,23 +49,23 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def loss_of(model, given):
-    """The sum of the losses of two calls if the batch is two."""
-    return sum(model(**each).loss for each in given) if isinstance(given, list) else model(**given).loss
+def loss_of(model, batches):
+    """Return the loss of a batch, or the sum of the losses of a list of batches."""
+    return sum(model(**each).loss for each in batches) if isinstance(batches, list) else model(**batches).loss
 
 
 def train(model, twice):
-    """Losses, gradients and weights of some steps of SGD."""
+    """Return losses, gradients and weights of some steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    noted = []
+    results = []
     for step in range(STEPS):
         torch.manual_seed(10 * step + dist.get_rank())
         loss = loss_of(model, [batch(step), batch(step + 50)] if twice else batch(step))
         loss.backward()
-        noted += [loss.detach(), *(local(p.grad).clone() for p in model.parameters())]
+        results += [loss.detach(), *(local(p.grad).clone() for p in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    return noted + [local(p.detach()).clone() for p in model.parameters()]
+    return results + [local(p.detach()).clone() for p in model.parameters()]
 
 
 def policies(profile):
@@ -74,7 +74,7 @@ def policies(profile):
 
 
 def applied(wrap, policy, before):
-    """(the wrapped model under the policy, the policy's handle)"""
+    """Return (the wrapped model under the policy, the policy's handle)."""
     model = build()
     if before:
         handle = apply_policy(model, policy, CONFIG)
@@ -87,9 +87,9 @@ def check(name, before):
     wrap = WRAPPERS[name]
     twice = name.endswith("twice")
     plain = train(wrap(build()), twice)
-    # A policy knows blocks by their names, which DDP changes, and by their operators, which FSDP2's casts change.
+    # A policy refers to blocks by names, which DDP changes, and by operators, which FSDP2's casts change.
     bare = name.startswith("fsdp2") and "bf16" not in name or (before and name == "ddp")
-    compute_loss = (lambda model, given: loss_of(model, [given, given])) if twice else None
+    compute_loss = (lambda model, batch: loss_of(model, [batch, batch])) if twice else None
     profile = profile_model(build() if bare else wrap(build()), batch(9), CONFIG, compute_loss=compute_loss)
     assert len(profile.blocks) == (4 if twice else 2)
     for policy in policies(profile):
@@ -120,7 +120,8 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def run_two_ranks(tmp_path_factory):
-    """`run_two_ranks(*arguments)`: the output of the worker on two ranks; fails with it if a rank fails."""
+    """`run_two_ranks(*arguments)`: the worker's output on two ranks. If a rank fails, the test fails with its
+    output."""
     script = tmp_path_factory.mktemp("worker") / "worker.py"
     script.write_text(WORKER, encoding="utf-8")
 
@@ -137,7 +138,8 @@ def run_two_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_two_ranks_train_as_without_policy(run_two_ranks, order):
-    """`order` says when the policy is applied: before the model is wrapped, or after."""
+    """Two ranks train as without a policy. `order` is when the policy is applied: before or after wrapping the
+    model."""
     output = run_two_ranks(order)
     for wrapper in ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-twice"):
         for rank in range(2):

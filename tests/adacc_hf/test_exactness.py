@@ -1,4 +1,4 @@
-"""Rule R1 on GPT-2 and LLaMA: under every lossless policy, loss and gradients are those of plain training, bitwise."""
+"""Rule R1 on GPT-2 and LLaMA: under every lossless policy, loss and gradients are bit-equal to plain training's."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
-def trained(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
+def plain_training(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
     """(model, batch, autocast, its profile, three steps of plain training)."""
     name, attention, layers, autocast = request.param
     build = {"gpt2": tiny_gpt2, "llama": partial(tiny_llama, attention_dropout=0.1)}[name]
@@ -32,12 +32,12 @@ def trained(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
     return model, batch, autocast, profile, run_steps(model, batch, autocast=autocast)
 
 
-# 50 examples for each of the five settings: more than the 200 policies that were promised. The fixtures outlive an
-# example, but nothing in them changes: weights stay as they are, gradients are dropped.
+# 50 examples for each of the five settings, 250 policies in total. The fixtures outlive an example but do not change:
+# weights stay, and gradients are dropped.
 @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_random_lossless_policies_train_exactly(trained, run_steps, assert_same_steps, seed):
-    model, batch, autocast, profile, plain = trained
+def test_random_lossless_policies_train_exactly(plain_training, run_steps, assert_same_steps, seed):
+    model, batch, autocast, profile, plain = plain_training
     policy = random_policy(profile, seed, ("retain", "recompute", "compress"), lossless=True)
     with apply_policy(model, policy):
         # The first step is recorded, the second guesses the order of backward, the third has learned it.
@@ -45,8 +45,8 @@ def test_random_lossless_policies_train_exactly(trained, run_steps, assert_same_
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_policies_store_what_they_predict(trained, run_steps, seed):
-    model, batch, autocast, profile, _ = trained
+def test_random_policies_store_what_they_predict(plain_training, run_steps, seed):
+    model, batch, autocast, profile, _ = plain_training
     policy = random_policy(profile, seed, ("retain", "recompute", "compress"))
     with apply_policy(model, policy):
         run_steps(model, batch, num_steps=2, autocast=autocast)
@@ -55,15 +55,15 @@ def test_random_policies_store_what_they_predict(trained, run_steps, seed):
 
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
-def test_uniform_policies_train_exactly(trained, run_steps, assert_same_steps, action):
-    model, batch, autocast, profile, plain = trained
+def test_uniform_policies_train_exactly(plain_training, run_steps, assert_same_steps, action):
+    model, batch, autocast, profile, plain = plain_training
     with apply_policy(model, uniform_policy(profile, action)):
         assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
 
 
-def test_random_policies_use_every_action(trained):
-    """Else the tests above would be weaker than they look."""
-    profile = trained[3]
+def test_random_policies_use_every_action(plain_training):
+    """Random policies use every action. Otherwise the tests above would be weaker than they look."""
+    profile = plain_training[3]
     actions = ("retain", "recompute", "compress")
     policies = [random_policy(profile, seed, actions, lossless=True) for seed in range(4)]
     assert set().union(*(policy.action_counts() for policy in policies)) == {*actions}
@@ -71,17 +71,17 @@ def test_random_policies_use_every_action(trained):
     assert codecs == {None, "bitmask"}
 
 
-def test_a_lossy_policy_changes_the_gradients(trained, run_steps):
-    """The comparison can tell: 8-bit and 4-bit activations do change gradients."""
-    model, batch, autocast, profile, plain = trained
+def test_a_lossy_policy_changes_the_gradients(plain_training, run_steps):
+    """A lossy policy changes the gradients, which shows that the comparison detects 8-bit and 4-bit activations."""
+    model, batch, autocast, profile, plain = plain_training
     with apply_policy(model, uniform_policy(profile, "compress")):
         lossy = run_steps(model, batch, num_steps=1, autocast=autocast)
     assert torch.equal(lossy[0]["loss"], plain[0]["loss"])
     assert any(not torch.equal(lossy[0][name], plain[0][name]) for name in plain[0])
 
 
-def test_one_policy_trains_other_shapes_exactly(trained, token_batch, run_steps, assert_same_steps):
-    model, _, autocast, profile, _ = trained
+def test_one_policy_trains_other_shapes_exactly(plain_training, token_batch, run_steps, assert_same_steps):
+    model, _, autocast, profile, _ = plain_training
     policy = random_policy(profile, 5, ("retain", "recompute", "compress"), lossless=True)
     batches = [token_batch(3, 7), token_batch(1, 16), token_batch(2, 12)]
     plain = [run_steps(model, batch, autocast=autocast) for batch in batches]

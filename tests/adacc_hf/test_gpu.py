@@ -1,6 +1,6 @@
-"""The core on a CUDA device: what it measures, predicts and waits for. Run with `pytest -m gpu`.
+"""The core on a CUDA device: measurements, predictions and synchronization. Run with `pytest -m gpu`.
 
-What holds on the CPU too runs there as well, so that these tests are known to work.
+Tests that also hold on the CPU run there as well, so that they are known to work.
 """
 
 from contextlib import nullcontext
@@ -20,17 +20,22 @@ from adacc_hf.tape.data_reads import data_of
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.torch_glue.compat import adds_into_wider, no_packed_sequences
-from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes, take_peak
+from adacc_hf.torch_glue.memory import (
+    MemoryMeter,
+    measure_step,
+    static_bytes,
+    take_peak,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = AdaccConfig(min_compress_bytes=0)
 BLOCK_BYTES = 512
-"""What torch's caching allocator counts in."""
+"""Granularity of torch's caching allocator in bytes."""
 
 
 @pytest.fixture(params=["eager", "sdpa"])
 def on_device(request, tiny_gpt2, token_batch):
-    """Makes (model, batch) on a device."""
+    """A function that returns (model, batch) on a device."""
 
     def make(device, **sizes):
         batch = {name: tensor.to(device) for name, tensor in token_batch(4, 64).items()}
@@ -42,15 +47,15 @@ def on_device(request, tiny_gpt2, token_batch):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_meter_counts_live_and_peak_bytes(device):
     with MemoryMeter.for_device(torch.device(device, 0) if device == "cuda" else torch.device(device)) as meter:
-        kept = torch.empty(1000, dtype=torch.uint8, device=device)
+        tensor = torch.empty(1000, dtype=torch.uint8, device=device)
         meter.mark(("kept",))
-        del kept
+        del tensor
         torch.empty(3 * BLOCK_BYTES, dtype=torch.uint8, device=device)
         meter.mark(("gone",))
-    kept, gone = meter.points[-2:]
-    assert kept.live_bytes == (1000 if device == "cpu" else 2 * BLOCK_BYTES)
-    assert gone.live_bytes == 0
-    assert kept.max_bytes == 3 * BLOCK_BYTES
+    tensor_mark, end_mark = meter.points[-2:]
+    assert tensor_mark.live_bytes == (1000 if device == "cpu" else 2 * BLOCK_BYTES)
+    assert end_mark.live_bytes == 0
+    assert tensor_mark.max_bytes == 3 * BLOCK_BYTES
 
 
 @pytest.mark.gpu
@@ -60,10 +65,10 @@ def test_peaks_before_a_meter_are_known_after_it():
     torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
     with MemoryMeter.for_device(torch.device("cuda")) as meter:
         meter.mark(("start",))
-        kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    assert torch.cuda.max_memory_allocated() == before + kept.nbytes
+        tensor = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.max_memory_allocated() == before + tensor.nbytes
     assert take_peak() == before + (8 << 20)
-    assert take_peak() == before + kept.nbytes
+    assert take_peak() == before + tensor.nbytes
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -75,17 +80,17 @@ def test_stored_bytes_and_peak_are_as_predicted(on_device, device, action):
         for _ in range(3):
             model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)
-        measured = measure_step(model, batch)
-    # A block of the allocator for every stored tensor, of which a block has fewer than 100.
+        step_memory = measure_step(model, batch)
+    # One allocator block for every stored tensor; a transformer block has fewer than 100.
     rounding = BLOCK_BYTES * 100 * len(policy.blocks) if device == "cuda" else 0
-    assert measured.stored_bytes == pytest.approx(policy.predicted_stored_bytes, abs=rounding)
-    # 3 % on the CPU (test_memory.py), where an operator's temporaries are those of the profiled step too.
-    assert measured.peak_bytes == pytest.approx(policy.predicted_peak_bytes, rel=0.03, abs=rounding)
+    assert step_memory.stored_bytes == pytest.approx(policy.predicted_stored_bytes, abs=rounding)
+    # 3 % on the CPU (test_memory.py), where an operator's temporaries equal the profiled step's.
+    assert step_memory.peak_bytes == pytest.approx(policy.predicted_peak_bytes, rel=0.03, abs=rounding)
 
 
 @pytest.mark.gpu
 def test_the_predicted_peak_is_that_of_the_device(on_device):
-    """As torch.cuda counts it, beside a tensor of somebody else's, workspaces of products included."""
+    """The predicted peak is torch.cuda's, next to another tensor on the device, workspaces of products included."""
     somebody_elses = torch.empty(50 << 20, dtype=torch.uint8, device="cuda")
     model, batch = on_device("cuda", width=256, n_head=4, n_positions=64)
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
@@ -95,7 +100,7 @@ def test_the_predicted_peak_is_that_of_the_device(on_device):
             torch.cuda.reset_peak_memory_stats()
             model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)
-    # 3 % as above, of a peak that what lies there does not help to keep to.
+    # 3 % as above, of a peak that includes the other tensor.
     own_bytes = policy.predicted_peak_bytes - somebody_elses.nbytes
     rounding = BLOCK_BYTES * 100 * len(policy.blocks)
     assert torch.cuda.max_memory_allocated() == pytest.approx(
@@ -116,10 +121,13 @@ def test_an_earlier_model_that_only_cycles_hold_is_not_counted(on_device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_ours", [False, True], ids=["plain", "policy"])
 def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
-    """Rule R10, under a policy of all actions. Plain training shows that what is found is ours."""
+    """A steady step under a policy of all actions never synchronizes (rule R10).
+
+    Plain training of the same model shows which synchronizations are Adacc's.
+    """
     model, batch = on_device("cuda")
     policy = random_policy(profile_model(model, batch, CONFIG), 0, ("retain", "recompute", "compress"))
-    # Transformers waits to see whether a batch is packed, in plain training too.
+    # Transformers synchronizes to detect packing, in plain training too.
     with no_packed_sequences(), apply_policy(model, policy, CONFIG) if is_ours else nullcontext():
         for _ in range(3):  # the first two calls at a shape are recorded, the third learns the order
             model(**batch).loss.backward()
@@ -135,8 +143,11 @@ def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("on_device", ["sdpa"], indirect=True)
 def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropout):
-    """Which kernel torch takes for halves depends on the GPU: cuDNN's on Hopper. What a kernel leaves unwritten, its
-    seed without dropout, is kept."""
+    """Recomputing around a fused attention is exact, with any kernel.
+
+    The kernel for 16-bit floats depends on the GPU: cuDNN's on Hopper. Memory that a kernel leaves unwritten, such as
+    its seed without dropout, is retained.
+    """
     model, batch = on_device("cuda", attn_pdrop=dropout)
     bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
 
@@ -155,19 +166,19 @@ def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropou
             profile = profile_model(model, batch, CONFIG)
         if not any(kernel in value.name for kind in profile.kinds for value in kind.values):
             pytest.skip(f"this GPU has no attention by {kernel}")
-        noise = relative_error(plain, again)  # a GPU's atomic additions; nothing on the emulated one
+        noise = relative_error(plain, again)  # from a GPU's atomic additions; zero on the emulated device
         with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
             for _ in range(3):
-                found, after = step()
-                assert torch.equal(found.loss, plain.loss)
+                step_result, after = step()
+                assert torch.equal(step_result.loss, plain.loss)
                 assert torch.equal(after, state)
-                assert relative_error(plain, found) <= NOISE_FACTOR * noise
+                assert relative_error(plain, step_result) <= NOISE_FACTOR * noise
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, token_batch, caplog, kernel):
-    """As was planned from a few samples of the batch, whose own size then is a new one."""
+    """A fused attention is recomputed at a new size. Plans come from a few samples, so the batch's own size is new."""
     model = tiny_llama(layers=3, hidden_size=256).to("cuda")
     batch = {name: tensor.to("cuda") for name, tensor in token_batch(8, 64).items()}
     bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
@@ -184,21 +195,24 @@ def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, tok
                 loss.backward()
                 model.zero_grad(set_to_none=True)
             with bf16():
-                measured = measure_step(model, batch)
+                step_memory = measure_step(model, batch)
     assert not [record for record in caplog.records if "retain" in record.message]
-    # What attention makes is 786,432 bytes in the three blocks.
+    # The outputs of attention take 786,432 bytes in the three blocks.
     rounding = BLOCK_BYTES * 100 * len(policy.blocks)
-    assert measured.stored_bytes == pytest.approx(policy.predicted_stored_bytes, abs=rounding)
+    assert step_memory.stored_bytes == pytest.approx(policy.predicted_stored_bytes, abs=rounding)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rate", [0.1, 0.15, 0.42])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_is_recomputed_at_any_rate(rate, dtype):
-    """CUDA multiplies by a float32 reciprocal, which for 0.15 and 0.42 is another number than the double one."""
+    """Dropout is recomputed at any rate.
+
+    CUDA multiplies by a float32 reciprocal, which differs from the double one for 0.15 and 0.42.
+    """
     block = torch.nn.Dropout(rate).train()
-    given = torch.randn(64, 64, device="cuda", dtype=dtype, requires_grad=True)
-    recording = Recording("block", block, (given,), {})
+    hidden = torch.randn(64, 64, device="cuda", dtype=dtype, requires_grad=True)
+    recording = Recording("block", block, (hidden,), {})
     recording.run(lambda x: block(x).exp())
     recorder = recording.recorder
     tape = TapeCache(verify).verified_tape(recorder)
@@ -210,17 +224,17 @@ def test_dropout_is_recomputed_at_any_rate(rate, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_timed", [False, True])
 def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatch, is_timed):
-    """In backward's thread another one may be the fastest."""
+    """A convolution whose kernel is selected by timing is not replayed, because another kernel may win in backward."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", is_timed)
     block = torch.nn.Conv1d(8, 8, 3, padding=1, device="cuda")
-    given = torch.randn(4, 8, 64, device="cuda", requires_grad=True)
-    recording = Recording("block", block, (given,), {})
+    hidden = torch.randn(4, 8, 64, device="cuda", requires_grad=True)
+    recording = Recording("block", block, (hidden,), {})
     recording.run(lambda x: block(x).exp())
     tape = TapeCache(verify).verified_tape(recording.recorder)
     recording.close()
-    made = {op.short_name: set(op.results()) for op in tape.operators}
-    assert made["convolution"].isdisjoint(tape.recomputable) == is_timed
-    assert made["exp"] <= tape.recomputable or is_timed
+    results_by_name = {op.short_name: set(op.results()) for op in tape.operators}
+    assert results_by_name["convolution"].isdisjoint(tape.recomputable) == is_timed
+    assert results_by_name["exp"] <= tape.recomputable or is_timed
 
 
 @pytest.mark.gpu
@@ -238,7 +252,10 @@ def test_data_that_many_blocks_read_is_waited_for_once():
 
 @pytest.mark.gpu
 def test_products_of_halves_are_added_to_the_gradient_of_a_head_while_they_are_made(monkeypatch):
-    """Each chunk's, and to a float32 sum: a product of its own would be rounded, written and read again."""
+    """Each chunk's product of 16-bit factors is added to the head's float32 gradient inside the product.
+
+    A separate product would be rounded, written and read again.
+    """
     width, classes, num_rows = 64, 2048, 256
     rows, weight = (torch.randn(n, width, device="cuda") for n in (num_rows, classes))
     rows, weight = rows.requires_grad_(), weight.mul_(0.1).requires_grad_()
@@ -246,21 +263,21 @@ def test_products_of_halves_are_added_to_the_gradient_of_a_head_while_they_are_m
     assert adds_into_wider(rows.device, torch.bfloat16)
     added, addmm = [], torch.addmm
 
-    def noted(*args, **options):
+    def addmm_and_record(*args, **options):
         if args[0].is_cuda:
             added.append(options["out_dtype"])
         return addmm(*args, **options)
 
-    monkeypatch.setattr(torch, "addmm", noted)
+    monkeypatch.setattr(torch, "addmm", addmm_and_record)
 
     def gradient(dtype):
         chunked_cross_entropy(rows, weight, None, target, dtype=dtype, num_rows=32).backward()
-        found, weight.grad = weight.grad, None
-        return found
+        weight_gradient, weight.grad = weight.grad, None
+        return weight_gradient
 
     exact = gradient(torch.float32)
     assert added == []
-    # The roundings of bfloat16, 2^-8, of rows, weight and logits, which average out in part.
+    # Rounding to bfloat16, 2^-8, of rows, weight and logits, which averages out in part.
     assert (gradient(torch.bfloat16) - exact).norm() < 2**-7 * exact.norm()
     assert added == [torch.float32] * 8
 

@@ -1,7 +1,7 @@
-"""Rule R7 for liger-kernel, whose Triton kernels write where no dispatcher sees it: RMSNorm, RoPE, SwiGLU.
+"""Rule R7 for liger-kernel, whose Triton kernels write unseen by the dispatcher: RMSNorm, RoPE, SwiGLU.
 
 Triton reads TRITON_INTERPRET when it is first imported, so on the CPU the tests run in a process of their own, which
-`test_under_the_interpreter` starts on this very file.
+`test_under_the_interpreter` starts on this file.
 """
 
 import gc
@@ -33,18 +33,18 @@ def test_under_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-2000:]
+    assert " passed" in process.stdout
 
 
 @pytest.fixture(scope="module")
 def liger():
-    """The function that puts liger's kernels into a LLaMA, made fit for the interpreter of this release of Triton.
+    """The function that puts liger's kernels into a LLaMA, adapted to the interpreter of this release of Triton.
 
-    The interpreter hands floats to kernels bare, where a compiled kernel is given scalars that can be cast, and has no
-    libdevice. It moves tensors by operators of torch, where a compiled kernel runs none: dispatch modes must not see
-    that. And it holds on to them in cycles of references, which would be measured as stored.
+    The interpreter passes floats to kernels bare, where a compiled kernel gets scalars that can be cast, and has no
+    libdevice. It moves tensors by torch operators, where a compiled kernel runs none, so dispatch modes must not see
+    them. And reference cycles keep tensors alive, which would be measured as stored.
     """
     import numpy as np
     import triton.language as tl
@@ -65,7 +65,7 @@ def liger():
             run(executor, *args, **kwargs)
         gc.collect()
 
-    gc.freeze()  # what is there now need not be looked through after each kernel
+    gc.freeze()  # existing objects need no search after each kernel
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_implicit_cvt", with_floats)
@@ -83,7 +83,8 @@ def model(liger, tiny_llama):
 
 @interpreted
 def test_training_is_exact_and_stores_what_is_predicted(model, token_batch, assert_exact):
-    """Each Function of liger's is one operator, and its forward runs again; the rotation writes in place."""
+    """Training is exact. Each of liger's Functions is one operator with a forward that replays; the rotation is in
+    place."""
     batch = token_batch(1, 4)
     profile = assert_exact(model, batch, num_policies=1)
     (kind,) = profile.kinds
@@ -101,7 +102,10 @@ def test_training_is_exact_and_stores_what_is_predicted(model, token_batch, asse
 
 @interpreted
 def test_the_least_peak_is_no_higher_than_checkpointings(liger, tiny_llama, token_batch):
-    """`TRITON_INTERPRET=1 pytest -s` prints the peaks of a step, without what the model takes itself."""
+    """The least peak is no higher than torch's checkpoint's. `TRITON_INTERPRET=1 pytest -s` prints the peaks.
+
+    Printed peaks exclude the model.
+    """
     model, batch = tiny_llama(layers=4), token_batch(1, 16)
     liger(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model)
 

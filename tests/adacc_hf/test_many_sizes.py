@@ -1,6 +1,6 @@
-"""What is remembered of batches of ever new sizes: no more after thousands of them than after one thousand.
+"""Caches for batches of ever new sizes are no larger after thousands of sizes than after one thousand.
 
-`ADACC_MANY_SIZES=10000 pytest tests/adacc_hf/test_many_sizes.py` goes on to ten thousand.
+`ADACC_MANY_SIZES=10000 pytest tests/adacc_hf/test_many_sizes.py` runs ten thousand.
 """
 
 import gc
@@ -46,7 +46,8 @@ class Model(nn.Module):
 
 
 def remembered():
-    """Objects of ours by class, and the blocks of memory that Python has given out for all objects."""
+    """Return the number of Adacc's objects by class, and of the memory blocks that Python has allocated for all
+    objects."""
     gc.collect()
     ours = Counter(type(thing) for thing in gc.get_objects() if str(type(thing).__module__).startswith("adacc_hf."))
     return ours, sys.getallocatedblocks()
@@ -70,5 +71,5 @@ def test_ever_new_sizes_take_no_more_memory(one_thread):
     grown = {kind.__name__: count - before[kind] for kind, count in after.items()}
     most = {kind.__name__: num_records * per_tape.get(kind, 0) for kind in after}
     assert {name: (count, most[name]) for name, count in grown.items() if count > most[name]} == {}
-    # Layouts that codecs have seen are cached, some 4,000 of them at seven blocks each; a tape takes hundreds.
+    # Layouts of codecs are cached, some 4,000 of them at seven memory blocks each; a tape takes hundreds.
     assert more_blocks - blocks < 0.02 * blocks

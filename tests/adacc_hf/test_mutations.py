@@ -1,6 +1,6 @@
-"""Anything that a training loop may change between steps: lossless training is plain training, or stops with words.
+"""Changes of any kind between steps: lossless training equals plain training, or stops with an error message.
 
-By default 40 runs are tried. `ADACC_MUTATIONS=2000 pytest tests/adacc_hf/test_mutations.py` tries as many (an hour).
+By default 40 runs are tried. `ADACC_MUTATIONS=2000 pytest tests/adacc_hf/test_mutations.py` tries 2000 (an hour).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ MODELS = {
     "mixtral": lambda: T.MixtralForCausalLM(T.MixtralConfig(**LLAMA, num_local_experts=4, **IDS)),
 }
 TARGETS = {"gpt2": "c_proj", "llama": "o_proj", "t5": "wi", "bert": "value", "mixtral": "o_proj"}
-"""The linear layer of each model's blocks that the values below scale, and that LoRA adapts."""
+"""The linear layer in each model's blocks that the values below scale, and that LoRA adapts."""
 
 factor = 1.0
-"""What `Scaled` reads as a global."""
+"""A global number that `Scaled` reads."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Mode(Enum):
 
 
 class Scaled(nn.Module):
-    """A linear layer whose result is scaled by values of many types, which others may change."""
+    """A linear layer whose result is scaled by changeable values of many types."""
 
     shared: ClassVar[list[float]] = [1.0]
 
@@ -112,7 +112,7 @@ def _closure() -> _Cell:
     return _Cell(read, write)
 
 
-# What is changed. Each is given the model, a block's `Scaled` layer and a number out of 0.5, 1 and 2.
+# Changes. Each takes the model, a block's `Scaled` layer and a number out of 0.5, 1 and 2.
 
 
 def attribute(name, of=lambda number: number):
@@ -124,7 +124,7 @@ def set_global(model, layer, number):
 
 
 def on_blocks(change):
-    """Every parameter of the blocks of the layer's model is given to `change(parameter, number)`."""
+    """Return a change that calls `change(parameter, number)` for every parameter of the model's blocks."""
 
     def run(model, layer, number):
         for parameter in layer.parameters():
@@ -216,7 +216,7 @@ MUTATIONS = {
 def _hook(layer, number):
     layer._forward_hooks.clear()
     if number > 1:
-        layer.register_forward_hook(lambda module, given, result: result * number)
+        layer.register_forward_hook(lambda module, args, result: result * number)
 
 
 def build(name: str, has_adapter: bool) -> nn.Module:
@@ -267,7 +267,10 @@ some_changes = st.none() | st.tuples(
 
 
 def test_lossless_training_is_plain_training_whatever_changes_between_steps(assert_same_steps):
-    """A run may stop with words where it is changed before a first step that is as profiled; few do."""
+    """Lossless training equals plain training, or stops with an error.
+
+    An error is allowed only if a change comes before the first step that runs as profiled; few runs stop.
+    """
     stopped = []
 
     @settings(max_examples=EXAMPLES, database=None)
@@ -286,7 +289,7 @@ def test_lossless_training_is_plain_training_whatever_changes_between_steps(asse
             try:
                 ours = train(model, sizes, changes)
             except AdaccError as error:
-                # One sample alone runs other operators: it does not show that the model is the profiled one.
+                # A batch of one sample runs other operators, and does not show that the model is the profiled one.
                 first = next((step for step, (samples, _) in enumerate(sizes) if samples > 1), STEPS - 1)
                 if all(change is None for change in changes[: first + 1]):
                     raise
@@ -295,5 +298,5 @@ def test_lossless_training_is_plain_training_whatever_changes_between_steps(asse
         assert_same_steps(ours, plain)
 
     train_both()
-    # Half of the runs begin with a change, and a quarter of these changes are to other operators.
+    # Half of the runs begin with a change, and a quarter of these changes lead to other operators.
     assert len(stopped) <= EXAMPLES / 4, stopped[:3]

@@ -1,7 +1,8 @@
-"""Blocks whose kernels write by address: a user who leaves gradient checkpointing needs no more memory.
+"""Blocks whose kernels write by address: their users need no more memory than under gradient checkpointing.
 
-The kernels stand for those of FLA (gated linear attention in chunks) and of fused LoRA (rotations in place, quantized
-weights, backward that writes into what was saved). They are written in numpy, on the memory that a tensor has.
+The kernels resemble those of FLA (gated linear attention in chunks) and of fused LoRA (rotations in place, quantized
+weights, a backward that writes into its saved tensors). They are written in numpy, on the tensors' memory.
+
 `pytest -s tests/adacc_hf/test_opaque_kernels.py` prints the peaks.
 """
 
@@ -55,7 +56,7 @@ class FusedNorm(Function):
 
 
 class FusedGate(Function):
-    """silu(a) * b, whose backward leaves both gradients where a and b were, as Liger's and Unsloth's do."""
+    """silu(a) * b, whose backward writes both gradients over a and b, as in Liger and Unsloth."""
 
     @staticmethod
     def forward(a, b):
@@ -86,7 +87,7 @@ def gate_backward(gradient, a, b):
 
 
 class ChunkedAttention(Function):
-    """Gated linear attention by chunks: it saves the sums of the gates, and returns a state that may be None."""
+    """Gated linear attention by chunks, which saves the sums of the gates and returns a state that may be None."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, scale, wants_state):
@@ -122,7 +123,7 @@ def chunks(q, k, v, g, scale, sums, scores, state, out):
 
 
 class LinearAttentionBlock(nn.Module):
-    """A block as FLA has them."""
+    """A block in the style of FLA."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +150,7 @@ def split(x):
 
 
 class Rotate(Function):
-    """Rotary positions, written in place into what the block made; the tables hang on the context."""
+    """Rotary positions, written in place into a tensor of the block. The tables are attributes of the context."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -170,7 +171,7 @@ def rotate(x, cos, sin):
 
 
 class Quantized:
-    """The scale of a quantized weight, and the shape that it had."""
+    """The scale and the original shape of a quantized weight."""
 
     def __init__(self, scale, shape):
         self.scale, self.shape, self.kind = scale, shape, "int8"
@@ -193,7 +194,7 @@ def product_backward(gradient, x, weight, state, a, b, scale):
 
 
 class FusedLoRA(Function):
-    """Products with quantized weights and their adapters: each comes as (weight, state, a, b, scale)."""
+    """Products with quantized weights and their adapters, each passed as (weight, state, a, b, scale)."""
 
     @staticmethod
     def forward(ctx, x, scale, *parts):
@@ -206,16 +207,16 @@ class FusedLoRA(Function):
     @staticmethod
     def backward(ctx, *gradients):
         x, *adapters = ctx.saved_tensors
-        for_x, found = torch.zeros_like(x), []
+        for_x, input_gradients = torch.zeros_like(x), []
         for index, (gradient, frozen) in enumerate(zip(gradients, ctx.frozen, strict=True)):
             of_x, of_a, of_b = product_backward(gradient, x, *frozen, *adapters[2 * index : 2 * index + 2], ctx.scale)
             for_x += of_x
-            found += [None, None, of_a, of_b]
-        return for_x, None, *found
+            input_gradients += [None, None, of_a, of_b]
+        return for_x, None, *input_gradients
 
 
 class FusedMlp(Function):
-    """A gated MLP with LoRA; its backward overwrites what it saved, and is told which kernels to run."""
+    """A gated MLP with LoRA whose backward overwrites its saved tensors. An argument selects the kernels."""
 
     @staticmethod
     def forward(ctx, x, scale, kernel, kernel_backward, *parts):
@@ -256,7 +257,7 @@ class Adapted(nn.Module):
 
 
 class LoRABlock(nn.Module):
-    """A block as Unsloth has them."""
+    """A block in the style of Unsloth."""
 
     def __init__(self):
         super().__init__()
@@ -284,15 +285,15 @@ class Model(nn.Module):
         self.is_checkpointed = False
 
     def forward(self, x):
-        hidden, given = self.inlet(x), ()
+        hidden, tables = self.inlet(x), ()
         if isinstance(self.layers[0], LoRABlock):
             angles = torch.arange(x.shape[1])[:, None] * torch.logspace(0, -2, WIDTH // HEADS // 2)
-            given = (angles.cos()[:, None].contiguous(), angles.sin()[:, None].contiguous())
+            tables = (angles.cos()[:, None].contiguous(), angles.sin()[:, None].contiguous())
         for layer in self.layers:
             if self.is_checkpointed:
-                hidden = checkpoint(layer, hidden, *given, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, *tables, use_reentrant=False)
             else:
-                hidden = layer(hidden, *given)
+                hidden = layer(hidden, *tables)
         return SimpleNamespace(loss=hidden.square().mean())
 
 
@@ -317,7 +318,8 @@ def peak_of(model, batch):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_least_peak_is_no_higher_than_checkpointings(one_thread, block):
-    """Bit for bit the gradients of plain training, in no more memory than torch's checkpoint needs beside the model."""
+    """Gradients equal plain training's, and the step needs no more memory than torch's checkpoint, the model
+    excluded."""
     model = Model(block).train()
     batch = {"x": torch.randn(4, 64, WIDTH)}
     exact, plain = gradients_of(model, batch), peak_of(model, batch)
@@ -341,7 +343,7 @@ def test_the_least_peak_is_no_higher_than_checkpointings(one_thread, block):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_peak_of_any_policy_is_predicted(one_thread, block):
-    """The copies among it that are made of what a Function's backward may write into."""
+    """Predicted peaks include the copies of tensors that a Function's backward may overwrite."""
     model = Model(block, num_blocks=3).train()
     batch = {"x": torch.randn(4, 64, WIDTH)}
     profile = profile_model(model, batch, CONFIG)

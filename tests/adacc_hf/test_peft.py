@@ -1,4 +1,4 @@
-"""Adapters of all makes: training is bit for bit as without us, and stores and peaks as predicted."""
+"""Adapters of all kinds: training is bit for bit as without policies, and stores and peaks as predicted."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ peft = pytest.importorskip("peft", reason="the test extra installs peft")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft 0.21 with Transformers 5.23
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # what it says of settings is its own matter
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # peft warns of settings
 ]
 CONFIG = AdaccConfig(min_compress_bytes=0)
 QV = {"target_modules": ["q_proj", "v_proj"]}
@@ -36,16 +36,17 @@ GIVES_INPUTS_GRADIENTS = ("LoRA", "IA3")
 
 @pytest.fixture(scope="module")
 def batch(token_batch):
-    """With padding."""
-    made = token_batch(4, 24)
-    made["attention_mask"] = torch.ones_like(made["input_ids"])
-    made["attention_mask"][0, -5:] = 0
-    return made
+    """A batch with padding."""
+    padded = token_batch(4, 24)
+    padded["attention_mask"] = torch.ones_like(padded["input_ids"])
+    padded["attention_mask"][0, -5:] = 0
+    return padded
 
 
 @pytest.fixture(scope="module")
 def assert_promises_kept(run_steps, assert_same_steps, peak_of):
-    """`assert_promises_kept(model, batch)`: under a few lossless policies; returns the profile."""
+    """`assert_promises_kept(model, batch)`: exact and as predicted under a few lossless policies; returns the
+    profile."""
 
     def check(model, batch):
         plain = run_steps(model, batch)
@@ -54,9 +55,9 @@ def assert_promises_kept(run_steps, assert_same_steps, peak_of):
         for policy in (uniform_policy(profile, "recompute"), random):
             with apply_policy(model, policy, CONFIG):
                 assert_same_steps(run_steps(model, batch), plain)
-                measured = measure_step(model, batch)
-            assert measured.stored_bytes == policy.predicted_stored_bytes
-            assert measured.peak_bytes == peak_of(policy)
+                step_memory = measure_step(model, batch)
+            assert step_memory.stored_bytes == policy.predicted_stored_bytes
+            assert step_memory.peak_bytes == peak_of(policy)
         return profile
 
     return check
@@ -73,9 +74,10 @@ def test_methods(tiny_llama, batch, assert_promises_kept, method):
     assert any(value.recomputable for kind in profile.kinds for value in kind.activations)
 
 
-@pytest.mark.filterwarnings("ignore")  # what bitsandbytes says of a machine without a GPU is its own matter
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes warns on a machine without a GPU
 def test_adapters_on_an_8_bit_model(tiny_llama, batch, assert_promises_kept):
-    """Its products hold their inputs themselves; the rest is replayed, from scales that no buffer has."""
+    """Products of an 8-bit model hold their inputs themselves. The rest is replayed, from scales that are no
+    buffers."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
     def quantized(plain: nn.Linear) -> nn.Module:
@@ -95,7 +97,7 @@ def test_adapters_on_an_8_bit_model(tiny_llama, batch, assert_promises_kept):
 
 
 def test_adapters_switched_in_mid_training(tiny_llama, batch, run_steps, assert_same_steps):
-    """The policy was made for the first of them."""
+    """Adapters may be switched during training, under a policy made for the first one."""
 
     def run(model):
         for adapter in ("default", "other", "default"):

@@ -1,8 +1,9 @@
-"""Rule R1 at sizes that were never recorded: under the tapes of their families, models train bit for bit as without us.
-With codecs they train bit for bit as plain ones whose saved tensors are replaced by what the codecs make of them.
+"""Rule R1 at sizes that were not recorded: models with symbolic tapes train bit for bit like plain ones.
 
-`ADACC_SIZES=500 pytest tests/adacc_hf/test_sizes.py` draws as many sizes for each architecture; the examples are the
-same at every run.
+With codecs they train like plain models whose saved tensors are replaced by the codecs' round trips.
+
+`ADACC_SIZES=500 pytest tests/adacc_hf/test_sizes.py` draws 500 sizes for each architecture. The examples are the same
+at every run.
 """
 
 import copy
@@ -37,7 +38,7 @@ NAMES = (
 
 
 def batch_of(make_batch, samples, tokens, targets, seed):
-    """As the zoo makes them, but of these sizes."""
+    """Return the architecture's batch, in these sizes."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(length):
@@ -53,7 +54,7 @@ def batch_of(make_batch, samples, tokens, targets, seed):
 
 
 class Pair:
-    """A model under a random lossless policy, and its like without."""
+    """A model under a random lossless policy, and a copy without a policy."""
 
     def __init__(self, architecture, autocast, actions=("retain", "recompute", "compress"), lossless=True):
         self.autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if autocast else nullcontext
@@ -66,19 +67,19 @@ class Pair:
         self.handle = apply_policy(self.model, policy)
 
     def step(self, model, batch, seed, backward=True):
-        """The loss and every gradient."""
+        """Return the loss and every gradient."""
         torch.manual_seed(seed)
         with self.autocast():
             loss = model(**batch).loss
         if backward:
             loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
-        return {"loss": loss.detach(), "generator": torch.get_rng_state(), **found}
+        return {"loss": loss.detach(), "generator": torch.get_rng_state(), **gradients}
 
 
 class Recorder(PlainStrategy):
-    """The strategy that leaves a record of a block's call in `tapes`."""
+    """A strategy that records a block's call and leaves the record in `tapes`."""
 
     expects_outer_hooks = True
 
@@ -94,9 +95,9 @@ class Recorder(PlainStrategy):
 
 
 class RoundTrips(PlainStrategy):
-    """The strategy that has a block's backward read what codecs make of what it saved.
+    """A strategy under which backward reads the codecs' round trips of the saved tensors.
 
-    `tape` is a record of the call, which tells what the saved tensors are; `codecs` are by value.
+    `tape` is a record of the call, which identifies the saved tensors; `codecs` are by value.
     """
 
     expects_outer_hooks = True
@@ -122,7 +123,7 @@ class RoundTrips(PlainStrategy):
 
 
 class CodecPair(Pair):
-    """A model whose policy compresses, with loss too, and its like with the codecs' round trips and nothing else."""
+    """A model under a policy with lossy codecs, and a copy with the codecs' round trips only."""
 
     def __init__(self, architecture, autocast):
         super().__init__(architecture, autocast, ("retain", "compress"), lossless=False)
@@ -135,14 +136,14 @@ class CodecPair(Pair):
         self.codecs.setdefault(name, {})[value] = codec
         return codec
 
-    def planned(self):
-        """The values that are to be compressed, by block."""
+    def compressed_values(self):
+        """Return the values to be compressed, by block."""
         plans = {name: strategy.plan for name, strategy in self.handle.plans.strategies.items()}
-        found = {
+        values_by_block = {
             name: {value for value, choice in plan.choices if choice.action is Action.COMPRESS}
             for name, plan in plans.items()
         }
-        return {name: values for name, values in found.items() if values}
+        return {name: values for name, values in values_by_block.items() if values}
 
     def plain_step(self, batch, seed):
         for function in self.installation.functions.values():
@@ -210,18 +211,21 @@ def codec_pair(request, one_thread):
     seed=st.integers(0, 2**16),
 )
 def test_codecs_do_at_every_size_what_they_do_by_themselves(codec_pair, samples, tokens, targets, seed):
-    """Sizes of one run other operators, and fewer tokens have no padding: policies are not made for them."""
+    """Codecs behave in training at every size as in isolation.
+
+    Sizes of one run other operators, and fewer tokens have no padding, so policies have no plan for them.
+    """
     batch = codec_pair.make_batch(samples, tokens, targets, seed)
     codec_pair.codecs.clear()
     ours = codec_pair.step(codec_pair.model, batch, seed)
-    assert {name: set(codecs) for name, codecs in codec_pair.codecs.items()} == codec_pair.planned()
+    assert {name: set(codecs) for name, codecs in codec_pair.codecs.items()} == codec_pair.compressed_values()
     oracle = codec_pair.oracle_step(batch, seed)
     assert ours.keys() == oracle.keys()
     assert [name for name in ours if not torch.equal(ours[name], oracle[name])] == []
 
 
 def test_codecs_change_gradients(codec_pair):
-    """Else the test above would hold whatever codecs did."""
+    """Codecs change gradients. Otherwise the test above would hold for any codec."""
     batch = codec_pair.make_batch(3, 29, 17, 0)
     ours, plain = codec_pair.step(codec_pair.model, batch, 0), codec_pair.plain_step(batch, 0)
     assert torch.equal(ours["loss"], plain["loss"])

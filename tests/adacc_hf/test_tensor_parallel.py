@@ -1,6 +1,6 @@
-"""Models divided between two gloo ranks layer by layer, by tensors or by experts; this file is the script of each rank.
+"""Models divided between two gloo ranks by layers, tensors or experts. This file is also the script of each rank.
 
-The ranks follow different policies in the same step, which must neither change a bit nor leave one waiting.
+The ranks follow different policies in the same step, which must neither change a bit nor leave a rank waiting.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def by_torch() -> torch.nn.Module:
-    """Divided by torch itself, which lets results of collectives arrive when they are read."""
+    """Divide the model by torch's own API, in which collectives' results arrive when they are read."""
     model, mesh = llama(), init_device_mesh("cpu", (2,))
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
@@ -50,7 +50,7 @@ def by_torch() -> torch.nn.Module:
     return model.train()
 
 
-def loaded(folder: Path, **sizes: int) -> Callable[[], torch.nn.Module]:
+def loader_of(folder: Path, **sizes: int) -> Callable[[], torch.nn.Module]:
     return lambda: AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes)).train()
 
 
@@ -59,21 +59,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Losses and this rank's gradients of three steps."""
+    """Return losses and this rank's gradients of three steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    noted = []
+    results = []
     for step in range(3):
         torch.manual_seed(step)
         loss = model(**BATCH).loss
         loss.backward()
-        noted += [loss.detach(), *(local(p.grad).clone() for p in model.parameters() if p.grad is not None)]
+        results += [loss.detach(), *(local(p.grad).clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
         optimizer.zero_grad()
-    return noted
+    return results
 
 
 def compare(build: Callable[[], torch.nn.Module]) -> Any:
-    """The profile of a model, once lossless policies, others on each rank, have changed no bit of its training."""
+    """Assert that lossless policies, different on each rank, change no bit of training. Return the model's profile."""
     plain = train(build())
     profile = profile_model(build(), BATCH, CONFIG)
     mine = random_policy(profile, dist.get_rank(), ("retain", "recompute", "compress"), lossless=True)
@@ -87,7 +87,7 @@ def compare(build: Callable[[], torch.nn.Module]) -> Any:
 
 
 def check_memory(build: Callable[[], torch.nn.Module], profile: Any) -> None:
-    """Steps take what was predicted, codecs at work; so does the first count of what belongs to the model."""
+    """Assert that steps with codecs take the predicted memory, and that the first count of static bytes is right."""
     model = build()
     parameters = sum(local(parameter).untyped_storage().nbytes() for parameter in model.parameters())
     assert count_static_bytes(model, {}) - parameters < 1024, "buffers: the frequencies of rotary embeddings"
@@ -99,12 +99,12 @@ def check_memory(build: Callable[[], torch.nn.Module], profile: Any) -> None:
             with CpuMemoryMeter() as meter:
                 model(**BATCH).loss.backward()
             model.zero_grad()
-            if step == 2:  # those before are recorded, which takes memory of its own
+            if step == 2:  # earlier steps are recorded, which needs extra memory
                 assert static + meter.peak_bytes == policy.predicted_peak_bytes
 
 
 def let_go_of_buffers() -> None:
-    """Wait until gloo's thread has let go of a collective's tensors, which it otherwise does at any time later."""
+    """Wait until gloo's thread has freed a collective's tensors, because it frees them at any later time."""
     wait = collectives.wait_tensor
 
     def wait_longer(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,12 +119,12 @@ def run_rank(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     assert all(kind.untrusted is None for kind in compare(by_torch).kinds)
-    tensors = loaded(folder / "llama", tp_size=2)
+    tensors = loader_of(folder / "llama", tp_size=2)
     let_go_of_buffers()
     check_memory(tensors, compare(tensors))
-    assert all(kind.untrusted is None for kind in compare(loaded(folder / "mixtral", tp_size=2)).kinds)
+    assert all(kind.untrusted is None for kind in compare(loader_of(folder / "mixtral", tp_size=2)).kinds)
     if hasattr(DistributedConfig(), "ep_size"):  # since Transformers 5.21
-        experts = compare(loaded(folder / "mixtral", tp_size=2, ep_size=2))
+        experts = compare(loader_of(folder / "mixtral", tp_size=2, ep_size=2))
         assert all("reads data" in kind.untrusted for kind in experts.kinds)
     print(f"rank {dist.get_rank()} is done", flush=True)
     dist.destroy_process_group()
@@ -141,9 +141,11 @@ def models(tmp_path: Path) -> Path:
 
 def test_ranks_that_share_each_layer_train_as_without_a_policy(models: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, __file__, str(models)], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-8000:]
-    assert all(f"rank {rank} is done" in done.stdout for rank in range(2))
+    process = subprocess.run(
+        [*torchrun, __file__, str(models)], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert process.returncode == 0, process.stderr[-8000:]
+    assert all(f"rank {rank} is done" in process.stdout for rank in range(2))
 
 
 if __name__ == "__main__":

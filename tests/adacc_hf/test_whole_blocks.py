@@ -1,4 +1,4 @@
-"""Actions of whole blocks: they run plainly, or under torch's checkpoint with inputs kept or compressed."""
+"""Actions of whole blocks: retained, or under torch's checkpoint with inputs kept or compressed."""
 
 import re
 from dataclasses import replace
@@ -20,12 +20,12 @@ LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
 
 
 def under(dtype):
-    """Autocast for one pass: its cache of casts ends with it."""
+    """Return autocast for one pass: its cache of casts ends with it."""
     return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
 
 
 class Under(torch.nn.Module):
-    """A model under autocast, whose backward runs outside of it, as a Trainer's does."""
+    """A model under autocast whose backward runs outside of it, as a Trainer's does."""
 
     def __init__(self, dtype, model):
         super().__init__()
@@ -42,9 +42,9 @@ def gradients(model, batch, seed=1, dtype=None):
     with under(dtype):
         loss = model(**batch).loss
     loss.backward()
-    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    results = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
     model.zero_grad(set_to_none=True)
-    return found
+    return results
 
 
 def input_options(kind):
@@ -54,8 +54,10 @@ def input_options(kind):
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_a_checkpointed_block_keeps_and_needs_is_predicted(request, token_batch, name, dtype):
-    """To the byte, with its input as it is and as each codec leaves it; but that the second forward ends early is left
-    out of account where the end of a block has its peak."""
+    """Bytes that a checkpointed block keeps and needs are predicted to the byte, with each codec for its input.
+
+    If the block's end has its peak, the prediction leaves out that the second forward ends early.
+    """
     model, batch = request.getfixturevalue(name)(layers=3), token_batch(4, 32)
     with under(dtype):
         profile = profile_model(model, batch, CONFIG)
@@ -68,10 +70,10 @@ def test_what_a_checkpointed_block_keeps_and_needs_is_predicted(request, token_b
         policy = policy_of_plans(profile, [plan] * len(profile.blocks))
         with apply_policy(model, policy, CONFIG):
             ours = gradients(model, batch, dtype=dtype)
-            measured = measure_step(Under(dtype, model), batch)
-        assert measured.stored_bytes == policy.predicted_stored_bytes
-        assert 0.97 * policy.predicted_peak_bytes <= measured.peak_bytes <= policy.predicted_peak_bytes
-        assert measured.peak_bytes == policy.predicted_peak_bytes or (name == "tiny_llama" and dtype)
+            step_memory = measure_step(Under(dtype, model), batch)
+        assert step_memory.stored_bytes == policy.predicted_stored_bytes
+        assert 0.97 * policy.predicted_peak_bytes <= step_memory.peak_bytes <= policy.predicted_peak_bytes
+        assert step_memory.peak_bytes == policy.predicted_peak_bytes or (name == "tiny_llama" and dtype)
         assert torch.equal(ours[0], plain[0])
         assert all(map(torch.equal, ours, plain)) == (not coded)
 
@@ -91,8 +93,8 @@ def test_the_place_of_an_input_that_is_given_by_name_is_known(toy_model, toy_bat
     policy = policy_of_plans(profile, [plan] * len(profile.blocks))
     with apply_policy(model, policy, CONFIG):
         gradients(model, batch)
-        measured = measure_step(model, batch)
-    assert measured.stored_bytes == policy.predicted_stored_bytes
+        step_memory = measure_step(model, batch)
+    assert step_memory.stored_bytes == policy.predicted_stored_bytes
 
 
 def test_a_policy_with_them_survives_the_disk(tiny_gpt2, token_batch, tmp_path):
@@ -101,9 +103,9 @@ def test_a_policy_with_them_survives_the_disk(tiny_gpt2, token_batch, tmp_path):
     ((value, option), *_) = input_options(kind)
     policy = policy_of_plans(profile, [checkpoint_plan(kind), checkpoint_plan(kind, {value: Choice.compress(option)})])
     policy.save(tmp_path / "policy.json")
-    loaded = Policy.load(tmp_path / "policy.json")
-    assert loaded == policy
-    assert loaded.plans[1].places == ((value, (0,)),)
+    loaded_policy = Policy.load(tmp_path / "policy.json")
+    assert loaded_policy == policy
+    assert loaded_policy.plans[1].places == ((value, (0,)),)
     assert policy.digest != policy_of_plans(profile, [checkpoint_plan(kind)] * 2).digest
     assert policy.block_counts() == {"checkpoint": 2}
     assert "2 blocks (2 under torch's checkpoint)" in policy.summary()
@@ -121,11 +123,11 @@ def test_the_explanation_has_the_price_of_each(tiny_gpt2, token_batch):
     assert "recompute: with the whole block" in text
 
 
-# When they are chosen.
+# Choice of whole-block actions.
 
 
 def is_never_replayed(kind):
-    """`kind`, had it no operator that can run again by itself."""
+    """Return `kind` as a kind with no operator that can be replayed by itself."""
     values = tuple(replace(value, recomputable=False, codecs=()) for value in kind.values)
     return replace(kind, values=values, operators=tuple(replace(o, replayable=False) for o in kind.operators))
 
@@ -157,14 +159,15 @@ def test_a_block_that_must_run_on_all_ranks_alike_is_checkpointed_under_any_budg
     for config in (LOSSLESS, AdaccConfig(actions=("retain", "compress"))):
         policy = solve_policy(profile, "80GiB", config)
         assert policy.block_counts() == {"checkpoint": 3}
-    # Another rank may have any other policy: all of them have these blocks run again.
+    # Another rank may have any other policy: all policies run these blocks again.
     for action in ("retain", "compress", "recompute"):
         assert uniform_policy(profile, action).block_counts() == {"checkpoint": 3}
         assert random_policy(profile, 0, (action,)).block_counts() == {"checkpoint": 3}
 
 
 def test_beside_such_a_block_others_keep_to_a_small_budget(gpt2_like_profile):
-    """Under every budget down to the least, whichever way of the search finds the policy."""
+    """Next to a checkpointed block, the other blocks keep to every budget down to the least one, in each way of
+    search."""
     profile = gpt2_like_profile(num_blocks=6)
     (kind,) = profile.kinds
     must_run_again = replace(kind, digest="other", block_actions=(BlockAction.CHECKPOINT,), untrusted="why")
@@ -213,32 +216,37 @@ def test_inputs_of_a_block_whose_operators_depend_on_data_are_kept_exact(toy_mod
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_of_all_actions_train_as_plain_ones(tiny_gpt2, token_batch, seed, tmp_path):
-    """Also after another policy took its place in mid-training, and from files."""
+    """Blocks of all actions train like plain ones, also after a change of policy during training, and from files."""
     model, batch = tiny_gpt2(layers=6), token_batch(4, 32)
     profile = profile_model(model, batch, LOSSLESS)
     profile.save(tmp_path / "profile.json")
     profile = Profile.load(tmp_path / "profile.json")
-    whole = [uniform_policy(profile, "retain"), checkpoint_policy(profile), uniform_policy(profile, "recompute")]
+    uniform_policies = [
+        uniform_policy(profile, "retain"),
+        checkpoint_policy(profile),
+        uniform_policy(profile, "recompute"),
+    ]
     generator = torch.Generator().manual_seed(seed)
 
-    def mixed():
+    def random_mixture():
         order = torch.randint(3, (len(profile.blocks),), generator=generator).tolist()
-        plans = [whole[i].plan_of(block.name) for i, block in zip(order, profile.blocks, strict=True)]
+        plans = [uniform_policies[i].plan_of(block.name) for i, block in zip(order, profile.blocks, strict=True)]
         return policy_of_plans(profile, plans)
 
     plain = [gradients(model, batch, step) for step in range(6)]
-    with apply_policy(model, mixed(), LOSSLESS) as handle:
+    with apply_policy(model, random_mixture(), LOSSLESS) as handle:
         for step, expected in enumerate(plain):
             if step in (2, 4):
-                handle.replace(mixed())
+                handle.replace(random_mixture())
             assert all(map(torch.equal, gradients(model, batch, step), expected))
         assert not handle.tape_cache.fallbacks
-    assert IDLE_KIND not in {plan.kind for plan in mixed().plans}
+    assert IDLE_KIND not in {plan.kind for plan in random_mixture().plans}
 
 
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
 def test_where_inputs_dominate_codecs_halve_what_checkpointing_needs(request, token_batch, name):
-    """Beside what the model itself takes: at most 0.7 of torch's checkpoint, with 48 blocks on one batch."""
+    """Codecs need at most 0.7 of the memory of torch's checkpoint where inputs dominate, the model excluded (48
+    blocks)."""
     model, batch = request.getfixturevalue(name)(layers=48), token_batch(16, 64)
     profile = profile_model(model, batch, CONFIG)
     peaks = []

@@ -1,9 +1,10 @@
-"""Does `make test` notice? Breaks the product in 30 places, one at a time, and runs the fast tests on each.
+"""Mutation test of `make test`: break the product in about 30 places, one at a time, and run the fast tests on each.
 
     python tests/breakages [NUMBER ...]
 
-Each break is made in a copy of the package, which stands before the installed one. The tests of the broken file's room
-run first, then all fast ones; the first failure ends it. Exits with 1 if fewer than 90 % of the breaks are noticed.
+Each break is applied to a copy of the package, which precedes the installed package on the path. The tests of the
+broken file's folder run first, then all fast tests, until the first failure. The exit status is 1 if the tests detect
+fewer than 90 % of the breaks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ENOUGH = 0.9
+MIN_DETECTED = 0.9
 
 BREAKS: list[tuple[str, str, str]] = [
     # What a step takes, and which policies keep to a budget.
@@ -47,11 +48,15 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/tape/replay_check.py", "return same_bits(replayed, recorded)", "return True"),
     (
         "adacc_hf/tape/replay.py",
-        "environment[old] = copy_with_storage(at_hand[old])",
-        "environment[old] = at_hand[old]",
+        "environment[old] = copy_with_storage(bases[old])",
+        "environment[old] = bases[old]",
     ),
     ("adacc_hf/tape/symbolic_tape.py", "if before not in (None, digest):", "if False:"),
-    ("adacc_hf/tape/tape_cache.py", "self._refused.setdefault(symbolic_tape.base.structure, set()).update(values)", "pass"),
+    (
+        "adacc_hf/tape/tape_cache.py",
+        "self._refused.setdefault(symbolic_tape.base.structure, set()).update(values)",
+        "pass",
+    ),
     ("adacc_hf/run/policy_handle.py", "self._chunk_head(head is not None and head.is_on)", "self._chunk_head(False)"),
     ("adacc_hf/head/chunked_loss.py", "total / (target != ignore_index).sum()", "total / target.numel()"),
     ("adacc_hf/head/chunked_loss.py", "padded[:, classes:] = -torch.inf", "padded[:, classes:] = 0.0"),
@@ -67,67 +72,70 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/adapt/full_recompute.py", "if all(gather_from_all_ranks(not skipped_blocks)):", "if True:"),
     # Annexes.
     ("adacc_hf/compiler/knapsack.py", "[(x, -ms) for x, ms", "[(x, ms) for x, ms"),
-    ("adacc_hf/compiler/compress_pass.py", ".permute(back),)", ",)"),
+    ("adacc_hf/compiler/compress_pass.py", ".permute(inverse_order),)", ",)"),
     ("adacc_hf/estimate/planning.py", "fits = peak_bytes <= self.request.budget", "fits = True"),
 ]
-"""File, what stands there once, and what is put in its place."""
+"""(file, text that occurs once in the file, replacement)."""
 
 
 def main() -> int:
-    chosen = [int(text) for text in sys.argv[1:]] or range(1, len(BREAKS) + 1)
+    numbers = [int(text) for text in sys.argv[1:]] or range(1, len(BREAKS) + 1)
     with tempfile.TemporaryDirectory() as folder:
         copy_package(folder)
-        failed = first_failure("tests", folder)
-    if failed is not None:
-        raise SystemExit(f"{failed} fails without any break")
-    noticed = [is_noticed(number) for number in chosen]
-    print(f"{sum(noticed)} of {len(noticed)} breaks are noticed by the fast tests")
-    return 0 if sum(noticed) >= ENOUGH * len(noticed) else 1
+        failed_test = first_failure("tests", folder)
+    if failed_test is not None:
+        raise SystemExit(f"{failed_test} fails without any break: fix the test first")
+    detected = [is_detected(number) for number in numbers]
+    print(f"the fast tests detect {sum(detected)} of {len(detected)} breaks")
+    return 0 if sum(detected) >= MIN_DETECTED * len(detected) else 1
 
 
-def is_noticed(number: int) -> bool:
+def is_detected(number: int) -> bool:
+    """Return True if a fast test fails with break `number`."""
     path, old, new = BREAKS[number - 1]
     with tempfile.TemporaryDirectory() as folder:
-        broken = copy_package(folder) / path.removeprefix("adacc_hf/")
-        text = broken.read_text(encoding="utf-8")
+        file = copy_package(folder) / path.removeprefix("adacc_hf/")
+        text = file.read_text(encoding="utf-8")
         if text.count(old) != 1:
-            raise SystemExit(f"break {number}: {old!r} is {text.count(old)} times in {path}, not once: take another")
-        broken.write_text(text.replace(old, new), encoding="utf-8")
-        for tests in (_room(path), "tests"):
-            failed = first_failure(tests, folder)
-            if failed is not None:
-                print(f"{number:2}. {path}: {old.strip()[:60]!r}: noticed by {failed}", flush=True)
+            raise SystemExit(
+                f"break {number}: {old!r} occurs {text.count(old)} times in {path}, not once: update BREAKS"
+            )
+        file.write_text(text.replace(old, new), encoding="utf-8")
+        for tests in (_test_folder(path), "tests"):
+            failed_test = first_failure(tests, folder)
+            if failed_test is not None:
+                print(f"{number:2}. {path}: {old.strip()[:60]!r}: detected by {failed_test}", flush=True)
                 return True
-    print(f"{number:2}. {path}: {old.strip()[:60]!r}: NOT NOTICED", flush=True)
+    print(f"{number:2}. {path}: {old.strip()[:60]!r}: NOT DETECTED", flush=True)
     return False
 
 
 def copy_package(folder: str) -> Path:
-    """A copy of the package in `folder`, with the recipes beside it."""
+    """Copy the package into `folder`, with the recipes next to it, and return the copy's path."""
     package = Path(folder) / "adacc_hf"
-    parts = {"adacc_hf": ".", "callbacks": "callbacks", "kernels": "kernels", "eval": "eval", "recipes": "../recipes"}
-    for part, place in parts.items():
+    targets = {"adacc_hf": ".", "callbacks": "callbacks", "kernels": "kernels", "eval": "eval", "recipes": "../recipes"}
+    for source, target in targets.items():
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / part, package / place, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(ROOT / source, package / target, ignore=ignored, dirs_exist_ok=True)
     return package
 
 
-def _room(path: str) -> str:
+def _test_folder(path: str) -> str:
     return str(Path("tests") / Path(path).parent)
 
 
 def first_failure(tests: str, folder: str) -> str | None:
-    """The first of the fast tests in `tests` that fails with `folder` first on the path; None if none does."""
+    """Run the fast tests in `tests` with `folder` first on the path. Return the first failed test, or None."""
     environment = {**os.environ, "PYTHONPATH": folder, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "worksteal", "--tb", "no"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "-m", "not slow and not gpu and not others", tests],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else f"pytest, which ended with {done.returncode}"
+    failed_tests = [line.split()[1] for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed_tests[0] if failed_tests else f"pytest, which ended with {process.returncode}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A GPT-2 that trains in milliseconds, and Trainers around it whose runs can be compared bit for bit."""
+"""A GPT-2 that trains in milliseconds, and Trainers for it whose runs can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from adacc_hf.price import measurement
 from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_static_bytes
 
 LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
-"""Settings under which training is bit-equal to plain training, and the tiny model has something to recompute."""
+"""Settings with which training is bit-equal to plain training, and which make the tiny model recompute some
+activations."""
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Random sequences of 32 tokens out of 97, the same on every run."""
+    """Random sequences of 32 tokens from a vocabulary of 97, the same in every run."""
 
     def __init__(self, num_sequences: int = 64, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -42,7 +43,7 @@ class Tokens(torch.utils.data.Dataset):
 
 @dataclass
 class Run:
-    """What a training run left."""
+    """A finished training run: its Trainer and its logs."""
 
     trainer: Trainer
     logs: list[dict[str, Any]]
@@ -60,19 +61,19 @@ class Run:
         return [log["grad_norm"] for log in self.logs if "grad_norm" in log]
 
     def assert_equals(self, other: Run) -> None:
-        """Every logged loss and gradient norm, and every final parameter, the same to the last bit."""
+        """Assert that all logged losses and gradient norms, and all final parameters, are bit-equal."""
         assert self.losses
         assert self.losses == other.losses
         assert self.eval_losses == other.eval_losses
         assert self.gradient_norms == other.gradient_norms
-        mine, theirs = self.trainer.model.state_dict(), other.trainer.model.state_dict()
-        assert mine.keys() == theirs.keys()
-        different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+        own_state, other_state = self.trainer.model.state_dict(), other.trainer.model.state_dict()
+        assert own_state.keys() == other_state.keys()
+        different = [name for name in own_state if not torch.equal(own_state[name], other_state[name])]
         assert not different
 
 
 def tiny_model(**settings: Any) -> GPT2LMHeadModel:
-    """GPT-2 with 2 layers of width 64, dropout 0.1, the same parameters every time."""
+    """Return a GPT-2 with 2 layers of width 64, dropout 0.1 and the same parameters at every call."""
     torch.manual_seed(1)
     fields = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 97, "loss_type": "ForCausalLM"}
     return GPT2LMHeadModel(
@@ -81,13 +82,13 @@ def tiny_model(**settings: Any) -> GPT2LMHeadModel:
 
 
 @contextmanager
-def graphs_as_they_are() -> Iterator[None]:
-    """Let Inductor's graphs run operator by operator: no code is made, and bits can be compared."""
+def run_graphs_eagerly() -> Iterator[None]:
+    """Run Inductor's graphs operator by operator. No code is generated, so that results can be compared bit for bit."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor import compile_fx
 
     run = partial(compile_fx.compile_fx, inner_compile=lambda module, *_, **__: make_boxed_func(module))
-    no_cache = torch._functorch.config.patch(enable_autograd_cache=False)  # it would keep code that there is none of
+    no_cache = torch._functorch.config.patch(enable_autograd_cache=False)  # there is no code to cache
     torch._dynamo.reset()
     with mock.patch.object(compile_fx, "compile_fx", run), no_cache:
         yield
@@ -95,14 +96,14 @@ def graphs_as_they_are() -> Iterator[None]:
 
 
 @pytest.fixture
-def as_graphs() -> Iterator[None]:
-    with graphs_as_they_are():
+def eager_graphs() -> Iterator[None]:
+    with run_graphs_eagerly():
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(one_thread: None) -> None:
-    """All of these tests train small models."""
+    """Apply `one_thread` to all tests of this folder, because they train small models."""
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +113,7 @@ def make_model():
 
 @pytest.fixture(scope="session")
 def lossless():
-    """Keyword arguments of a callback that changes no bit."""
+    """Return keyword arguments of a callback that changes no bit of the training."""
     return LOSSLESS
 
 
@@ -123,7 +124,7 @@ def tiny_trainer(
     trainer_class: type[Trainer] = Trainer,
     **arguments: Any,
 ) -> Trainer:
-    """A Trainer on the CPU for 5 steps, whose checkpoints would go into `folder`."""
+    """Return a Trainer on the CPU for 5 steps that writes its checkpoints to `folder`."""
     settings = {
         "output_dir": str(folder),
         "report_to": "none",
@@ -147,42 +148,44 @@ def tiny_trainer(
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """`make_trainer(callbacks, model=None, trainer_class=Trainer, **arguments)`: see `tiny_trainer`."""
+    """Return `make_trainer(callbacks, model=None, trainer_class=Trainer, **arguments)`, see `tiny_trainer`."""
     return partial(tiny_trainer, tmp_path / "run")
 
 
 @pytest.fixture
 def run_two_ranks(tmp_path):
-    """`run_two_ranks(script)`: what the two ranks of `script` left in rank0.json and rank1.json of their folder."""
+    """Return `run_two_ranks(script)`, which runs `script` on two ranks and returns the contents of their rank0.json and
+    rank1.json."""
 
     def run(script: str) -> list[Any]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        done = subprocess.run([*torchrun, script, str(tmp_path)], capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[-8000:]
+        process = subprocess.run([*torchrun, script, str(tmp_path)], capture_output=True, text=True, timeout=280)
+        assert process.returncode == 0, process.stderr[-8000:]
         return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
     return run
 
 
-def leave_what_was_found(folder: Path, found: Any) -> None:
-    """Write what this rank found to where `run_two_ranks` reads it, and end the process group.
+def write_rank_results(folder: Path, results: Any) -> None:
+    """Write this rank's results to the file that `run_two_ranks` reads, and end the process group.
 
-    Without that end, threads of gloo may still run when Python exits, and the process is then aborted now and then.
+    If the group is not ended, gloo's threads may still run when Python exits, and the process sometimes aborts.
     """
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.fixture
 def late_policy(monkeypatch):
-    """As if the first batch left blocks out: the first steps run under torch's checkpoint, then a batch is profiled."""
+    """Let the first steps run under torch's checkpoint and profile a later batch, like runs whose first batch skips
+    blocks."""
     monkeypatch.setattr(maker_module.PolicyBuilder, "before_first_step", lambda *_: None)
 
 
 @pytest.fixture
 def train(make_trainer):
-    """`train(callbacks, resume=None, **arguments)`: a finished Run."""
+    """Return `train(callbacks, resume=None, **arguments)`, which trains and returns the finished Run."""
 
     def run(callbacks: list[TrainerCallback] | None = None, resume: Any = None, **arguments: Any) -> Run:
         trainer = make_trainer(callbacks, **arguments)
@@ -193,7 +196,8 @@ def train(make_trainer):
 
 
 class Sharpen(TrainerCallback):
-    """After `step` queries and keys are `factor` times as large: attention looks at few tokens, as if trained."""
+    """Callback that multiplies the weights of queries and keys by `factor` at `step`, so that attention is as sharp as
+    in a trained model."""
 
     def __init__(self, factor: float, step: int = 4) -> None:
         self.factor, self.step = factor, step
@@ -205,15 +209,18 @@ class Sharpen(TrainerCallback):
 
 @pytest.fixture(scope="session")
 def sharpen():
-    """`sharpen(factor, step=4)`: a callback that makes gradients depend on queries and keys more than on all else.
+    """Return `sharpen(factor, step=4)`, a callback that makes gradients depend on queries and keys more than on all
+    else.
 
-    At a factor of 20 INT4 degrades it under fused attention, whose backward makes its softmax of them again.
+    At a factor of 20 INT4 degrades the gradients under fused attention, whose backward recomputes the softmax from
+    queries and keys.
     """
     return Sharpen
 
 
 class MeasureStep(TrainerCallback):
-    """Counts the live bytes of one step, from its first micro-batch to the end of the optimizer's step."""
+    """Callback that measures the peak of live bytes in one step, from its first micro-batch to the end of the
+    optimizer's step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -232,7 +239,7 @@ class MeasureStep(TrainerCallback):
 
 
 class PeakPerStep(TrainerCallback):
-    """The peak of every step until the optimizer runs."""
+    """Callback that records the peak of every step until the optimizer runs."""
 
     def __init__(self):
         self.peaks = []
@@ -250,21 +257,21 @@ class PeakPerStep(TrainerCallback):
 
 @pytest.fixture
 def peak_per_step():
-    """A callback with the `peaks` of all steps until the optimizer runs, its batches left out."""
+    """Return a callback with the `peaks` of all steps until the optimizer runs. Batches are not counted."""
     return PeakPerStep()
 
 
 @pytest.fixture(scope="session")
 def measure_step_peak():
-    """`measure_step_peak(step)`: a callback with the `peak_bytes` of one step, its batches left out."""
+    """Return `measure_step_peak(step)`, a callback with the `peak_bytes` of one step. Batches are not counted."""
     return MeasureStep
 
 
 @pytest.fixture(scope="session")
 def traces():
-    """`traces(trainer)`: everything that a callback could leave on a model or a Trainer, for comparison."""
+    """Return `traces(trainer)`, all state that a callback could leave on a model or a Trainer, for comparison."""
 
-    def see(trainer: Trainer) -> dict[str, Any]:
+    def state_of(trainer: Trainer) -> dict[str, Any]:
         handler = trainer.callback_handler
         return {
             "modules": {name: _attributes(module) for name, module in trainer.model.named_modules()},
@@ -277,11 +284,11 @@ def traces():
             "callback attributes": [sorted(vars(callback)) for callback in handler.callbacks],
         }
 
-    return see
+    return state_of
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of one module: hooks by number and function, and what stands in `__dict__` by its value."""
+    """Return the attributes of one module: hooks by number and function, other values of `__dict__` as text."""
     return {
         name: sorted(map(repr, value.items())) if name.endswith("_hooks") else repr(value)
         for name, value in vars(module).items()
@@ -291,10 +298,11 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 @pytest.fixture
 def heads_take(monkeypatch):
-    """`heads_take(plain=..., chunked=...)`: what a profile finds for the two heads, in milliseconds."""
+    """Return `heads_take(plain=..., chunked=...)`, which sets the times in milliseconds that a profile measures for the
+    two heads."""
 
-    def take(**ms: float) -> None:
+    def set_times(**ms: float) -> None:
         times = {compute: ms[name] for name, compute in measurement.PRICED_HEADS.items()}
         monkeypatch.setattr(measurement, "head_ms", lambda loss, compute: times[compute])
 
-    return take
+    return set_times

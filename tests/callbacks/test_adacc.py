@@ -1,4 +1,4 @@
-"""AdaccCallback: where its policy comes from, what it notes, and what it refuses."""
+"""AdaccCallback: sources of its policy, its log entries, and the settings that it refuses."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_wrong_budgets_are_named_at_once(budget):
 
 
 def test_a_policy_is_followed_from_the_first_step(train, profile):
-    given = uniform_policy(profile, "recompute")
-    callback = AdaccCallback(policy=given)
+    policy = uniform_policy(profile, "recompute")
+    callback = AdaccCallback(policy=policy)
     run = train([callback])
-    assert callback.policy is given
+    assert callback.policy is policy
     assert callback.profile is None
     assert callback.history[0]["step"] == 0
     run.assert_equals(train())
@@ -71,11 +71,11 @@ def test_a_policy_is_followed_from_the_first_step(train, profile):
 
 @pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
 def test_a_policy_file_is_followed(train, profile, tmp_path, kind):
-    given = random_policy(profile, seed=0)
-    given.save(tmp_path / "policy.json")
+    policy = random_policy(profile, seed=0)
+    policy.save(tmp_path / "policy.json")
     callback = AdaccCallback(policy=kind(tmp_path / "policy.json"))
     train([callback]).assert_equals(train())
-    assert callback.policy == given
+    assert callback.policy == policy
 
 
 def test_a_missing_policy_file_is_named(train, tmp_path):
@@ -84,21 +84,21 @@ def test_a_missing_policy_file_is_named(train, tmp_path):
 
 
 def test_a_function_of_the_profile_makes_the_policy(train):
-    seen = []
+    profiles = []
 
     def recompute_all(profile):
-        seen.append(profile)
+        profiles.append(profile)
         return uniform_policy(profile, "recompute")
 
     callback = AdaccCallback(policy=recompute_all)
     train([callback])
-    assert seen == [callback.profile]
+    assert profiles == [callback.profile]
     assert callback.policy == uniform_policy(callback.profile, "recompute")
 
 
 def test_a_policy_for_another_model_is_refused(train, make_model, profile):
     callback = AdaccCallback(policy=uniform_policy(profile, "recompute"))
-    with pytest.raises(PolicyMismatchError, match=r"for 2 blocks, GPT2LMHeadModel has 3; it has no plan for"):
+    with pytest.raises(PolicyMismatchError, match=r"for 2 blocks, but GPT2LMHeadModel has 3; it has no plan for"):
         train([callback], model=make_model(n_layer=3))
     with pytest.raises(PolicyMismatchError, match="the model, its attention, dropout or precision differ"):
         train([callback], model=make_model(attn_pdrop=0.0, resid_pdrop=0.0))
@@ -128,7 +128,7 @@ def test_blocks_may_be_named_by_class(train, lossless):
 
 
 def plain_forward(self, hidden_states, *args, **kwargs):
-    """A fast-kernel patch of the class, of the kind that drops Transformers' checkpointing silently."""
+    """Run a block as a fast-kernel patch of the class would, which drops Transformers' checkpointing silently."""
     return hidden_states + self.mlp(self.ln_2(hidden_states))
 
 
@@ -140,12 +140,12 @@ class PatchClass(TrainerCallback):
 @pytest.mark.skipif(
     "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
 )
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_patched_class_is_noticed_after_the_first_step(make_trainer, lossless, monkeypatch, when):
+@pytest.mark.parametrize("patch_time", ["before", "after"])
+def test_a_patched_class_is_noticed_after_the_first_step(make_trainer, lossless, monkeypatch, patch_time):
     monkeypatch.setattr(GPT2Block, "forward", GPT2Block.forward)
-    if when == "before":
+    if patch_time == "before":
         GPT2Block.forward = plain_forward
-    trainer = make_trainer([AdaccCallback(**lossless), *([PatchClass()] if when == "after" else [])])
+    trainer = make_trainer([AdaccCallback(**lossless), *([PatchClass()] if patch_time == "after" else [])])
     with pytest.raises(
         RuntimeError, match=r"2 of 2 blocks, transformer\.h\.0 first, never reached Adacc .*block_classes"
     ):
@@ -154,7 +154,7 @@ def test_a_patched_class_is_noticed_after_the_first_step(make_trainer, lossless,
 
 
 class ReferencePass(TrainerCallback):
-    """What TRL does around a reference model's forward: checkpointing off, a forward, checkpointing on again."""
+    """Callback that acts as TRL's pass of a reference model: checkpointing off, a forward, checkpointing on again."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         switch_checkpointing(model, on=False)
@@ -200,7 +200,7 @@ def offloading_trainer():
 
 
 def test_without_a_trainer_around_it_the_events_alone_do(make_model, lossless):
-    """The callback serves any loop that calls its events."""
+    """The callback works in any loop that calls its events."""
     model, callback = make_model().train(), AdaccCallback(**lossless)
     args = SimpleNamespace(
         n_gpu=0, torch_compile=False, resume_from_checkpoint=None, output_dir="/nowhere", gradient_accumulation_steps=1

@@ -6,6 +6,7 @@ from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
 from adacc_hf.artifacts.policy import Action
+from adacc_hf.solve.simple_policies import random_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 SETTINGS = {
@@ -34,10 +35,10 @@ def test_training_is_bit_equal_to_plain(train, lossless, name):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_lossless_policies_are_bit_equal_to_plain(train, make_model, attention, seed):
-    def random_policy(profile):
+    def source(profile):
         return random_policy(profile, seed, actions=tuple(Action), lossless=True)
 
-    callback = AdaccCallback(policy=random_policy, min_compress_bytes=0, tracking="off")
+    callback = AdaccCallback(policy=source, min_compress_bytes=0, tracking="off")
     run = train([callback], model=make_model(attn_implementation=attention))
     assert len(callback.policy.action_counts()) > 1
     run.assert_equals(train(model=make_model(attn_implementation=attention)))
@@ -51,7 +52,7 @@ def test_user_checkpointing_is_set_again_afterwards(train, lossless):
 
 
 class GenerateInTrainMode(TrainerCallback):
-    """Calls generate() on the training model, as it stands in train mode, at the end of every step."""
+    """Callback that calls generate() on the training model in train mode at the end of every step."""
 
     def __init__(self):
         self.tokens = []
@@ -85,15 +86,16 @@ def test_a_budget_that_fits_everything_leaves_the_model_plain(train, heads_take)
 
 
 def test_a_faster_head_is_all_that_changes_where_everything_fits(train, heads_take):
-    """Where "compress" is allowed. Without it training is plain, whatever the heads take."""
+    """A faster head is the only change where everything fits and "compress" is allowed. If "compress" is not allowed,
+    training is plain whatever the heads' times."""
     heads_take(plain=1.0, chunked=0.5)
     callback = AdaccCallback(memory_budget=1.0)
     run, plain = train([callback]), train()
     assert callback.policy.head == "chunked"
     assert callback.policy.action_counts().keys() == {"retain"}
-    # The heads were timed on 3 texts of 4 tokens, the smallest part of 4 texts of 16.
+    # The heads were timed on 3 texts of 4 tokens, the smallest part of the batch of 4 texts of 16.
     assert callback.policy.predicted_overhead_ms == pytest.approx(-0.5 * (4 * 16) / (3 * 4))
-    # Sums in another order, in the loss and, over the steps, in the weights that it is of: some units of float32.
+    # The chunked head adds in another order: losses, and after several steps weights, differ by a few units of float32.
     assert run.losses == pytest.approx(plain.losses, rel=1e-4)
     lossless = AdaccCallback(memory_budget=1.0, actions=("retain", "recompute"))
     train([lossless]).assert_equals(plain)
@@ -106,5 +108,5 @@ def test_compression_changes_the_run_and_keeps_it_close(train):
     plain = train()
     assert callback.policy.action_counts()["compress"] > 0
     assert run.losses != plain.losses
-    # 5 steps change the loss by some 0.1; INT4's gradient error of about 0.1 may change a tenth of that.
+    # The loss changes by about 0.1 in 5 steps. INT4's gradient error of about 0.1 may change a tenth of that.
     assert run.losses == pytest.approx(plain.losses, abs=0.02)

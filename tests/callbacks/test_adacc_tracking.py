@@ -1,4 +1,4 @@
-"""The callback's timetable of tracking: when outliers are counted, and what follows."""
+"""The callback's tracking schedule: the steps that count outliers, and the changes that follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memo
 
 @pytest.fixture
 def counting_steps(monkeypatch):
-    """A callback whose `steps` are those in which outlier channels were counted."""
+    """Return a callback whose `steps` are the steps that counted outlier channels."""
 
     class Clock(TrainerCallback):
         def __init__(self):
@@ -44,7 +44,7 @@ def counting_steps(monkeypatch):
 )
 def test_outliers_are_counted_at_tracking_steps_only(train, counting_steps, tracking, expected):
     callback = AdaccCallback(**COMPRESS, tracking=tracking)
-    # Two micro-batches: a block's first call under a policy is recorded, the second one encodes.
+    # Each step has two micro-batches. A block's first call under a policy is recorded, and the second one encodes.
     train([callback, counting_steps], max_steps=11, gradient_accumulation_steps=2)
     assert counting_steps.steps == expected
     assert [event["step"] for event in callback.history if event["event"] == "tracking"] == expected
@@ -63,21 +63,23 @@ def test_an_outlier_that_appears_in_mid_run_changes_the_policy_and_its_files(tra
                 for block in model.transformer.h:
                     block.ln_2.bias.data[[5, 40, 41]] = 30.0
 
-    for module in (maker_module, selection_module):  # not the solver, whose choice depends on the prices of the day
+    for module in (maker_module, selection_module):  # replaces the solver, whose choice depends on measured times
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     callback = AdaccCallback(**COMPRESS, tracking=1)
     train([callback, PlantOutlier()], max_steps=7)
-    found = {event["step"]: event["num_outliers"] for event in callback.history if event["event"] == "tracking"}
-    assert most_in_ln_2(found[4]) < most_in_ln_2(found[5]) == 3
+    outlier_counts = {
+        event["step"]: event["num_outliers"] for event in callback.history if event["event"] == "tracking"
+    }
+    assert most_in_ln_2(outlier_counts[4]) < most_in_ln_2(outlier_counts[5]) == 3
     changes = [event["step"] for event in callback.history if event["event"] == "change"]
-    assert 6 in changes, "what step 5 found is taken over one step later"
+    assert 6 in changes, "the outliers of step 5 change the policy one step later"
     assert Policy.load(tmp_path / "run" / "adacc_policy.json") == callback.policy
     assert Profile.load(tmp_path / "run" / "adacc_profile.json") == callback.profile
     assert 3 in [dict(choice.options).get("num_outliers") for _, choice in callback.policy.plans[0].choices]
 
 
 def test_a_policy_goes_with_the_prices_that_it_was_made_from(train, tmp_path, monkeypatch):
-    """Outliers that move at every step: each policy is older by a step than today's prices."""
+    """Outliers move at every step, so that each policy is one step older than the newest prices."""
 
     class MoveOutliers(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -94,13 +96,15 @@ def test_a_policy_goes_with_the_prices_that_it_was_made_from(train, tmp_path, mo
         policy, profile = Policy.load(folder / POLICY_FILE), Profile.load(folder / PROFILE_FILE)
         assert "outlier_int4" in explain_policy(policy, profile)
     assert Profile.load(checkpoint / PRICES_FILE) != profile
-    whole = [event for event in callback.history if event["step"] == 6 and event["event"] == "change"]
+    uninterrupted_changes = [event for event in callback.history if event["step"] == 6 and event["event"] == "change"]
     resumed = AdaccCallback(**COMPRESS, tracking=1)
     train([resumed, MoveOutliers()], resume=str(checkpoint), **settings)
     again = [event for event in resumed.history if event["step"] == 6 and event["event"] == "change"]
-    assert [event["stored_bytes"] for event in again] == [event["stored_bytes"] for event in whole] != []
-    before = [event for event in callback.history if event["step"] <= 5]
-    assert resumed.history[: len(before)] == before
+    assert (
+        [event["stored_bytes"] for event in again] == [event["stored_bytes"] for event in uninterrupted_changes] != []
+    )
+    first_events = [event for event in callback.history if event["step"] <= 5]
+    assert resumed.history[: len(first_events)] == first_events
 
 
 def most_in_ln_2(counts):

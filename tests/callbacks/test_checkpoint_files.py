@@ -1,4 +1,4 @@
-"""Checkpoints carry their policy and profile, and a resumed run goes on with them."""
+"""Checkpoints contain their policy and profile, and a resumed run continues with both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
 @pytest.fixture
 def profilings(monkeypatch):
-    """A list with one item for every time that a callback profiles."""
+    """Return a list that gets one item whenever a callback profiles."""
     calls = []
 
     def counting(*args, **kwargs):
@@ -47,7 +47,7 @@ def profilings(monkeypatch):
 
 @pytest.fixture
 def checkpoint(train, lossless, tmp_path) -> Path:
-    """The checkpoint of step 3 of a lossless run of 6 steps."""
+    """Return the checkpoint of step 3 of a lossless run of 6 steps."""
     train([AdaccCallback(**lossless)], **SAVING)
     return tmp_path / "run" / "checkpoint-3"
 
@@ -60,24 +60,26 @@ def test_a_checkpoint_carries_its_policy_and_profile(train, lossless, tmp_path):
         assert Profile.load(folder / PROFILE_FILE) == callback.profile
 
 
-@pytest.mark.parametrize("way", ["path", "elsewhere", "last"])
+@pytest.mark.parametrize("resume_from", ["path", "elsewhere", "last"])
 @pytest.mark.parametrize("settings", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16-accu2"])
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, lossless, tmp_path, profilings, way, settings):
-    whole = train([AdaccCallback(**lossless)], **SAVING, **settings)
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
+    train, lossless, tmp_path, profilings, resume_from, settings
+):
+    uninterrupted = train([AdaccCallback(**lossless)], **SAVING, **settings)
     folder = tmp_path / "run" / "checkpoint-3"
     policy = Policy.load(folder / POLICY_FILE)
-    if way == "elsewhere":
+    if resume_from == "elsewhere":
         folder = folder.rename(tmp_path / "moved")
-    if way == "last":
+    if resume_from == "last":
         (tmp_path / "run" / "checkpoint-6").rename(tmp_path / "gone")
     profilings.clear()
     callback = AdaccCallback(**lossless)
-    resumed = train([callback], resume=True if way == "last" else str(folder), **SAVING, **settings)
+    resumed = train([callback], resume=True if resume_from == "last" else str(folder), **SAVING, **settings)
     assert not profilings
     assert callback.policy == policy
     assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0, 3]
-    resumed.assert_equals(whole)
-    assert resumed.logs[-2].keys() == whole.logs[-2].keys()
+    resumed.assert_equals(uninterrupted)
+    assert resumed.logs[-2].keys() == uninterrupted.logs[-2].keys()
 
 
 def test_a_resumed_run_is_bit_equal_to_plain(train, checkpoint, lossless):
@@ -85,10 +87,11 @@ def test_a_resumed_run_is_bit_equal_to_plain(train, checkpoint, lossless):
     train([AdaccCallback(**lossless)], resume=str(checkpoint), **SAVING).assert_equals(plain)
 
 
-def test_a_run_resumed_from_a_unseenr_is_not_given_the_policy_that_lies_in_its_own_folder(
+def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
     train, checkpoint, lossless, tmp_path, profilings
 ):
-    # checkpoint-3 of another run without the callback; output_dir has a checkpoint-3 of its own, with a policy.
+    # The run resumes from checkpoint-3 of a run without the callback. Its output_dir has its own checkpoint-3 with a
+    # policy.
     train(output_dir=str(tmp_path / "plain"), **SAVING)
     profilings.clear()
     train([AdaccCallback(**lossless)], resume=str(tmp_path / "plain" / "checkpoint-3"), **SAVING)
@@ -96,18 +99,20 @@ def test_a_run_resumed_from_a_unseenr_is_not_given_the_policy_that_lies_in_its_o
 
 
 def test_a_checkpoint_written_without_the_callback_resumes(train, lossless, tmp_path):
-    whole = train(**SAVING)
+    uninterrupted = train(**SAVING)
     callback = AdaccCallback(**lossless)
     resumed = train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), **SAVING)
     assert [event["step"] for event in callback.history if event["event"] == "policy"] == [3]
-    resumed.assert_equals(whole)
+    resumed.assert_equals(uninterrupted)
 
 
 def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, late_policy):
     settings = {**SAVING, "save_steps": 1}
-    whole = train([AdaccCallback(**lossless)], **settings)
+    uninterrupted = train([AdaccCallback(**lossless)], **settings)
     assert not (tmp_path / "run" / "checkpoint-1" / POLICY_FILE).exists()
-    train([AdaccCallback(**lossless)], resume=str(tmp_path / "run" / "checkpoint-1"), **settings).assert_equals(whole)
+    train([AdaccCallback(**lossless)], resume=str(tmp_path / "run" / "checkpoint-1"), **settings).assert_equals(
+        uninterrupted
+    )
 
 
 def test_a_resumed_run_with_another_budget_profiles_anew(train, checkpoint, lossless, profilings):
@@ -118,7 +123,7 @@ def test_a_resumed_run_with_another_budget_profiles_anew(train, checkpoint, loss
 
 
 def test_a_run_resumed_on_another_number_of_ranks_profiles_anew(train, checkpoint, lossless, profilings):
-    """Each of more ranks holds less of a model that they divide."""
+    """On more ranks each rank holds less of a sharded model, so that the old profile does not apply."""
     record = json.loads((checkpoint / STATE_FILE).read_text())
     assert record["num_ranks"] == 1
     (checkpoint / STATE_FILE).write_text(json.dumps({**record, "num_ranks": 2}))
@@ -130,10 +135,10 @@ def test_a_run_resumed_on_another_number_of_ranks_profiles_anew(train, checkpoin
 
 
 def test_a_given_policy_goes_before_the_checkpoint_s(train, checkpoint, profilings):
-    given = uniform_policy(Profile.load(checkpoint / PROFILE_FILE), "retain")
-    callback = AdaccCallback(policy=given)
+    explicit_policy = uniform_policy(Profile.load(checkpoint / PROFILE_FILE), "retain")
+    callback = AdaccCallback(policy=explicit_policy)
     train([callback], resume=str(checkpoint), **SAVING)
-    assert callback.policy == given
+    assert callback.policy == explicit_policy
 
 
 def test_a_resumed_run_goes_on_tracking(train, checkpoint, tmp_path):
@@ -146,7 +151,7 @@ def test_a_resumed_run_goes_on_tracking(train, checkpoint, tmp_path):
 
 
 def test_what_was_switched_off_comes_back(train, tmp_path):
-    """An older checkpoint names blocks whose kinds were not to be compressed with loss at all."""
+    """Older checkpoints list block kinds that must not be compressed with loss at all."""
     train([AdaccCallback(memory_budget=0.6, min_compress_bytes=0)], **SAVING)
     checkpoint = tmp_path / "run" / "checkpoint-3"
     profile = Profile.load(checkpoint / PROFILE_FILE)
@@ -156,22 +161,22 @@ def test_what_was_switched_off_comes_back(train, tmp_path):
     assert record.pop("switched_off") == []
     assert record.pop("is_unproven") is False
     (checkpoint / STATE_FILE).write_text(json.dumps(record | {"exact_blocks": ["transformer.h.1"]}))
-    saved = load_from_checkpoint(checkpoint, 0.6)
-    assert (set(saved.switched_off), saved.is_unproven) == (everything, False)
+    checkpoint_state = load_from_checkpoint(checkpoint, 0.6)
+    assert (set(checkpoint_state.switched_off), checkpoint_state.is_unproven) == (everything, False)
     folder = tmp_path / "checkpoint-7"
     folder.mkdir()
-    save_in_checkpoint(folder, replace(saved, is_unproven=True))
+    save_in_checkpoint(folder, replace(checkpoint_state, is_unproven=True))
     again = load_from_checkpoint(folder, 0.6)
     assert (set(again.switched_off), again.is_unproven) == (everything, True)
 
 
 def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
-    """Without them a resumed run would ask the solver where the run that was killed did not."""
+    """A resumed run without these prices would call the solver where the interrupted run did not."""
     policy, profile = Policy.load(checkpoint / POLICY_FILE), Profile.load(checkpoint / PROFILE_FILE)
-    searched, prices = with_more_memory(profile, 1), with_more_memory(profile, 2)
+    solver_profile, prices = with_more_memory(profile, 1), with_more_memory(profile, 2)
     config = AdaccConfig(memory_budget=0.6)
     size_policy = SizePolicy(None, Replanner(profile, policy, config), None)
-    size_policy.replanner.profile, size_policy.replanner.searched = prices, searched
+    size_policy.replanner.profile, size_policy.replanner.searched = prices, solver_profile
     folder = tmp_path / "checkpoint-7"
     folder.mkdir()
     save_in_checkpoint(folder, Saved(size_policies=[size_policy.saved()], memory_budget=0.6))
@@ -179,7 +184,7 @@ def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
     resumed = SizePolicy(None, Replanner(record.profile, record.policy, config), None)
     assert resumed.replanner.searched == profile
     resumed.resume(record)
-    assert (resumed.replanner.profile, resumed.replanner.searched) == (prices, searched)
+    assert (resumed.replanner.profile, resumed.replanner.searched) == (prices, solver_profile)
 
 
 DAMAGE = {
@@ -232,23 +237,23 @@ def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train
 
 
 def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_path, monkeypatch, caplog):
-    """A full disk costs what would have been written, and no step; once there is room, the run's files are written."""
+    """A full disk loses the files and no step. Once there is room, the run's files are written."""
 
-    def replace_with_no_room(source, target):
-        if Path(target).name in no_room_for:
+    def replace_on_full_disk(source, target):
+        if Path(target).name in failing_names:
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         original(source, target)
 
-    class Tidy(TrainerCallback):
+    class FreeDisk(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 6:
-                no_room_for.clear()
+                failing_names.clear()
 
-    no_room_for, original = {POLICY_FILE, HISTORY_FILE}, os.replace
-    monkeypatch.setattr(os, "replace", replace_with_no_room)
+    failing_names, original = {POLICY_FILE, HISTORY_FILE}, os.replace
+    monkeypatch.setattr(os, "replace", replace_on_full_disk)
     plain = train(output_dir=str(tmp_path / "plain"), **SAVING)
     callback = AdaccCallback(**lossless)
-    train([callback, Tidy()], **SAVING).assert_equals(plain)
+    train([callback, FreeDisk()], **SAVING).assert_equals(plain)
     for folder, consequence in (("run", "training goes on"), ("checkpoint-3", "that resumes from it will profile")):
         assert any(f"{folder} ([Errno 28]" in message and consequence in message for message in caplog.messages)
     assert not list((tmp_path / "run").rglob(".adacc*"))
@@ -274,20 +279,20 @@ def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossles
 
 @pytest.mark.parametrize("num_written", range(3))
 def test_a_save_that_is_cut_short_leaves_no_half(train, checkpoint, lossless, monkeypatch, num_written):
-    """Without the state a run would go on with codecs that were switched off; without a profile, untracked."""
-    saved, left = load_from_checkpoint(checkpoint, 0.6), [num_written]
+    """Without the state a run would use codecs that were switched off. Without a profile it would not be tracked."""
+    checkpoint_state, writes_left = load_from_checkpoint(checkpoint, 0.6), [num_written]
     drop_files(checkpoint)
 
-    def write_or_die(*args):
-        if not left[0]:
+    def interrupted_replace(*args):
+        if not writes_left[0]:
             raise KeyboardInterrupt
-        left[0] -= 1
+        writes_left[0] -= 1
         original(*args)
 
     original = os.replace
-    monkeypatch.setattr(os, "replace", write_or_die)
+    monkeypatch.setattr(os, "replace", interrupted_replace)
     with pytest.raises(KeyboardInterrupt):
-        save_in_checkpoint(checkpoint, saved)
+        save_in_checkpoint(checkpoint, checkpoint_state)
     monkeypatch.undo()
     assert len(list(checkpoint.glob("adacc_*"))) == num_written
     assert load_from_checkpoint(checkpoint, 0.6) is None
@@ -311,7 +316,7 @@ def test_a_damaged_state_is_named_with_the_next_step(checkpoint, size_policies):
 def test_files_of_a_policy_without_profile(tmp_path, train, checkpoint):
     policy = Policy.load(checkpoint / POLICY_FILE)
     save_files(tmp_path / "new", policy, None)
-    saved = load_from_checkpoint(tmp_path / "new", 0.6)
-    assert saved == Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
+    checkpoint_state = load_from_checkpoint(tmp_path / "new", 0.6)
+    assert checkpoint_state == Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
     assert load_from_checkpoint(tmp_path / "new", AdaccConfig().memory_budget) is None
     assert load_from_checkpoint(tmp_path / "nothing", 0.6) is None

@@ -1,4 +1,4 @@
-"""Runs whose model is compiled in several regions: blocks one by one, and with graph breaks. All share one budget."""
+"""Models compiled in several regions, block by block or with graph breaks, share one budget."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
 
-# Importing Inductor makes torch warn of torch, and so does tracing a loss that another graph goes before.
+# Importing Inductor raises torch's own deprecation warnings. Tracing a loss after another graph does so, too.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.usefixtures("as_graphs"),
+    pytest.mark.usefixtures("eager_graphs"),
 ]
 NUM_BLOCKS = 2
 LOSSLESS = ("retain", "recompute")
@@ -19,13 +19,13 @@ LOSSLESS = ("retain", "recompute")
 
 @pytest.fixture
 def block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate compiles the blocks, all alike, and what is around them, each by itself."""
+    """Let Accelerate compile each of the equal blocks, and the remaining model, separately."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
 
 
 @pytest.fixture
 def breaking_blocks(monkeypatch: pytest.MonkeyPatch, make_model) -> None:
-    """Blocks with a graph break in their midst."""
+    """Put a graph break into the middle of every block."""
     block = type(make_model().transformer.h[0].mlp)
     forward = block.forward
 
@@ -59,12 +59,12 @@ def test_a_peak_is_kept_to_by_blocks_that_share_one_graph(make_model, train) -> 
     with pytest.raises(InfeasibleBudgetError) as infeasible:
         run(2**20)
     least = infeasible.value.smallest_budget_bytes
-    budget = least + 2**18  # less than plain training takes
+    budget = least + 2**18  # less than plain training needs
     callback = run(budget)
-    measured = [event["measured_peak_bytes"] for event in callback.history if event["event"] == "memory"]
-    # The first share is already near: what the graphs store is known to the byte, and how often they are called.
-    assert measured[0] <= 1.03 * budget
-    assert 0.97 * budget <= measured[-1] <= budget
+    peaks = [event["measured_peak_bytes"] for event in callback.history if event["event"] == "memory"]
+    # The first share is already close, because the stored bytes of the graphs and their numbers of calls are exact.
+    assert peaks[0] <= 1.03 * budget
+    assert 0.97 * budget <= peaks[-1] <= budget
 
 
 @pytest.mark.usefixtures("breaking_blocks")
@@ -74,5 +74,5 @@ def test_graph_breaks_share_one_fraction(make_model, train) -> None:
     run = train([callback], torch_compile=True, max_steps=3, model=make_model(n_layer=NUM_BLOCKS))
     run.assert_equals(plain)
     policy = callback.compiled_policy
-    assert len(policy.in_force) > 2 * NUM_BLOCKS
+    assert len(policy.call_plans) > 2 * NUM_BLOCKS
     assert 0 < policy.stored_bytes <= 0.7 * policy.plain_bytes

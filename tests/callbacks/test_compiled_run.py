@@ -1,4 +1,4 @@
-"""AdaccCallback in a run with torch_compile=True: what it decides, keeps and takes away again."""
+"""AdaccCallback in a run with torch_compile=True: its decisions, files and cleanup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adacc_hf.compiler import CompiledPolicy, RegionPlan, compiled_run
 from adacc_hf.compiler.compiled_run import CompiledRun, begin_compiled_run
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
-# Importing Inductor makes torch warn of torch, and so does tracing a loss that another graph goes before.
+# Importing Inductor raises torch's own deprecation warnings. Tracing a loss after another graph does so, too.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -42,13 +42,13 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
     )
     policy = callback.compiled_policy
     assert 0 < policy.stored_bytes <= 0.5 * policy.plain_bytes
-    # Inductor fuses other operators together, so that sums may be taken in another order.
+    # Inductor fuses other operators together, so that sums may be computed in another order.
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
         assert CompiledPolicy.load(folder / COMPILED_FILE) == policy
         assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
     events = [event for event in callback.history if event["event"] == "policy"]
-    assert sum(event["stored_bytes"] for event in events[-len(policy.in_force) :]) == policy.stored_bytes
+    assert sum(event["stored_bytes"] for event in events[-len(policy.call_plans) :]) == policy.stored_bytes
     assert run.logs[-1]["adacc/stored_gib"] == policy.stored_bytes / 2**30
 
     resumed = AdaccCallback(**SETTINGS)
@@ -59,32 +59,34 @@ def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, tra
         max_steps=3,
         model=make_model(n_layer=1),
     )
-    kept = len(callback.history)
-    assert resumed.history[:kept] == callback.history
-    assert [(event["step"], event["event"]) for event in resumed.history[kept:]] == [(3, "policy")] * 2
+    num_events = len(callback.history)
+    assert resumed.history[:num_events] == callback.history
+    assert [(event["step"], event["event"]) for event in resumed.history[num_events:]] == [(3, "policy")] * 2
     assert {plan.digest: plan.stored for plan in resumed.compiled_policy.regions} == {
-        plan.digest: plan.stored for plan in policy.in_force
+        plan.digest: plan.stored for plan in policy.call_plans
     }
 
 
 @pytest.mark.parametrize(
-    ("settled_for", "asked", "share"),
+    ("settled_for", "requested_budget", "share"),
     [(0.7, 0.7, 0.4), ("1GiB", "1GiB", 0.4), (0.7, 0.5, 0.5), ("1GiB", 0.5, 0.5), (None, "1GiB", None)],
 )
 def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(
-    tmp_path: Path, settled_for: object, asked: object, share: float | None
+    tmp_path: Path, settled_for: object, requested_budget: object, share: float | None
 ) -> None:
     CompiledPolicy(share=0.4, settled_for=settled_for).save(tmp_path / COMPILED_FILE)
     (tmp_path / HISTORY_FILE).write_text('[{"step": 1, "event": "change"}]')
-    run, history = begin_compiled_run(AdaccConfig(memory_budget=asked), torch.nn.Linear(1, 1), print, None, tmp_path)
+    run, history = begin_compiled_run(
+        AdaccConfig(memory_budget=requested_budget), torch.nn.Linear(1, 1), print, None, tmp_path
+    )
     run.remove()
     assert [event["step"] for event in history] == [1]
     assert run.policy.share == share
-    assert run.policy.settled_for == (asked if asked == settled_for else None)
+    assert run.policy.settled_for == (requested_budget if requested_budget == settled_for else None)
 
 
 class Bench:
-    """A CompiledRun whose regions and measured peaks are made up: peak = 1000 + what the regions take."""
+    """A CompiledRun with invented regions and measured peaks: peak = 1000 + bytes of the regions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, budget: object, least: int = 100, plain: int = 1000) -> None:
         self.events: list[dict] = []
@@ -94,17 +96,19 @@ class Bench:
         self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
 
     def step(self, error: int = 0, size: int = 1) -> None:
-        self.run.step_begins(torch.nn.Linear(1, 1), None)
+        self.run.begin_step(torch.nn.Linear(1, 1), None)
         self.run._meter.close()
         partitioner = self.run._installed.partitioner
         share = partitioner.policy.share
-        taken = self._least if share is None else max(self._least, int(share * self._plain))
+        region_bytes = self._least if share is None else max(self._least, int(share * self._plain))
         partitioner._note(
-            RegionPlan(digest="", region="0", plain_bytes=self._plain, stored_bytes=taken, peak_bytes=taken)
+            RegionPlan(
+                digest="", region="0", plain_bytes=self._plain, stored_bytes=region_bytes, peak_bytes=region_bytes
+            )
         )
         self.run._is_measured, self.run._num_elements = True, size
-        self.run._meter.peak_bytes = 1000 + taken + error
-        self.run.step_ends(1, torch.nn.Linear(1, 1))
+        self.run._meter.peak_bytes = 1000 + region_bytes + error
+        self.run.end_step(1, torch.nn.Linear(1, 1))
 
     @property
     def changes(self) -> list[float | None]:
@@ -113,63 +117,63 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch):
-    made = []
+    benches = []
 
     def make(*args, **kwargs) -> Bench:
-        made.append(Bench(monkeypatch, *args, **kwargs))
-        return made[-1]
+        benches.append(Bench(monkeypatch, *args, **kwargs))
+        return benches[-1]
 
     yield make
-    for one in made:
-        one.run.remove()
+    for bench_run in benches:
+        bench_run.run.remove()
 
 
 @pytest.mark.usefixtures("tiny_budgets")
 def test_what_the_peak_leaves_is_given_to_the_regions(bench) -> None:
-    one = bench(1500)
+    compiled_bench = bench(1500)
     for _ in range(3):
-        one.step()
-    assert one.changes == [0.5]
-    assert one.run.peak_bytes == 1500
+        compiled_bench.step()
+    assert compiled_bench.changes == [0.5]
+    assert compiled_bench.run.peak_bytes == 1500
 
 
 @pytest.mark.usefixtures("tiny_budgets")
 def test_a_peak_above_the_budget_takes_back_what_is_too_much(bench) -> None:
-    one = bench(1500)
-    one.step()
-    one.step(error=200)
-    one.step(error=200)
-    # 200 less than 500, and 1 % of 1000 for good measure.
-    assert one.changes == [0.5, 0.29]
-    assert one.run.peak_bytes == 1490
+    compiled_bench = bench(1500)
+    compiled_bench.step()
+    compiled_bench.step(error=200)
+    compiled_bench.step(error=200)
+    # The share falls by 200 of the 500, and by 1 % of 1000 as a safety margin.
+    assert compiled_bench.changes == [0.5, 0.29]
+    assert compiled_bench.run.peak_bytes == 1490
 
 
 @pytest.mark.usefixtures("tiny_budgets")
 def test_a_peak_far_below_the_budget_gives_the_regions_more(bench) -> None:
-    one = bench(1500)
-    one.step()
-    one.step(error=-200)
-    one.step(error=-200)
-    assert one.changes == [0.5, 0.7]
-    assert one.run.peak_bytes == 1500
+    compiled_bench = bench(1500)
+    compiled_bench.step()
+    compiled_bench.step(error=-200)
+    compiled_bench.step(error=-200)
+    assert compiled_bench.changes == [0.5, 0.7]
+    assert compiled_bench.run.peak_bytes == 1500
 
 
 @pytest.mark.usefixtures("tiny_budgets")
 def test_what_a_small_batch_leaves_is_kept_for_larger_ones(bench) -> None:
-    one = bench(1500)
-    one.step(error=-300, size=1)
-    one.step(error=0, size=2)
-    one.step(error=-200, size=1)
-    # The second is 300 too high; what the third leaves changes nothing.
-    assert one.changes == [0.8, 0.49]
+    compiled_bench = bench(1500)
+    compiled_bench.step(error=-300, size=1)
+    compiled_bench.step(error=0, size=2)
+    compiled_bench.step(error=-200, size=1)
+    # The second step is 300 too high. The smaller third batch changes nothing.
+    assert compiled_bench.changes == [0.8, 0.49]
 
 
 @pytest.mark.usefixtures("tiny_budgets")
 def test_a_budget_for_everything_leaves_graphs_as_they_are(bench) -> None:
-    one = bench(5000)
-    one.step()
-    one.step()
-    assert one.changes == [1.0]
+    compiled_bench = bench(5000)
+    compiled_bench.step()
+    compiled_bench.step()
+    assert compiled_bench.changes == [1.0]
 
 
 @pytest.mark.usefixtures("tiny_budgets")
@@ -181,7 +185,7 @@ def test_a_budget_below_the_least_peak_is_refused(bench) -> None:
 
 
 class Regions:
-    """A CompiledRun for a fraction whose regions are made up: (plain bytes, least bytes, calls) of each."""
+    """A CompiledRun for a fraction of the stored bytes, with invented regions of (plain bytes, least bytes, calls)."""
 
     def __init__(self, budget: float, regions: list[tuple[int, int, int]]) -> None:
         self.regions = regions
@@ -190,7 +194,7 @@ class Regions:
         self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
 
     def step(self) -> CompiledPolicy:
-        self.run.step_begins(torch.nn.Linear(1, 1), None)
+        self.run.begin_step(torch.nn.Linear(1, 1), None)
         partitioner = self.run._installed.partitioner
         share = partitioner.policy.share
         plans = [
@@ -202,63 +206,63 @@ class Regions:
         ]  # fmt: skip
         for plan in plans:
             partitioner._note(plan)
-        self.run.step_ends(1, torch.nn.Linear(1, 1))
+        self.run.end_step(1, torch.nn.Linear(1, 1))
         return CompiledPolicy(share=share, regions=tuple(plans))
 
 
 @pytest.fixture
 def regions():
-    made = []
+    region_runs = []
 
     def make(*args) -> Regions:
-        made.append(Regions(*args))
-        return made[-1]
+        region_runs.append(Regions(*args))
+        return region_runs[-1]
 
     yield make
-    for one in made:
-        one.run.remove()
+    for region_run in region_runs:
+        region_run.run.remove()
 
 
 def test_regions_that_can_store_less_make_up_for_those_that_cannot(regions) -> None:
-    one = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
+    compiled_regions = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
     for _ in range(3):
-        policy = one.step()
-    # Of 1700 the second takes 400, which leaves 1300 for three calls of the first.
-    assert one.shares == [1300 / 3000]
+        policy = compiled_regions.step()
+    # The budget is 1700. The second region needs 400, which leaves 1300 for three calls of the first.
+    assert compiled_regions.shares == [1300 / 3000]
     assert policy.stored_bytes <= 1700
 
 
 def test_what_cannot_keep_to_a_fair_share_has_the_others_store_less_again(regions) -> None:
-    one = regions(0.5, [(1000, 100, 1), (1000, 480, 1), (900, 800, 1)])
-    one.step()
-    one.step()
-    # 650 are left for the first two, and the second cannot keep to its part of them.
-    assert one.shares == [0.325]
-    assert one.step().stored_bytes == 1450
-    assert one.shares == [0.325, 0.17]
-    assert one.run.metrics()["adacc/stored_gib"] == 1450 / 2**30
+    compiled_regions = regions(0.5, [(1000, 100, 1), (1000, 480, 1), (900, 800, 1)])
+    compiled_regions.step()
+    compiled_regions.step()
+    # The first two regions share 650, and the second one cannot keep to its part.
+    assert compiled_regions.shares == [0.325]
+    assert compiled_regions.step().stored_bytes == 1450
+    assert compiled_regions.shares == [0.325, 0.17]
+    assert compiled_regions.run.metrics()["adacc/stored_gib"] == 1450 / 2**30
 
 
 def test_the_last_step_leaves_the_policy_that_it_ran_under(regions) -> None:
-    one = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
-    ran_under = one.step()
-    assert one.run.policy == ran_under
-    assert one.run.policy.settled_for is None
-    assert one.shares == []
-    assert one.run.metrics()["adacc/stored_gib"] == ran_under.stored_bytes / 2**30
+    compiled_regions = regions(0.5, [(1000, 100, 3), (400, 400, 1)])
+    last_policy = compiled_regions.step()
+    assert compiled_regions.run.policy == last_policy
+    assert compiled_regions.run.policy.settled_for is None
+    assert compiled_regions.shares == []
+    assert compiled_regions.run.metrics()["adacc/stored_gib"] == last_policy.stored_bytes / 2**30
 
 
 def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(regions) -> None:
-    one = regions(0.3, [(1000, 401, 3), (400, 400, 1)])
-    one.step()
-    # 0.4715 of all: what is to be given is enough.
+    compiled_regions = regions(0.3, [(1000, 401, 3), (400, 400, 1)])
+    compiled_regions.step()
+    # The regions need 0.4715 of all bytes, and the suggested fraction is rounded up.
     with pytest.raises(InfeasibleBudgetError, match=r"memory_budget=0.3 allows 1020 B of .* at least 0.472") as error:
-        one.step()
-    assert one.shares == [None]
+        compiled_regions.step()
+    assert compiled_regions.shares == [None]
     assert error.value.smallest_budget_bytes == 1603
 
 
-@pytest.mark.usefixtures("as_graphs")
+@pytest.mark.usefixtures("eager_graphs")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with Transformers 5.23
 def test_adapters_train_as_plainly_over_several_micro_batches(make_model, train) -> None:
     peft = pytest.importorskip("peft")
@@ -275,14 +279,14 @@ def test_adapters_train_as_plainly_over_several_micro_batches(make_model, train)
 
 
 class RunEagerly(TrainerCallback):
-    """Lets torch run the model as it is from the third step on."""
+    """Callback that lets torch run the model without compiled graphs from the third step on."""
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 2:
             torch.compiler.set_stance("force_eager")
 
 
-@pytest.mark.usefixtures("as_graphs")
+@pytest.mark.usefixtures("eager_graphs")
 def test_steps_without_compiled_graphs_are_reported(make_model, train, caplog) -> None:
     try:
         callbacks = [AdaccCallback(**{**SETTINGS, "memory_budget": 0.7}), RunEagerly()]

@@ -1,4 +1,4 @@
-"""What becomes of a policy in the middle of a run: other sizes, memory that runs out, degraded gradients."""
+"""Policy changes in the middle of a run: other batch sizes, out-of-memory errors, degraded gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def events(callback, kind):
 
 
 class Lengths(torch.utils.data.Dataset):
-    """Sequences of given lengths, a batch of 4 at a time."""
+    """Sequences of the requested lengths, 4 of each for one batch."""
 
     def __init__(self, lengths):
         generator = torch.Generator().manual_seed(0)
@@ -66,30 +66,30 @@ def run_lengths(make_trainer, lengths, callbacks, trainer_class=InOrder, watch=N
 
 
 def test_other_lengths_get_policies_of_their_own(make_trainer):
-    """Each before its first batch, told from parts of the first one."""
+    """Each size's policy is set before its first batch, extrapolated from parts of the first batch."""
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     lengths = [16] * 4 + [32] * 30 + [9, 16, 8, 32] * 10
     run_lengths(make_trainer, lengths, [callback])
-    made = events(callback, "policy")
-    assert [(event["step"], event.get("reason")) for event in made] == [
+    policy_events = events(callback, "policy")
+    assert [(event["step"], event.get("reason")) for event in policy_events] == [
         (0, None),
         (5, "for batches of input_ids 4x40, labels 4x40"),
         (35, "for batches of input_ids 4x9, labels 4x9"),
         (37, "for batches of input_ids 4x8, labels 4x8"),
     ]
-    stored = [event["stored_bytes"] for event in made]
-    assert stored[3] < stored[2] < stored[0] < stored[1]
+    stored_bytes = [event["stored_bytes"] for event in policy_events]
+    assert stored_bytes[3] < stored_bytes[2] < stored_bytes[0] < stored_bytes[1]
 
 
 def test_other_lengths_get_policies_of_their_own_where_the_first_batch_leaves_blocks_out(make_trainer, late_policy):
-    """The first longer batch runs under torch's checkpoint, and the next is profiled, for all sizes: what comes then
-    has a policy before its first batch."""
+    """The first longer batch runs under torch's checkpoint, and the next one is profiled for all sizes. Later sizes
+    have a policy before their first batch."""
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     lengths = [16] * 4 + [32] * 30 + [9, 16, 8, 32] * 10
     run_lengths(make_trainer, lengths, [callback])
-    made = events(callback, "policy")
-    # The first policy is set at step 2; the first batch of 32 comes at step 5, those of 9 and 8 at 35 and 37.
-    assert [(event["step"], event.get("reason")) for event in made] == [
+    policy_events = events(callback, "policy")
+    # The first policy is set at step 2. The first batch of 32 tokens comes at step 5, those of 9 and 8 at 35 and 37.
+    assert [(event["step"], event.get("reason")) for event in policy_events] == [
         (2, None),
         (6, "for batches of input_ids 4x32, labels 4x32"),
         (35, "for batches of input_ids 4x9, labels 4x9"),
@@ -98,25 +98,26 @@ def test_other_lengths_get_policies_of_their_own_where_the_first_batch_leaves_bl
 
 
 def test_lengths_that_differ_from_the_first_steps_on_are_never_without_a_policy(make_trainer, monkeypatch):
-    unplanned = []
+    is_unplanned = []
     original = PolicyChoice.choose
 
     def choose(choice, shapes, nbytes):
         original(choice, shapes, nbytes)
-        unplanned.append(choice.current is None)
+        is_unplanned.append(choice.current is None)
 
     monkeypatch.setattr(PolicyChoice, "choose", choose)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     run_lengths(make_trainer, [24, 20, 32, 17, 30, 9, 32, 25, 11], [callback])
-    assert len(unplanned) == 9
-    assert not any(unplanned)
+    assert len(is_unplanned) == 9
+    assert not any(is_unplanned)
 
 
 @pytest.mark.parametrize("reaction", ["warn", "error"])
 def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make_trainer, make_model, caplog, reaction):
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.4)
     run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
-    # A little above the least, whatever the times say: a length of 16 keeps to it, the next class' 20 needs 8 % more.
+    # The budget is slightly above the least peak: length 16 keeps to it, and length 20 of the next size class needs 8 %
+    # more.
     budget = int(1.03 * least_policy(probe.profile, probe.config).predicted_peak_bytes)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget, on_over_budget=reaction)
     lengths = [15, 16, 16, 32, 32, 16]
@@ -127,10 +128,10 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
             run_lengths(make_trainer, lengths, [callback], model=make_model())
         return
     run_lengths(make_trainer, lengths, [callback], model=make_model())
-    said = [event for event in events(callback, "memory") if " bytes at least" in event.get("reason", "")]
-    assert [event["step"] for event in said] == [4]
-    assert said[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
-    assert ", those of input_ids 4x16, labels 4x16 would keep to the budget" in said[0]["reason"]
+    memory_events = [event for event in events(callback, "memory") if " bytes at least" in event.get("reason", "")]
+    assert [event["step"] for event in memory_events] == [4]
+    assert memory_events[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
+    assert ", those of input_ids 4x16, labels 4x16 would keep to the budget" in memory_events[0]["reason"]
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
 
 
@@ -144,9 +145,11 @@ def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_roo
         monkeypatch.setattr(SizeModel, "uncertainty", uncertainty)
         callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
         run_lengths(make_trainer, [15, 16, 16, 13, 13, 16], [callback], model=make_model())
-        said = [event for event in events(callback, "memory") if "may take more than" in event.get("reason", "")]
-        assert [event["step"] for event in said] == expected
-        assert all("is exact to 50% only" in event["reason"] for event in said)
+        memory_events = [
+            event for event in events(callback, "memory") if "may take more than" in event.get("reason", "")
+        ]
+        assert [event["step"] for event in memory_events] == expected
+        assert all("is exact to 50% only" in event["reason"] for event in memory_events)
 
 
 def refuse_profiles_of(length, monkeypatch):
@@ -175,16 +178,16 @@ def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_polic
 def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(
     make_trainer, monkeypatch, late_policy
 ):
-    """Micro-batches of 16 and of 32 tokens in each step, the longer ones without a policy.
+    """Each step has micro-batches of 16 and of 32 tokens, and the longer ones have no policy.
 
-    There is no prediction to hold a peak against, and on a CPU each count takes a profiler.
+    No predicted peak can be compared, and on a CPU each measurement needs a profiler.
     """
-    counted = []
+    measured_steps = []
     refuse_profiles_of(32, monkeypatch)
     original = StepMeter.count_memory
 
     def count(meter, *args):
-        counted.append(trainer.state.global_step + 1)
+        measured_steps.append(trainer.state.global_step + 1)
         original(meter, *args)
 
     monkeypatch.setattr(StepMeter, "count_memory", count)
@@ -192,16 +195,17 @@ def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_o
     trainer = make_trainer([callback], trainer_class=InOrder, max_steps=28, gradient_accumulation_steps=2)
     trainer.train_dataset = Lengths([16] * 4 + [16, 32] * 26)
     trainer.train()
-    # The policy is set at step 2 and its first two steps are recorded; then the next, the 2nd, the 4th step is tried.
-    assert counted == [5, 6, 8, 12, 20]
+    # The policy is set at step 2, and its first two steps are recorded. The next, the 2nd and the 4th step after are
+    # tried.
+    assert measured_steps == [5, 6, 8, 12, 20]
     assert not [event for event in events(callback, "memory") if "measured_peak_bytes" in event]
 
 
-@pytest.mark.parametrize("remembered", [known_shapes.MAX_SHAPES, 2], ids=["all-remembered", "two-remembered"])
+@pytest.mark.parametrize("max_shapes", [known_shapes.MAX_SHAPES, 2], ids=["all-remembered", "two-remembered"])
 def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(
-    make_trainer, lossless, tmp_path, monkeypatch, remembered
+    make_trainer, lossless, tmp_path, monkeypatch, max_shapes
 ):
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", remembered)
+    monkeypatch.setattr(known_shapes, "MAX_SHAPES", max_shapes)
     lengths = [16] * 4 + [32] * 20 + [9, 16, 32]
     plain = run_lengths(make_trainer, lengths, [], output_dir=str(tmp_path / "plain"))
     adacc = run_lengths(make_trainer, lengths, [AdaccCallback(**lossless)])
@@ -214,8 +218,8 @@ def test_lossless_training_with_other_lengths_is_bit_equal_to_plain(
 
 
 def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_model, monkeypatch, peak_per_step):
-    """Every step, those under torch's checkpoint and those that are recorded or measure included."""
-    # The CPU's allocator can be asked by one at a time.
+    """The budget holds on every step, including checkpointed, recorded and measured steps."""
+    # The CPU's memory meter serves one user at a time.
     monkeypatch.setattr(StepMeter, "count_memory", lambda *_: None)
     lengths = [16] * 3 + [32, 32, 16, 32, 9] * 5
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
@@ -225,22 +229,23 @@ def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_mo
     callback = AdaccCallback(memory_budget=budget, min_compress_bytes=4096)
     run_lengths(make_trainer, lengths, [callback, peaks], model=make_model())
     assert len(events(callback, "policy")) >= 2
-    settled = peaks.peaks[callback.history[0]["step"] :]
-    assert max(settled) <= budget
+    later_peaks = peaks.peaks[callback.history[0]["step"] :]
+    assert max(later_peaks) <= budget
 
 
 @pytest.fixture
 def plans_of_recorded_calls(monkeypatch):
-    """(step, how) -> the plans of calls that were recorded, or compared with a tape."""
+    """Return a map of (step, method) to the plans of calls that were recorded or validated, and a function that sets
+    the Trainer."""
     plans, trainers = {}, []
-    for how in ("_first_call", "_learn"):
-        original = getattr(BlockExecutor, how)
+    for method in ("_first_call", "_learn"):
+        original = getattr(BlockExecutor, method)
 
-        def noted(strategy, *args, how=how, original=original):
-            plans.setdefault((trainers[0].state.global_step + 1, how), []).append(strategy.plan)
+        def record_plan(strategy, *args, method=method, original=original):
+            plans.setdefault((trainers[0].state.global_step + 1, method), []).append(strategy.plan)
             return original(strategy, *args)
 
-        monkeypatch.setattr(BlockExecutor, how, noted)
+        monkeypatch.setattr(BlockExecutor, method, record_plan)
     return plans, trainers.append
 
 
@@ -250,43 +255,43 @@ def test_calls_are_checked_under_the_policy(make_trainer, plans_of_recorded_call
     trainer = make_trainer([callback], max_steps=27)
     watch(trainer)
     trainer.train()
-    # The parts that told of the size count as two calls: call 24 is that of step 22.
+    # The parts that were profiled for the size count as two calls, so that call 24 belongs to step 22.
     assert list(plans) == [(1, "_learn"), (22, "_learn")]
-    followed = [callback.policy.plans[index] for _, index in callback.policy.blocks]
-    assert all(plan in followed for found in plans.values() for plan in found)
-    assert len(plans[22, "_learn"]) == len(followed)
+    policy_plans = [callback.policy.plans[index] for _, index in callback.policy.blocks]
+    assert all(plan in policy_plans for group in plans.values() for plan in group)
+    assert len(plans[22, "_learn"]) == len(policy_plans)
 
 
 def test_a_size_that_no_profile_recorded_runs_under_the_policy(make_trainer, plans_of_recorded_calls, monkeypatch):
-    """Its blocks were recorded at sizes around it, and not there: one of them compares on the way what replay makes."""
+    """The blocks were recorded at neighbouring sizes only. One block compares the replay's results at the new size."""
     plans, watch = plans_of_recorded_calls
-    compared, original = [], BlockExecutor._learn
+    compares_bits, original = [], BlockExecutor._learn
 
     def learn(strategy, key, entry, *args):
-        if entry.family is not None:
-            compared.append(entry.program.tape.due_check == BITS)
+        if entry.symbolic_tape is not None:
+            compares_bits.append(entry.plan.tape.due_check == BITS)
         return original(strategy, key, entry, *args)
 
     monkeypatch.setattr(BlockExecutor, "_learn", learn)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     lengths = [31, 32] * 2 + [30, 32, 30, 30]
     run_lengths(make_trainer, lengths, [callback], watch=watch)
-    assert not [step for step, how in plans if how == "_first_call"]
-    # By the first of two blocks: every bit at 31 and at 32 tokens, the first two new sizes, operators at 30.
-    assert compared == [True, True, False]
+    assert not [step for step, method in plans if method == "_first_call"]
+    # The first of two blocks compares every bit at the first two new sizes, 31 and 32 tokens, and only operators at 30.
+    assert compares_bits == [True, True, False]
 
 
 class OutOfMemory(Trainer):
-    """Runs out of memory in forward or in the midst of backward, at the given steps."""
+    """Trainer that runs out of memory in forward or in the middle of backward, at the steps in `fails`."""
 
     fails: ClassVar[list[tuple[int, str]]] = []
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         result = super().compute_loss(model, inputs, *args, **kwargs)
-        for step, where in list(self.fails):
+        for step, failure_place in list(self.fails):
             if step == self.state.global_step + 1:
-                self.fails.remove((step, where))
-                if where == "forward":
+                self.fails.remove((step, failure_place))
+                if failure_place == "forward":
                     raise torch.OutOfMemoryError("no room in forward")
                 self.fail_once_in_backward(model.transformer.h[0].ln_1.weight)
         return result
@@ -296,7 +301,7 @@ class OutOfMemory(Trainer):
             handle.remove()
             raise torch.OutOfMemoryError("no room in backward")
 
-        # In the graph: with a hook on the parameter itself nothing would be tried again.
+        # The hook belongs to the graph. With a hook on the parameter itself no retry would happen.
         handle = torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(fail)
 
 
@@ -304,9 +309,11 @@ def failing(*fails):
     return type("Failing", (OutOfMemory,), {"fails": list(fails)})
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("failure_place", ["forward", "backward"])
 @pytest.mark.parametrize("budget", [0.7, "peak"], ids=["of-stored", "of-peak"])
-def test_out_of_memory_leads_to_a_tighter_policy_and_the_same_training(train, make_model, where, budget, lossless):
+def test_out_of_memory_leads_to_a_tighter_policy_and_the_same_training(
+    train, make_model, failure_place, budget, lossless
+):
     assert make_model().config.resid_pdrop > 0, "the second try must draw the masks of the first"
     plain = train(max_steps=6)
     if budget == "peak":
@@ -314,7 +321,7 @@ def test_out_of_memory_leads_to_a_tighter_policy_and_the_same_training(train, ma
         train([probe], max_steps=3)
         budget = probe.policy.predicted_peak_bytes
     callback = AdaccCallback(**{**lossless, "memory_budget": budget})
-    run = train([callback], trainer_class=failing((4, where)), max_steps=6)
+    run = train([callback], trainer_class=failing((4, failure_place)), max_steps=6)
     run.assert_equals(plain)
     (event,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
     assert event["step"] == 4
@@ -352,7 +359,7 @@ def test_half_changed_gradients_are_not_tried_again(make_trainer, lossless):
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_gradients_that_hooks_have_used_are_not_made_again(make_trainer, lossless, hook):
-    """DeepSpeed has sent them to the other ranks, an optimizer that steps inside backward has moved the weights."""
+    """Effects of hooks cannot be undone: DeepSpeed sends gradients to ranks, optimizers in backward move weights."""
     trainer = make_trainer([AdaccCallback(**lossless)], trainer_class=failing((4, "backward")), max_steps=6)
     handle = getattr(next(trainer.model.parameters()), hook)(lambda _: None)
     with pytest.raises(
@@ -363,12 +370,12 @@ def test_gradients_that_hooks_have_used_are_not_made_again(make_trainer, lossles
 
 
 def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, lossless, monkeypatch):
-    """A step that runs out of memory while the solver looks for a policy within the old budget."""
+    """A step runs out of memory while the solver searches for a policy within the old budget."""
 
-    def stale(profile, policy, *_):
+    def stale_replan(profile, policy, *_):
         return ReplanResult(policy=policy, reason="fits the old budget", has_solved=True)
 
-    monkeypatch.setattr(rectifier_module, "replan", stale)
+    monkeypatch.setattr(rectifier_module, "replan", stale_replan)
     callback = AdaccCallback(**lossless, takeover_steps=3)
 
     class SolveFromStep3(TrainerCallback):
@@ -386,17 +393,17 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
 
 def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, lossless, tmp_path):
     lengths = [16] * 4 + [32] * 18 + [16, 16, 16]
-    noted = []
+    recorded_budgets = []
 
     class NoteBudgets(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
                 controller = callback.session.phase.controller
                 budgets = {s.shapes: s.replanner.memory_budget for s in controller.choice.cache.all}
-                noted.append((controller.context.memory_budget, budgets))
+                recorded_budgets.append((controller.context.memory_budget, budgets))
 
     class Failing(failing((23, "forward")), InOrder):
-        """Runs out of memory at 16 tokens."""
+        """Trainer that runs out of memory at 16 tokens."""
 
     callback = AdaccCallback(**lossless)
     saving = {"save_strategy": "steps", "save_steps": 24}
@@ -404,7 +411,7 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     trainer = make_trainer([NoteBudgets(), callback], trainer_class=InOrder, max_steps=len(lengths))
     trainer.train_dataset = Lengths(lengths)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-24"))
-    (tightened, budgets), resumed = noted
+    (tightened, budgets), resumed = recorded_budgets
     assert sorted(budgets.values()) == [tightened, lossless["memory_budget"]]
     assert resumed == (tightened, budgets)
 
@@ -416,7 +423,7 @@ def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless):
 
 
 class SpoilCodec(TrainerCallback):
-    """From the end of `step` on, decoding gives noise; the loss follows, multiplied here as nothing else would show."""
+    """Callback that makes decoding return noise from the end of `step` on, and multiplies the loss to make a spike."""
 
     def __init__(self, monkeypatch, step, noise=30.0):
         self.monkeypatch, self.step, self.noise = monkeypatch, step, noise
@@ -434,7 +441,7 @@ class SpoilCodec(TrainerCallback):
 
 
 class SpikeLoss(Trainer):
-    """A loss that is ten times as large in step 9."""
+    """Trainer whose loss is ten times as large in step 9."""
 
     def compute_loss(self, *args, **kwargs):
         loss = super().compute_loss(*args, **kwargs)
@@ -446,14 +453,14 @@ def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_
     callback = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "actions": ("retain", "compress", "recompute")})
     for module in ("adapt.policy_builder", "adapt.policy_selection"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
-    degrade = [SpoilCodec(monkeypatch, 8)] if degraded else []
-    trainer = make_trainer([callback, *degrade], trainer_class=SpikeLoss, max_steps=13)
+    spoilers = [SpoilCodec(monkeypatch, 8)] if degraded else []
+    trainer = make_trainer([callback, *spoilers], trainer_class=SpikeLoss, max_steps=13)
     trainer.train()
     (guard,) = events(callback, "guard")
-    assert guard["step"] == 10, "the spike of step 9 is looked into in the next step"
+    assert guard["step"] == 10, "the step after the spike of step 9 checks the gradients"
     assert "times the median" in guard["reason"]
     codecs = Counter(choice.codec for plan in callback.policy.plans for _, choice in plan.choices)
-    assert codecs["channel_int4"], "it decodes as ever"
+    assert codecs["channel_int4"], "channel_int4 decodes correctly"
     healthy = Counter(choice.codec for plan in compress_first(callback.profile).plans for _, choice in plan.choices)
     named = guard["verdict"].count("(outlier_int4)")
     assert named == healthy["outlier_int4"] - codecs["outlier_int4"]
@@ -465,13 +472,13 @@ def test_a_spike_switches_compression_off_only_where_it_degrades_gradients(make_
 
 @pytest.mark.parametrize("step", [4, 20], ids=["before-it-has-a-policy", "after"])
 def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_model, sharpen, monkeypatch, step):
-    """Batches of 16 tokens have a policy of their own once they come; those of 32 have a degraded gradient."""
+    """Batches of 16 tokens get a policy at their first appearance. Batches of 32 have a degraded gradient."""
     lengths = [31, 32] + ([16, 32] if step == 20 else [32, 32]) * 6 + [16, 32] * 6
     for module in ("adapt.policy_builder", "adapt.extrapolated_policies", "adapt.policy_selection"):
         monkeypatch.setattr(f"adacc_hf.{module}.solve_policy", compress_first)
     policies = {}
 
-    class Note(TrainerCallback):
+    class RecordPolicies(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if isinstance(callback.session.phase, AdaptivePhase):
                 size_policies = callback.session.phase.controller.choice.cache.all
@@ -480,11 +487,13 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step + 2}
     callback = AdaccCallback(**{**COMPRESS, **settings})
     model = make_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    run_lengths(make_trainer, lengths, [callback, sharpen(20.0, step), Note()], model=model)
+    run_lengths(make_trainer, lengths, [callback, sharpen(20.0, step), RecordPolicies()], model=model)
     guard, *_ = events(callback, "guard")
     assert "attn.c_attn:addmm" in guard["verdict"]
     assert len(policies[len(lengths) - 1]) == 3
-    for policy in chain.from_iterable(found for after, found in policies.items() if after > guard["step"]):
+    for policy in chain.from_iterable(
+        later_policies for step, later_policies in policies.items() if step > guard["step"]
+    ):
         codecs = Counter(choice.codec for plan in policy.plans for _, choice in plan.choices)
         assert not codecs["channel_int4"]
         assert codecs["outlier_int4"]
@@ -518,7 +527,7 @@ class CountOperators(TorchDispatchMode):
 
 
 class CountingTrainer(Trainer):
-    """Counts the operators of each step's forward and backward."""
+    """Trainer that counts the operators of each step's forward and backward."""
 
     def training_step(self, *args, **kwargs):
         with CountOperators() as count:
@@ -531,7 +540,7 @@ def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trai
     monkeypatch.setattr("adacc_hf.adapt.policy_builder.solve_policy", compress_first)
     steps = []
     for number, tracking in enumerate(["off", 5]):
-        # A dispatch mode inside the meter's profiler would be counted with it: no step is metered before the 6th.
+        # The memory meter's profiler would count a dispatch mode's operators, too. No step before the 6th is metered.
         callback = AdaccCallback(**COMPRESS, tracking=tracking, guard=True)
         trainer = make_trainer(
             [callback], trainer_class=CountingTrainer, max_steps=5, output_dir=str(tmp_path / str(number))
@@ -555,7 +564,7 @@ def test_history_is_kept_in_a_file(make_trainer, tmp_path):
 
 
 def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, monkeypatch):
-    """All of it is written each time: at every event that would take ever longer."""
+    """The whole history is written each time, so that writing at every event would get ever slower."""
     lengths = []
     original = one_run_module.save_history
 
@@ -572,9 +581,9 @@ def test_a_long_history_is_not_written_at_every_event(make_trainer, tmp_path, mo
     assert json.loads((tmp_path / "run" / HISTORY_FILE).read_text()) == callback.history
 
 
-@pytest.mark.parametrize("missed", [2**18, 2**14], ids=["much", "within-the-tolerance"])
-def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, late_policy, missed):
-    """As if the profiler had missed so many bytes in every phase of the step."""
+@pytest.mark.parametrize("missed_bytes", [2**18, 2**14], ids=["much", "within-the-tolerance"])
+def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, late_policy, missed_bytes):
+    """The profile is falsified by `missed` bytes in every phase of the step."""
     from adacc_hf.adapt.profile_updates import with_more_memory
 
     original = profiler_module.profile_model
@@ -583,16 +592,18 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
-    monkeypatch.setattr(profiler_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed))
-    budget = honest["peak_bytes"] - missed
+    monkeypatch.setattr(
+        profiler_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes)
+    )
+    budget = honest["peak_bytes"] - missed_bytes
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     make_trainer([callback], max_steps=8).train()
     memory = events(callback, "memory")
     assert memory[0]["corrected"]
-    assert memory[0]["measured_peak_bytes"] - memory[0]["peak_bytes"] == pytest.approx(missed, rel=0.2)
+    assert memory[0]["measured_peak_bytes"] - memory[0]["peak_bytes"] == pytest.approx(missed_bytes, rel=0.2)
     (change, *_) = events(callback, "change")
     assert change["reason"].startswith("over budget: the old actions need ")
-    # A normal step under the new policy shows that it keeps to the budget, as predicted.
+    # A normal step under the new policy keeps to the budget, as predicted.
     assert memory[-1]["step"] > change["step"]
     assert memory[-1]["measured_peak_bytes"] <= budget
     assert memory[-1]["measured_peak_bytes"] == pytest.approx(change["peak_bytes"], rel=0.01)

@@ -1,4 +1,4 @@
-"""The Trainer under DDP with two gloo ranks, for which this file is the script."""
+"""The Trainer under DDP with two gloo ranks. This file is also the script that the ranks run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_STEPS = 6
 
 
 class LogsAlone(Trainer):
-    """Logs a loss of its own on the first rank."""
+    """Callback that logs a separate loss on the first rank."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
@@ -35,7 +35,7 @@ def train(toys: Any, callbacks: list[Any], folder: Path, resume: str | None = No
 
 
 def compare(toys: Any, folder: Path, **settings: Any) -> dict[str, Any]:
-    """What one rank finds: are a lossless run, and one resumed from it, bit-equal to plain DDP?"""
+    """Return this rank's comparison of a lossless run, and of a run resumed from it, with plain DDP."""
     callback, resumed_callback = AdaccCallback(**toys.LOSSLESS), AdaccCallback(**toys.LOSSLESS)
     plain = train(toys, [], folder / "plain", **settings)
     adacc = train(toys, [callback], folder / "adacc", **settings)
@@ -53,25 +53,25 @@ def compare(toys: Any, folder: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-def _same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+def _same_parameters(model: torch.nn.Module, other_model: torch.nn.Module) -> bool:
+    pairs = zip(model.state_dict().values(), other_model.state_dict().values(), strict=True)
+    return all(torch.equal(tensor, other_tensor) for tensor, other_tensor in pairs)
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script's own folder is where it imports from
+    import conftest as toys  # a script imports from its own folder only
 
     torch.set_num_threads(1)
-    # Transformers loads a rank's optimizer onto "cpu:0", which torch before 2.13 does not know.
+    # Transformers loads a rank's optimizer onto "cpu:0", which torch before 2.13 rejects.
     torch.serialization.register_package(
         100, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
     )
-    found = {
+    results = {
         "plain": compare(toys, folder / "plain"),
         "accumulation": compare(toys, folder / "accumulation", gradient_accumulation_steps=2),
         "logging": compare(toys, folder / "logging", trainer_class=LogsAlone),
     }
-    toys.leave_what_was_found(folder, found)
+    toys.write_rank_results(folder, results)
 
 
 def test_lossless_training_is_bit_equal_to_plain_ddp(run_two_ranks, tmp_path):
@@ -79,13 +79,13 @@ def test_lossless_training_is_bit_equal_to_plain_ddp(run_two_ranks, tmp_path):
     for name in ranks[0]:
         assert ranks[0][name]["policies"] == ranks[1][name]["policies"]
         for rank in ranks:
-            found = rank[name]
-            assert found["ddp"] == "DistributedDataParallel"
-            assert found["equal"] == [True, True]
-            assert found["recomputed"] > 0
-            assert found["num_logs"][0] == found["num_logs"][1]
-            assert found["policies"][0] == found["policies"][1]
-            assert found["events"] == [[[0, "policy"]], [[0, "policy"], [3, "policy"]]]
+            results = rank[name]
+            assert results["ddp"] == "DistributedDataParallel"
+            assert results["equal"] == [True, True]
+            assert results["recomputed"] > 0
+            assert results["num_logs"][0] == results["num_logs"][1]
+            assert results["policies"][0] == results["policies"][1]
+            assert results["events"] == [[[0, "policy"]], [[0, "policy"], [3, "policy"]]]
         losses = ranks[0][name]["losses"]
         assert len(losses[0]) == NUM_STEPS
         assert losses[0] == losses[1] == losses[2]

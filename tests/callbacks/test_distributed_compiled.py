@@ -1,4 +1,5 @@
-"""The Trainer with torch_compile=True under DDP with two gloo ranks, for which this file is the script."""
+"""The Trainer with torch_compile=True under DDP with two gloo ranks. This file is also the script that the ranks
+run."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ def train(toys: Any, callbacks: list[Any], folder: Path) -> Trainer:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script's own folder is where it imports from
+    import conftest as toys  # a script imports from its own folder only
 
     torch.set_num_threads(1)
     fraction, peak = AdaccCallback(**toys.LOSSLESS), AdaccCallback(**{**toys.LOSSLESS, "memory_budget": "1GiB"})
-    with toys.graphs_as_they_are():
+    with toys.run_graphs_eagerly():
         runs = [train(toys, callbacks, folder) for callbacks in ([], [fraction], [peak])]
     states = [run.model.state_dict() for run in runs]
-    found = {
+    results = {
         "wrapped": type(runs[1].model_wrapped._orig_mod).__name__,
         "losses": [toys.Run(run, run.state.log_history).losses for run in runs],
         "same": [all(torch.equal(states[0][name], state[name]) for name in state) for state in states[1:]],
@@ -37,7 +38,7 @@ def run_rank(folder: Path) -> None:
         "calls": [plan.calls for plan in fraction.compiled_policy.regions],
         "changes": [[e["step"], e["share"]] for e in peak.history if e["event"] == "change"],
     }
-    toys.leave_what_was_found(folder, found)
+    toys.write_rank_results(folder, results)
 
 
 def test_compiled_ranks_train_as_without_us_and_change_together(run_two_ranks) -> None:
@@ -45,10 +46,10 @@ def test_compiled_ranks_train_as_without_us_and_change_together(run_two_ranks) -
     for rank in ranks:
         assert rank["wrapped"] == "DistributedDataParallel"
         assert rank["same"] == [True, True]
-        stored, plain = rank["bytes"]
-        assert 0 < stored <= 0.6 * plain
+        stored_bytes, plain = rank["bytes"]
+        assert 0 < stored_bytes <= 0.6 * plain
         assert set(rank["calls"]) == {1}
-        # Once the first peak is known, everything fits.
+        # After the first measured peak everything fits.
         assert rank["changes"] == [[2, 1.0]]
     plain, fraction, peak = ranks[0]["losses"]
     assert len(plain) == NUM_STEPS

@@ -1,4 +1,5 @@
-"""The Trainer with FSDP as Accelerate prepares it, on two gloo ranks, for which this file is the script."""
+"""The Trainer with FSDP as Accelerate prepares it, on two gloo ranks. This file is also the script that the ranks
+run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def train(toys: Any, callbacks: list[Any], folder: Path, config: dict[str, Any],
         logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, seed=3, fsdp=True,
         fsdp_config=dict(config),
     )  # fmt: skip
-    # Several processes on CPUs would get DDP, whatever `fsdp` says.
+    # Accelerate gives several processes on CPUs DDP, whatever `fsdp` says.
     PartialState()._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
     trainer = Trainer(toys.tiny_model(), args, train_dataset=toys.Tokens(), callbacks=callbacks)
     trainer.train()
@@ -41,37 +42,39 @@ def parts(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What a rank finds: is lossless training bit-equal, and is there room for what waits to be exchanged?"""
+    """Return this rank's results: bit equality with plain training, and the size of the gradients waiting for the
+    exchange."""
     once, adacc = (AdaccCallback(**toys.LOSSLESS) for _ in range(2))
     train(toys, [once], folder, config, num_micro=1)
-    plain, ours = (train(toys, callbacks, folder, config, num_micro=2) for callbacks in ([], [adacc]))
-    first, alone = (callback.profile.blocks[0].forward_base_bytes for callback in (adacc, once))
+    plain, adacc_run = (train(toys, callbacks, folder, config, num_micro=2) for callbacks in ([], [adacc]))
+    first, single_batch_bytes = (callback.profile.blocks[0].forward_base_bytes for callback in (adacc, once))
     return {
-        "class": type(ours.model).__name__,
-        "figures": [figures(plain), figures(ours)],
-        "equal": all(map(torch.equal, parts(plain), parts(ours))),
+        "class": type(adacc_run.model).__name__,
+        "figures": [figures(plain), figures(adacc_run)],
+        "equal": all(map(torch.equal, parts(plain), parts(adacc_run))),
         "recomputed": adacc.policy.action_counts()["recompute"],
-        "waiting": (first - alone) / sum(4 * parameter.numel() for parameter in toys.tiny_model().parameters()),
+        "waiting": (first - single_batch_bytes)
+        / sum(4 * parameter.numel() for parameter in toys.tiny_model().parameters()),
     }
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script's own folder is where it imports from
+    import conftest as toys  # a script imports from its own folder only
 
     torch.set_num_threads(1)
-    toys.leave_what_was_found(folder, {name: compare(toys, folder, config) for name, config in CONFIGS.items()})
+    toys.write_rank_results(folder, {name: compare(toys, folder, config) for name, config in CONFIGS.items()})
 
 
 def test_lossless_training_is_bit_equal_and_whole_gradients_are_planned_for(run_two_ranks) -> None:
     for rank in run_two_ranks(__file__):
-        assert [found["class"] for found in rank.values()] == ["FSDPGPT2LMHeadModel", "FullyShardedDataParallel"]
-        for found in rank.values():
-            assert found["figures"][0] == found["figures"][1]
-            assert found["equal"]
-            assert found["recomputed"] > 0
-            # Ranks exchange gradients after the last micro-batch: each has whole ones, not its half, until then. Gloo's
-            # threads may hold a block's tensors for a moment longer.
-            assert 0.8 < found["waiting"] < 1.2
+        assert [results["class"] for results in rank.values()] == ["FSDPGPT2LMHeadModel", "FullyShardedDataParallel"]
+        for results in rank.values():
+            assert results["figures"][0] == results["figures"][1]
+            assert results["equal"]
+            assert results["recomputed"] > 0
+            # Ranks exchange gradients after the last micro-batch. Until then each rank holds whole gradients instead of
+            # its half. Gloo's threads may hold a block's tensors slightly longer.
+            assert 0.8 < results["waiting"] < 1.2
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One of two gloo ranks runs out of memory while it profiles; this file is the script of each rank."""
+"""One of two gloo ranks runs out of memory while it profiles. This file is also the script of the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGE = "rank out of memory. Tried to allocate 7 GiB"
 
 
 def fail_on_rank_1(original: Any, number: int) -> Any:
-    """`original`, whose `number`-th call on rank 1 finds no memory."""
+    """Return `original` wrapped so that its `number`-th call on rank 1 runs out of memory."""
     calls = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -38,20 +38,20 @@ def fail_on_rank_1(original: Any, number: int) -> Any:
 
 
 def failing(name: str, number: int) -> Any:
-    """The function `name` that profiles, whose `number`-th call on rank 1 finds no memory."""
+    """Return a patch of the profiling function `name`: its `number`-th call on rank 1 runs out of memory."""
     return mock.patch.object(profiler_module, name, fail_on_rank_1(getattr(profiler_module, name), number))
 
 
 def first_profile(toys: Any, folder: Path) -> str:
-    """The error that a run ends with."""
+    """Return the text of the error that ends the run."""
     trainer = toys.tiny_trainer(folder, [AdaccCallback(**toys.LOSSLESS)], per_device_train_batch_size=2)
-    with failing("estimate_profile", 1), pytest.raises(torch.OutOfMemoryError) as caught:
+    with failing("estimate_profile", 1), pytest.raises(torch.OutOfMemoryError) as error_info:
         trainer.train()
-    return str(caught.value)
+    return str(error_info.value)
 
 
 def smaller_batch(toys: Any, folder: Path) -> dict[str, Any]:
-    """What Accelerate makes of the same error: both ranks begin anew with fewer samples."""
+    """Return the outcome of Accelerate's retry: both ranks restart with fewer samples."""
     callback = AdaccCallback(**toys.LOSSLESS)
     trainer = toys.tiny_trainer(folder, [callback], per_device_train_batch_size=4, auto_find_batch_size=True)
     with failing("estimate_profile", 1):
@@ -61,7 +61,7 @@ def smaller_batch(toys: Any, folder: Path) -> dict[str, Any]:
 
 
 def later_profile(toys: Any, folder: Path) -> dict[str, Any]:
-    """What a run does whose second size of batch cannot be profiled on one rank."""
+    """Return the outcome of a run whose second batch size cannot be profiled on one rank."""
     from test_controller import InOrder, run_lengths
 
     callback = AdaccCallback(**toys.LOSSLESS)
@@ -69,15 +69,16 @@ def later_profile(toys: Any, folder: Path) -> dict[str, Any]:
     def make(callbacks: Any, **settings: Any) -> Any:
         return toys.tiny_trainer(folder, callbacks, per_device_train_batch_size=2, **settings)
 
-    late = mock.patch.object(builder_module.PolicyBuilder, "before_first_step", return_value=None)
-    with late, failing("profile_model", 2):
+    late_policy = mock.patch.object(builder_module.PolicyBuilder, "before_first_step", return_value=None)
+    with late_policy, failing("profile_model", 2):
         trainer = run_lengths(make, [16] * 4 + [32] * 16, [callback], trainer_class=InOrder)
     reasons = [event["reason"] for event in callback.history if event["event"] == "memory" and "reason" in event]
     return {"steps": trainer.state.global_step, "reasons": reasons}
 
 
 def sharded(toys: Any, name: str) -> str:
-    """The error of profiling under FSDP2 when memory runs out in the reading `name`, as the callback would see it."""
+    """Return the error of profiling under FSDP2 if memory runs out in the reading `name`, as the callback receives
+    it."""
     model = toys.tiny_model().train()
     mesh = init_device_mesh("cpu", (2,))
     for module in (*model.transformer.h, model):
@@ -93,17 +94,17 @@ def sharded(toys: Any, name: str) -> str:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script's own folder is where it imports from
+    import conftest as toys  # a script imports from its own folder only
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         test.__name__: test(toys, folder / "run") for test in (first_profile, smaller_batch, later_profile)
     }
-    found["verify"] = sharded(toys, "verify")
-    toys.leave_what_was_found(folder, found)
+    results["verify"] = sharded(toys, "verify")
+    toys.write_rank_results(folder, results)
 
 
-def run_until_it_ends() -> None:
+def run_backward_shards() -> None:
     import conftest as toys
 
     torch.set_num_threads(1)
@@ -112,22 +113,22 @@ def run_until_it_ends() -> None:
 
 
 def test_all_ranks_hear_of_one_that_has_no_memory_to_profile_in(run_two_ranks) -> None:
-    for found in run_two_ranks(__file__):
-        assert found["first_profile"].startswith(f"rank 1: OutOfMemoryError: {MESSAGE}")
-        assert "was profiling a batch of input_ids 2x32, labels 2x32" in found["first_profile"]
-        assert found["smaller_batch"] == {"steps": 5, "batch": 3, "has_policy": True}, "nine tenths of 4"
+    for results in run_two_ranks(__file__):
+        assert results["first_profile"].startswith(f"rank 1: OutOfMemoryError: {MESSAGE}")
+        assert "was profiling a batch of input_ids 2x32, labels 2x32" in results["first_profile"]
+        assert results["smaller_batch"] == {"steps": 5, "batch": 3, "has_policy": True}, "nine tenths of 4"
         reason = "input_ids 2x32, labels 2x32: there is no memory to profile them in"
-        assert found["later_profile"] == {"steps": 20, "reasons": [reason]}
-        assert found["verify"] == f"rank 1: OutOfMemoryError: {MESSAGE}"
+        assert results["later_profile"] == {"steps": 20, "reasons": [reason]}
+        assert results["verify"] == f"rank 1: OutOfMemoryError: {MESSAGE}"
 
 
 def test_a_rank_whose_parts_others_wait_for_ends_and_the_launcher_stops_them(tmp_path) -> None:
-    """Backward gathers parameters: no word can be sent from its midst."""
+    """Backward gathers parameters, and a rank in the middle of it cannot notify the others."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, __file__], capture_output=True, text=True, timeout=100)
-    assert done.returncode != 0
-    assert "RankFailedError: rank 1 ran out of memory where the other ranks wait for its part" in done.stderr
+    process = subprocess.run([*torchrun, __file__], capture_output=True, text=True, timeout=100)
+    assert process.returncode != 0
+    assert "RankFailedError: rank 1 ran out of memory while the other ranks wait for its part" in process.stderr
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1])) if len(sys.argv) > 1 else run_until_it_ends()
+    run_rank(Path(sys.argv[1])) if len(sys.argv) > 1 else run_backward_shards()

@@ -1,4 +1,4 @@
-"""The Trainer with a model divided by tensors between two gloo ranks, for which this file is the script."""
+"""The Trainer with a tensor-parallel model on two gloo ranks. This file is also the script that the ranks run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers.distributed import DistributedConfig
 from adacc_hf import AdaccCallback
 
 NUM_STEPS = 6
-# Gloo's threads may hold a tensor or two for a moment: 0.04 MiB of 1.05 that are needed at least and 1.28 that a plain
-# step takes. Budgets leave room for that, and ask for other actions in any case.
+# Gloo's threads may hold a few tensors for a moment: 0.04 MiB, where 1.05 MiB are the least and a plain step needs
+# 1.28. The budgets leave room for that and still need other actions.
 SETTINGS: dict[str, dict[str, Any]] = {
     "lossless": {"memory_budget": 0.5, "actions": ("retain", "recompute")},
     "bytes": {"memory_budget": "1.2MiB", "actions": ("retain", "recompute")},
@@ -31,7 +31,7 @@ def train(toys: Any, callbacks: list[Any], folder: Path, parallelism: Parallelis
         logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, seed=3,
         parallelism_config=parallelism,
     )  # fmt: skip
-    # Accelerate checks that there are GPUs, and has no other reason to refuse a CPU.
+    # Accelerate requires GPUs here, without another reason to refuse a CPU.
     with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
         trainer = Trainer(model, args, train_dataset=toys.Tokens(), callbacks=callbacks)
     trainer.train()
@@ -48,22 +48,22 @@ def parts(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script's own folder is where it imports from
+    import conftest as toys  # a script imports from its own folder only
 
     torch.set_num_threads(1)
     plain = train(toys, [], folder, ParallelismConfig(tp_size=2))
-    found = {"plain": {"figures": figures(plain)}}
+    results = {"plain": {"figures": figures(plain)}}
     for name, settings in SETTINGS.items():
         adacc = AdaccCallback(**settings)
-        ours = train(toys, [adacc], folder)
-        found[name] = {
-            "figures": figures(ours),
-            "equal": all(map(torch.equal, parts(ours), parts(plain))),
+        adacc_run = train(toys, [adacc], folder)
+        results[name] = {
+            "figures": figures(adacc_run),
+            "equal": all(map(torch.equal, parts(adacc_run), parts(plain))),
             "policy": str(adacc.policy),
             "actions": adacc.policy.action_counts(),
             "tracked": sum(event["event"] == "tracking" for event in adacc.history),
         }
-    toys.leave_what_was_found(folder, found)
+    toys.write_rank_results(folder, results)
 
 
 def test_lossless_training_is_bit_equal_and_codecs_are_tracked(run_two_ranks, tmp_path) -> None:
@@ -80,7 +80,7 @@ def test_lossless_training_is_bit_equal_and_codecs_are_tracked(run_two_ranks, tm
             assert rank[name]["figures"] == rank["plain"]["figures"]
             assert rank[name]["actions"]["recompute"] > 0
         assert rank["codecs"]["actions"]["compress"] > 0
-        assert rank["codecs"]["tracked"] == 2, "steps 4 and 6: the policy was made at the end of step 2"
+        assert rank["codecs"]["tracked"] == 2, "steps 4 and 6, because the policy was set at the end of step 2"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Two gloo ranks whose data differ keep the same policies: while outliers move, where one has longer batches, and where
-gradients of one are degraded. This file is the script of each rank."""
+"""Two gloo ranks with different data use the same policies. Outliers move, one rank has longer batches, and one rank's
+gradients degrade. This file is also the script of the ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ COMPRESS = {
 
 
 class MoveOutliers(TrainerCallback):
-    """Outlier channels that come and go, other ones on each rank: the weights differ, as data would have them differ.
+    """Callback that moves outlier channels, to other channels on each rank, because weights differ between ranks with
+    different data.
 
-    The rank's number is added, so that no rank finds the most channels at every step.
+    The rank's number is added, so that no rank has the most channels at every step.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -42,7 +43,7 @@ class MoveOutliers(TrainerCallback):
 
 
 class NotePolicy(TrainerCallback):
-    """The policy that each step ran under."""
+    """Callback that records the policy of each step."""
 
     def __init__(self, adacc: AdaccCallback) -> None:
         self.adacc = adacc
@@ -53,7 +54,7 @@ class NotePolicy(TrainerCallback):
 
 
 def longer_batches(toys: Any, folder: Path) -> list[dict[str, Any]]:
-    """What happens in a run whose first batches, of which the profile is made, are longer on rank 1."""
+    """Return the events of a run whose first batches, which are profiled, are longer on rank 1."""
     from test_controller import InOrder, Lengths
 
     adacc = AdaccCallback(**toys.LOSSLESS)
@@ -64,12 +65,12 @@ def longer_batches(toys: Any, folder: Path) -> list[dict[str, Any]]:
 
 
 def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
-    """What happens in a run in which rank 1 alone finds a degraded gradient, and the policy that it ends with."""
+    """Return the events of a run in which only rank 1 has a degraded gradient, and the run's final policy."""
     sharpen = toys.Sharpen(20.0 if os.environ["RANK"] == "1" else 1.0)
     adacc = AdaccCallback(**{**COMPRESS, "memory_budget": 0.9, "tracking": 4})
     model = toys.tiny_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     with ExitStack() as stack:
-        for module in (maker_module, selection_module):  # not the solver, whose choice depends on the prices of the day
+        for module in (maker_module, selection_module):  # replaces the solver, whose choice depends on measured times
             compress = mock.patch.object(
                 module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress")
             )
@@ -79,46 +80,50 @@ def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script's own folder is where it imports from
+    import conftest as toys  # a script imports from its own folder only
 
     torch.set_num_threads(1)
     adacc = AdaccCallback(**COMPRESS)
-    noted = NotePolicy(adacc)
-    callbacks = [adacc, noted, MoveOutliers()]
+    policy_recorder = NotePolicy(adacc)
+    callbacks = [adacc, policy_recorder, MoveOutliers()]
     toys.tiny_trainer(folder / "run", callbacks, max_steps=NUM_STEPS, per_device_train_batch_size=2).train()
-    found = {
-        "policies": noted.policies,
+    results = {
+        "policies": policy_recorder.policies,
         "history": [{k: v for k, v in e.items() if "_ms" not in k and "measured" not in k} for e in adacc.history],
         "longer": longer_batches(toys, folder / "longer"),
         "degraded": degraded_gradients(toys, folder / "degraded"),
     }
-    toys.leave_what_was_found(folder, found)
+    toys.write_rank_results(folder, results)
 
 
 def test_ranks_with_different_data_keep_the_same_policy_at_every_step(run_two_ranks) -> None:
-    one, other = run_two_ranks(__file__)
-    assert one["policies"] == other["policies"]
-    # What steps fell back on is each rank's own: batches differ in size.
-    shared = [[event for event in rank["history"] if event["event"] != "fallback"] for rank in (one, other)]
+    first_rank, second_rank = run_two_ranks(__file__)
+    assert first_rank["policies"] == second_rank["policies"]
+    # Fallbacks are counted per rank, because batches differ in size.
+    shared = [
+        [event for event in rank["history"] if event["event"] != "fallback"] for rank in (first_rank, second_rank)
+    ]
     assert shared[0] == shared[1]
-    changes = [event for event in one["history"] if event["event"] == "change"]
+    changes = [event for event in first_rank["history"] if event["event"] == "change"]
     assert len(changes) >= 3, "outliers move at every step"
-    # One may come back: outliers do. Each differs from the one before it.
-    assert sum(before != after for before, after in pairwise(one["policies"])) == len(changes)
-    assert max(max(e["num_outliers"].values()) for e in one["history"] if e["event"] == "tracking") >= 3
-    assert one["degraded"] == other["degraded"]
-    (guard,) = (event for event in one["degraded"] if "verdict" in event)
+    # A policy may come back, as outliers do, but each one differs from its predecessor.
+    assert sum(old != new for old, new in pairwise(first_rank["policies"])) == len(changes)
+    assert max(max(e["num_outliers"].values()) for e in first_rank["history"] if e["event"] == "tracking") >= 3
+    assert first_rank["degraded"] == second_rank["degraded"]
+    (guard,) = (event for event in first_rank["degraded"] if "verdict" in event)
     assert guard["step"] == 8
     assert guard["verdict"].startswith("lossy compression is switched off for GPT2Block.attn.c_attn:addmm")
-    # Rank 1's first batches are larger than the one that all ranks' first policy was made for.
-    longer = [[event for event in rank["longer"] if event["event"] != "fallback"] for rank in (one, other)]
+    # Rank 1's first batches are larger than the batch of the first policy, which all ranks share.
+    longer = [[event for event in rank["longer"] if event["event"] != "fallback"] for rank in (first_rank, second_rank)]
     assert longer[0] == longer[1]
-    policies, counted = ([e for e in one["longer"] if e["event"] == event] for event in ("policy", "memory"))
+    policies, memory_events = (
+        [e for e in first_rank["longer"] if e["event"] == event] for event in ("policy", "memory")
+    )
     assert [event["step"] for event in policies] == [0, 16]
-    assert policies[1]["reason"] == "for batches of input_ids 4x40, labels 4x40", "the class of 32"
-    assert counted, one["longer"]
-    for event in counted:
-        assert event["measured_peak_bytes"] == pytest.approx(event["peak_bytes"], rel=0.01), one["longer"]
+    assert policies[1]["reason"] == "for batches of input_ids 4x40, labels 4x40", "the size class of 32 tokens"
+    assert memory_events, first_rank["longer"]
+    for event in memory_events:
+        assert event["measured_peak_bytes"] == pytest.approx(event["peak_bytes"], rel=0.01), first_rank["longer"]
 
 
 if __name__ == "__main__":

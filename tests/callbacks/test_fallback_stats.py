@@ -1,4 +1,5 @@
-"""Is it really on: what steps ran under, counted at the blocks themselves, is what the log and the report say."""
+"""Counts of steps that followed the policy or fell back, in the log and the report. The blocks' own calls give the true
+counts."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class InOrder(Trainer):
 
 
 class Rows(torch.utils.data.Dataset):
-    """Batches of 4 rows of given lengths; from each row of a padded batch some tokens are masked at its end."""
+    """Batches of 4 rows, one length per batch. In a padded batch each row ends with a few masked tokens."""
 
     def __init__(self, batches, padded=()):
         generator = torch.Generator().manual_seed(0)
@@ -55,10 +56,11 @@ class Rows(torch.utils.data.Dataset):
 
 
 class ForwardCalls(TrainerCallback):
-    """How often each step ran the forward of GPT-2's blocks, by what they begin with: torch's checkpoint does so twice.
+    """Callback that counts the forwards of GPT-2's blocks in each step by their first module, which torch's checkpoint
+    runs twice.
 
-    Hooks of a block itself stand around its checkpoint, which puts back what its second forward changes in containers
-    and objects; not in a queue.
+    The hooks stand on that module, because hooks of a block surround its checkpoint. The counts go into a queue,
+    because the checkpoint restores containers and objects that its second forward changes.
     """
 
     def __init__(self, model):
@@ -133,13 +135,14 @@ def test_a_policy_that_is_given_and_followed_counts_none(make_trainer, make_mode
 
 
 def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch):
-    """Each log of 4 steps of 2 micro-batches has the mean of their own policies, not the last one's."""
-    ran, original = [], PolicyChoice.choose
+    """Each log of 4 steps of 2 micro-batches shows the mean over the policies of its own batches, not the last policy's
+    overhead."""
+    expected_overheads, original = [], PolicyChoice.choose
 
     def choose(choice, shapes, nbytes):
         original(choice, shapes, nbytes)
         size = next(shape.size[1] for shape in choice.current.shapes if shape.name == "input_ids")
-        ran.append(choice.current.replanner.policy.predicted_overhead_ms * shapes[0].size[1] / size)
+        expected_overheads.append(choice.current.replanner.policy.predicted_overhead_ms * shapes[0].size[1] / size)
 
     monkeypatch.setattr(PolicyChoice, "choose", choose)
     callback = AdaccCallback(**LOSSLESS, memory_budget=0.6, tracking="off")
@@ -147,22 +150,23 @@ def test_the_overhead_is_that_of_the_batches_that_ran(make_trainer, monkeypatch)
     settings = {"gradient_accumulation_steps": 2, "max_steps": 9, "logging_steps": 1}
     trainer = run(make_trainer, Rows(lengths), [callback], **settings)
     means = logged(trainer, "adacc/overhead_ms")
-    assert len(ran) == 18
-    assert means == pytest.approx([sum(ran[k : k + 2]) / 2 for k in range(0, 18, 2)])
-    assert len(set(ran)) > 1
+    assert len(expected_overheads) == 18
+    assert means == pytest.approx([sum(expected_overheads[k : k + 2]) / 2 for k in range(0, 18, 2)])
+    assert len(set(expected_overheads)) > 1
 
 
 def test_the_first_log_has_the_steps_before_the_policy_in_its_mean(train, lossless, late_policy):
     callback = AdaccCallback(**lossless)
     trained = train([callback], logging_steps=4, max_steps=4)
-    whole = uniform_policy(callback.profile, "recompute").predicted_overhead_ms
-    expected = (2 * whole + 2 * callback.policy.predicted_overhead_ms) / 4
+    recompute_ms = uniform_policy(callback.profile, "recompute").predicted_overhead_ms
+    expected = (2 * recompute_ms + 2 * callback.policy.predicted_overhead_ms) / 4
     assert trained.logs[0]["adacc/overhead_ms"] == pytest.approx(expected)
 
 
 @pytest.fixture
 def padding_comes_and_goes(make_trainer, make_model):
-    """A run of 7 steps, of which the 5th and the 7th have a batch without padding: it runs other operators."""
+    """Return a function that trains 7 steps. The batches of the 5th and the 7th have no padding, and run other
+    operators."""
 
     def train(**settings):
         callback = AdaccCallback(**LOSSLESS, memory_budget=0.6)
@@ -186,10 +190,10 @@ def test_steps_on_another_path_are_counted_and_told_in_the_report(
     folder = tmp_path / "run"
     assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
     assert main(["explain", str(folder)]) == 0
-    said = capsys.readouterr().out
-    assert "4 steps did not follow the policy, or not in all calls:" in said
-    assert f"  2: {BEFORE}" in said
-    assert f"  2: {why}" in said
+    output = capsys.readouterr().out
+    assert "4 steps did not follow the policy, or not in all calls:" in output
+    assert f"  2: {BEFORE}" in output
+    assert f"  2: {why}" in output
     assert main(["report", str(folder)]) == 0
     report = (folder / "report.md").read_text()
     assert f"| 2 | {BEFORE} |" in report
@@ -210,14 +214,14 @@ def tiny_t5():
 
 
 def train_t5(make_trainer, callback, monkeypatch, peaks, padded=(0, 1, 2, 3, 6)):
-    # The CPU's allocator can be asked by one at a time.
+    # The CPU's memory meter serves one user at a time.
     monkeypatch.setattr(StepMeter, "count_memory", lambda *_: None)
     run(make_trainer, Rows([32] * 8, padded=padded), [callback, peaks], model=tiny_t5())
     return peaks.peaks[2:]
 
 
 def profile_of_t5(make_trainer, **settings):
-    """Of the padded batch."""
+    """Return the profile of the padded batch."""
     probe = AdaccCallback(**settings, memory_budget=1.0)
     run(make_trainer, Rows([32] * 3, padded=(0, 1, 2)), [probe], model=tiny_t5())
     return probe.profile
@@ -227,9 +231,9 @@ def profile_of_t5(make_trainer, **settings):
 def test_a_path_that_was_not_profiled_keeps_to_the_budget_from_its_first_call(
     make_trainer, monkeypatch, peak_per_step, share
 ):
-    """Without padding T5 has no mask, and attention runs other operators: steps 5, 6 and 8."""
+    """Without padding, in steps 5, 6 and 8, T5 has no mask and attention runs other operators."""
     profile = profile_of_t5(make_trainer, **LOSSLESS)
-    least, plain = (uniform_policy(profile, how).predicted_peak_bytes for how in ("recompute", "retain"))
+    least, plain = (uniform_policy(profile, action).predicted_peak_bytes for action in ("recompute", "retain"))
     budget = int(least + share * (plain - least))
     callback = AdaccCallback(**LOSSLESS, memory_budget=budget)
     assert max(train_t5(make_trainer, callback, monkeypatch, peak_per_step)) <= budget
@@ -237,7 +241,7 @@ def test_a_path_that_was_not_profiled_keeps_to_the_budget_from_its_first_call(
 
 
 def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatch, peak_per_step, caplog):
-    """Its blocks are run without loss, with more memory than codecs take."""
+    """The blocks of the unprofiled path run without loss, and need more memory than with codecs."""
     settings = {"min_compress_bytes": 0, "tracking": "off"}
     profile = profile_of_t5(make_trainer, **settings)
     lossless = uniform_policy(profile, "recompute").predicted_peak_bytes
@@ -246,16 +250,21 @@ def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatc
     budget = (floor + lossless) // 2
     callback = AdaccCallback(**settings, memory_budget=budget)
     train_t5(make_trainer, callback, monkeypatch, peak_per_step)
-    said = [e["reason"] for e in callback.history if e["event"] == "memory" and "bytes more than" in e["reason"]]
-    assert len(said) == 1
-    assert said[0].startswith("a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 did not follow a policy")
-    assert f"more than memory_budget={budget} allows" in said[0]
+    reasons_over_budget = [
+        e["reason"] for e in callback.history if e["event"] == "memory" and "bytes more than" in e["reason"]
+    ]
+    assert len(reasons_over_budget) == 1
+    assert reasons_over_budget[0].startswith(
+        "a batch of attention_mask 4x32, input_ids 4x32, labels 4x32 did not follow a policy"
+    )
+    assert f"more than memory_budget={budget} allows" in reasons_over_budget[0]
     assert sum("did not follow a policy" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("num_padded", [2, 8])
 def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeypatch, num_padded):
-    """The profiled batch has no padding: once most others have, one of them is profiled, and its policy is in force."""
+    """The profiled batch has no padding. Once most other batches have padding, one of them is profiled and its policy
+    is used."""
     monkeypatch.setattr(requests_module, "LOOK_STEPS", 4)
     padded = range(2, 2 + num_padded)
     trained = []
@@ -263,16 +272,16 @@ def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeyp
         torch.manual_seed(0)
         trainer = run(make_trainer, Rows([32] * 12, padded=padded), callbacks, model=tiny_t5())
         trained.append(trainer.model.state_dict())
-    plain, ours = trained
-    assert all(torch.equal(ours[name], tensor) for name, tensor in plain.items())
+    plain, tensors_of_run = trained
+    assert all(torch.equal(tensors_of_run[name], tensor) for name, tensor in plain.items())
     (callback,) = callbacks
     policies = [(e["step"], e.get("reason")) for e in callback.history if e["event"] == "policy"]
-    left = {why: steps for why, steps in fallbacks(callback).items() if why.startswith("other operators")}
+    other_operators = {why: steps for why, steps in fallbacks(callback).items() if why.startswith("other operators")}
     if num_padded == 2:
         assert [step for step, _ in policies] == [0]
-        assert left == {OTHER_OPERATORS_RAN: 2}
+        assert other_operators == {OTHER_OPERATORS_RAN: 2}
         return
-    # Looked for after step 8, the second of four since the policy was set; the next batch is profiled.
+    # The check after step 8 is the second of four since the policy was set. The next batch is profiled.
     assert policies[1:] == [(9, OTHER_OPERATORS)]
-    # Steps 3 to 9, and 11 and 12, which have no padding.
-    assert left == {OTHER_OPERATORS_RAN: 9}
+    # Steps 3 to 9 have padding, and steps 11 and 12 have none.
+    assert other_operators == {OTHER_OPERATORS_RAN: 9}

@@ -11,11 +11,11 @@ from adacc_hf.torch_glue.memory import has_expandable_segments
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 0.03
-"""Of a predicted peak, as on the CPU; the blocks of the allocator are far below it."""
+"""Allowed error as a fraction of the predicted peak, as on the CPU. The allocator's rounding is far smaller."""
 
 
 class _Peaks(TrainerCallback):
-    """The most bytes that were live in each step."""
+    """Callback that records the peak of live bytes in each step."""
 
     def __init__(self) -> None:
         self.peaks: list[int] = []
@@ -29,11 +29,11 @@ class _Peaks(TrainerCallback):
 
 @pytest.fixture
 def train(make_trainer, make_model):
-    """`train(callback, **arguments)`: losses of the steps and their peaks."""
+    """Return `train(callback, **arguments)`, which returns the losses of the steps and their peaks."""
 
     def run(callback: AdaccCallback | None, **arguments) -> tuple[list[float], list[int]]:
         peaks = _Peaks()
-        # Eager attention: fused kernels may add up gradients in another order each time.
+        # Eager attention is used because fused kernels may sum gradients in another order at each call.
         model = make_model(attn_implementation="eager")
         callbacks = [peaks, *([callback] if callback else [])]
         trainer = make_trainer(callbacks, model=model, use_cpu=False, max_steps=6, **arguments)
@@ -53,7 +53,7 @@ def test_training_is_as_plain_and_keeps_to_the_predicted_peak(train, lossless, a
     plain, _ = train(None, **arguments)
     callback = AdaccCallback(**lossless)
     losses, peaks = train(callback, **arguments)
-    # Not to the last bit: the embedding's gradient may be added up in any order.
+    # The embedding's gradient may be summed in any order, so that bits differ.
     assert losses == pytest.approx(plain, rel=1e-4)
     assert "recompute" in callback.policy.summary()
     assert max(peaks[-2:]) == pytest.approx(callback.policy.predicted_peak_bytes, rel=TOLERANCE)

@@ -1,4 +1,5 @@
-"""The accuracy guard over whole runs: huge outliers that break naive quantization, and the bound on errors."""
+"""The accuracy guard over whole runs: huge outliers that break naive quantization, and the bound on activation
+errors."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 
 NUM_TOKENS = 97
 HUGE = 1.0
-"""Two channels of every LayerNorm's input; the others carry embeddings of 0.02."""
+"""Size of the outliers in two channels of every LayerNorm's input. The other channels carry embeddings of 0.02."""
 
 SETTINGS = {"logging_steps": 20, "learning_rate": 1e-2, "per_device_train_batch_size": 8}
 
 
 class Chain(torch.utils.data.Dataset):
-    """Sequences in which each token has two equally likely followers: the loss falls to ln 2 and no further."""
+    """Sequences in which each token has two equally likely successors, so that the loss falls to ln 2 at best."""
 
     def __init__(self, num_sequences=4096, length=32):
         generator = torch.Generator().manual_seed(0)
@@ -45,9 +46,9 @@ class Chain(torch.utils.data.Dataset):
 
 @pytest.fixture
 def train_with_huge_outliers(make_trainer, make_model):
-    """`train_with_huge_outliers(callbacks, max_steps, resume=None)`: the Trainer after training.
+    """Return `train_with_huge_outliers(callbacks, max_steps, resume=None)`, which returns the Trainer after training.
 
-    It logs every 20 steps and leaves a checkpoint every 80; `resume` is one to go on from.
+    The Trainer logs every 20 steps and saves a checkpoint every 80. `resume` is the checkpoint to resume from.
     """
 
     def run(callbacks, max_steps, resume=None):
@@ -68,7 +69,7 @@ def losses_of(trainer):
 
 
 def test_training_that_naive_quantization_breaks_goes_on_as_plain(train_with_huge_outliers, monkeypatch):
-    for module in (maker_module, selection_module):  # all that can be compressed is: nothing but the guard helps
+    for module in (maker_module, selection_module):  # all activations are compressed, so that only the guard can help
         monkeypatch.setattr(module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     plain = losses_of(train_with_huge_outliers([], 160))
     callbacks, _ = method_callbacks("quantization", "1.0")
@@ -80,19 +81,21 @@ def test_training_that_naive_quantization_breaks_goes_on_as_plain(train_with_hug
     switches = [event for event in guarded.history if event["event"] == "guard"]
     assert switches
     assert all("switched off for GPT2Block" in event["verdict"] for event in switches)
-    assert lossy_codecs(guarded), "what degrades no gradient stays compressed"
-    # Plain training from the last switch on ended from 0.690 to 0.786 with nine seeds: the degraded steps before it set
-    # a course that comes down to ln 2, 0.693, soon or late. What naive quantization breaks stays above 3.
+    assert lossy_codecs(guarded), "activations that degrade no gradient stay compressed"
+    # Plain training from the last switch on ended between 0.690 and 0.786 with nine seeds, because the degraded steps
+    # before set a course that reaches ln 2, 0.693, sooner or later. Training that naive quantization breaks stays above
+    # 3.
     assert statistics.fmean(losses_of(adacc)[-5:]) < 0.85
-    # Beside that, compression ended from 7 % below to 5 % above by chance, and within 0.4 % where both came down soon.
-    after = next(step for step in range(80, 960, 80) if step > switches[-1]["step"])
-    checkpoint = f"{adacc.args.output_dir}/checkpoint-{after}"
+    # Relative to plain training, compression ended 7 % below to 5 % above by chance, and within 0.4 % if both fell
+    # early.
+    checkpoint_step = next(step for step in range(80, 960, 80) if step > switches[-1]["step"])
+    checkpoint = f"{adacc.args.output_dir}/checkpoint-{checkpoint_step}"
     resumed = losses_of(train_with_huge_outliers([], 960, resume=checkpoint))
     assert statistics.fmean(losses_of(adacc)[-5:]) < 1.1 * statistics.fmean(resumed[-5:])
 
 
 def lossy_codecs(callback):
-    """The activations that the run's last policy compresses with loss, and the codec of each."""
+    """Return the activations that the run's last policy compresses with loss, with the codec of each."""
     kind = callback.profile.kinds[0]
     lossless = {option.codec for value in kind.values for option in value.codecs if option.lossless}
     choices = [item for plan in callback.policy.plans for item in plan.choices]
@@ -101,7 +104,7 @@ def lossy_codecs(callback):
 
 
 def compress_all_but_softmax(profile, *_):
-    """Everything is compressed but attention's softmax, which is made again of queries and keys."""
+    """Compress everything but attention's softmax, which is recomputed from queries and keys."""
     softmax = {value.index for value in profile.kinds[0].values if value.role == "softmax"}
     plans = [
         replace(plan, choices=tuple((v, RECOMPUTE if v in softmax else choice) for v, choice in plan.choices))
@@ -118,29 +121,34 @@ def compress_all_but_softmax(profile, *_):
 def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(
     make_trainer, make_model, sharpen, monkeypatch, attention, factor, culprits
 ):
-    """Of fused attention the backward makes the softmax again; the profile, taken before, could not know."""
-    for module in (maker_module, selection_module):  # not the solver, whose choice depends on the prices of the day
+    """The backward of fused attention recomputes the softmax. The profile was taken before attention became sharp, and
+    could not show this error."""
+    for module in (maker_module, selection_module):  # replaces the solver, whose choice depends on measured times
         monkeypatch.setattr(module, "solve_policy", compress_all_but_softmax)
-    before = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
-    after = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
+    callback_before = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
+    sharp_callback = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    for callbacks in ([before], [after, sharpen(factor)]):
+    for callbacks in ([callback_before], [sharp_callback, sharpen(factor)]):
         model = make_model(attn_implementation=attention, **dropout)
         make_trainer(callbacks, model=model, max_steps=12).train()
-    (guard,) = [event for event in after.history if event["event"] == "guard"]
-    found = {event["step"]: event["gradient_error"] for event in after.history if event["event"] == "tracking"}
+    (guard,) = [event for event in sharp_callback.history if event["event"] == "guard"]
+    gradient_errors = {
+        event["step"]: event["gradient_error"] for event in sharp_callback.history if event["event"] == "tracking"
+    }
     assert guard["step"] == 8
-    assert list(found) == [1, 2, 4, 8, 10, 11], "the step after the switch shows that it was all; tracking starts over"
-    assert [step for step, error in found.items() if error > DEGRADED_ERROR] == [8]
-    were, are = lossy_codecs(before), lossy_codecs(after)
-    ended = sorted(name for name in were if are[name] != were[name])
-    assert [name.partition("GPT2Block.")[2] for name in ended] == culprits
-    assert {(were[name], are[name]) for name in ended} == {("channel_int4", "int8")}
-    assert all(f"{name} (channel_int4)" in guard["verdict"] for name in ended)
+    assert list(gradient_errors) == [1, 2, 4, 8, 10, 11], (
+        "the step after the switch finds no further error, and tracking starts over"
+    )
+    assert [step for step, error in gradient_errors.items() if error > DEGRADED_ERROR] == [8]
+    codecs_before, codecs_after = lossy_codecs(callback_before), lossy_codecs(sharp_callback)
+    finer_codecs = sorted(name for name in codecs_before if codecs_after[name] != codecs_before[name])
+    assert [name.partition("GPT2Block.")[2] for name in finer_codecs] == culprits
+    assert {(codecs_before[name], codecs_after[name]) for name in finer_codecs} == {("channel_int4", "int8")}
+    assert all(f"{name} (channel_int4)" in guard["verdict"] for name in finer_codecs)
 
 
 def recompute_what_is_not_compressed(profile, *_):
-    """Everything is compressed; queries, keys and values are recomputed where they may not be."""
+    """Compress everything, and recompute queries, keys and values where they must not be compressed."""
     kind = profile.kinds[0]
     recomputed = {value.index for value in kind.values if value.role == "qkv" and not value.codecs}
     plans = [
@@ -153,11 +161,11 @@ def recompute_what_is_not_compressed(profile, *_):
 def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_the_switch(
     make_trainer, make_model, sharpen, monkeypatch, tmp_path
 ):
-    """Whether or not the run is resumed in between; the next tracking step would be the 13th. No finer codec takes the
-    place of one that is named."""
+    """The step after the switch finds the error, also if the run is resumed in between. The next tracking step would be
+    the 13th. No finer codec replaces a codec that the guard names."""
     for module in (maker_module, selection_module):
         monkeypatch.setattr(module, "solve_policy", recompute_what_is_not_compressed)
-    found = []
+    recorded_events = []
     for checkpoint in (None, "checkpoint-8", "checkpoint-9"):
         settings = {"memory_budget": 1.0, "tracking": 4, "codecs": ("channel_int4",)}
         callback = AdaccCallback(min_compress_bytes=1024, **settings)
@@ -166,20 +174,23 @@ def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_t
             [callback, sharpen(20.0)], model=model, max_steps=12, save_strategy="steps", save_steps=1
         )
         trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / "run" / checkpoint))
-        found.append([event for event in callback.history if event["event"] in ("guard", "change")])
-    (degraded, switched, again, switched_again), *resumed = found
-    assert [event["step"] for event in found[0]] == [8, 9, 10, 11]
+        recorded_events.append([event for event in callback.history if event["event"] in ("guard", "change")])
+    (degraded, switched, again, switched_again), *resumed = recorded_events
+    assert [event["step"] for event in recorded_events[0]] == [8, 9, 10, 11]
     assert "switched off for GPT2Block.attn.c_attn:addmm (channel_int4)" in degraded["verdict"]
     assert "GPT2Block.ln_1:native_layer_norm (channel_int4)" in again["verdict"]
     assert switched["reason"].startswith("the codec is no longer allowed for GPT2Block.attn.c_attn:addmm")
     assert switched_again["reason"] == "the codec is no longer allowed for GPT2Block.ln_1:native_layer_norm"
     for events in resumed:
-        assert [(event["step"], event["event"]) for event in events] == [(e["step"], e["event"]) for e in found[0]]
-        assert [event.get("verdict") for event in events] == [event.get("verdict") for event in found[0]]
+        assert [(event["step"], event["event"]) for event in events] == [
+            (e["step"], e["event"]) for e in recorded_events[0]
+        ]
+        assert [event.get("verdict") for event in events] == [event.get("verdict") for event in recorded_events[0]]
 
 
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
-    """The first policy compresses everything, as if the profile had shown no error; tracking finds those there are."""
+    """The first policy compresses everything, like one of a profile that showed no error. Tracking finds the true
+    errors."""
     monkeypatch.setattr(maker_module, "solve_policy", lambda profile, *_: uniform_policy(profile, "compress"))
     bound = 0.1
     settings = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.5}
@@ -189,6 +200,6 @@ def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
     assert max(first["errors"].values()) > bound
     (change, *_) = [event for event in callback.history if event["event"] == "change"]
     assert change["reason"].startswith("the codec is no longer allowed for ")
-    assert change["step"] == second["step"], "what the first one found is taken over when the second one is over"
+    assert change["step"] == second["step"], "the first tracking step's change is applied after the second"
     assert [event["step"] for event in later] == [4, 8, 16]
     assert all(max(event["errors"].values(), default=0.0) <= bound for event in later)

@@ -1,4 +1,5 @@
-"""Training where some blocks run without gradients: a teacher beside its student, networks that train in turn."""
+"""Training in which some blocks run without gradients: a teacher next to its student, and networks that train in
+turn."""
 
 import copy
 
@@ -15,7 +16,8 @@ TEACHER = {f"teacher.transformer.h.{index}" for index in range(2)}
 
 
 class Pair(torch.nn.Module):
-    """Two models of the same classes that learn from a text and from each other; `trained(step)` says which."""
+    """Two models of the same classes that learn from a text and from each other. `trained(step)` returns the names of
+    the models that train in a step."""
 
     def __init__(self, model, trained):
         super().__init__()
@@ -31,19 +33,20 @@ class Pair(torch.nn.Module):
         return {"loss": student.loss + teacher.loss + mse_loss(student.logits, teacher.logits)}
 
 
-class TellStep(TrainerCallback):
+class SetStep(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         model.step = state.global_step + 1
 
 
 @pytest.fixture
 def assert_equal_to_plain(train, make_model, lossless):
-    """`assert_equal_to_plain(trained, max_steps)`: trains a `Pair` both ways and returns the callback."""
+    """Return `assert_equal_to_plain(trained, max_steps)`, which trains a `Pair` with and without the callback and
+    returns the callback."""
 
     def compare(trained, max_steps, **settings):
         callback, runs, states = AdaccCallback(**{**lossless, **settings}), [], []
         for callbacks in ([], [callback]):
-            runs.append(train([TellStep(), *callbacks], model=Pair(make_model(), trained), max_steps=max_steps))
+            runs.append(train([SetStep(), *callbacks], model=Pair(make_model(), trained), max_steps=max_steps))
             states.append(torch.get_rng_state())
         runs[1].assert_equals(runs[0])
         assert torch.equal(*states)
@@ -63,10 +66,10 @@ def test_a_policy_is_made_at_once_for_the_blocks_that_train(assert_equal_to_plai
     assert policy_steps(callback) == [0]
     assert callback.policy.idle_blocks == TEACHER
     assert not callback.policy.is_plain
-    counted = [event for event in callback.history if "measured_peak_bytes" in event]
-    assert counted
-    assert all(event["measured_peak_bytes"] <= 1.01 * event["peak_bytes"] for event in counted)
-    assert not counted[-1]["corrected"], "the first count may correct another moment than the peak's"
+    measured_events = [event for event in callback.history if "measured_peak_bytes" in event]
+    assert measured_events
+    assert all(event["measured_peak_bytes"] <= 1.01 * event["peak_bytes"] for event in measured_events)
+    assert not measured_events[-1]["corrected"], "the first measurement may correct another moment than the peak's"
 
 
 def test_blocks_that_train_later_get_plans(assert_equal_to_plain, monkeypatch):

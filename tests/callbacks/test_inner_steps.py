@@ -1,4 +1,4 @@
-"""Optimizers that step inside the Trainer's step, where the callback counts one step before it relies on a budget."""
+"""Optimizers that step inside the Trainer's step. The callback measures one step before it relies on a budget."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def test_steps_are_seen_while_it_is_open():
     steps = InnerSteps()
     optimizer.step()
     steps.open()
-    assert not steps.were_seen
+    assert not steps.has_detected
     steps.expected = optimizer
     optimizer.step()
-    assert not steps.were_seen
+    assert not steps.has_detected
     steps.expected = None
     optimizer.step()
-    assert steps.were_seen
+    assert steps.has_detected
     steps.close()
-    steps.were_seen = False
+    steps.has_detected = False
     optimizer.step()
-    assert not steps.were_seen
+    assert not steps.has_detected
 
 
 class SteppingTrainer(Trainer):
-    """Fills buckets with gradients in backward, and steps an optimizer of its own after it, as DeepSpeed does."""
+    """Trainer that fills gradient buckets in backward and steps its own optimizer after backward, like DeepSpeed."""
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         buckets: list[torch.Tensor] = []
@@ -54,7 +54,7 @@ class SteppingTrainer(Trainer):
 
 @pytest.fixture
 def train_stepping(train, make_model):
-    """`train_stepping(callbacks)`: a Run of `SteppingTrainer`."""
+    """Return `train_stepping(callbacks)`, which trains and returns a Run of `SteppingTrainer`."""
 
     def run(callbacks):
         model = make_model(n_layer=4, vocab_size=600)
@@ -71,18 +71,22 @@ def test_the_first_policy_is_that_of_least_memory_until_a_step_was_counted(train
     least = least_policy(roomy.profile, AdaccConfig(**LOSSLESS)).predicted_peak_bytes
     retained = roomy.history[-1]["measured_peak_bytes"]
     callback = AdaccCallback(memory_budget=(least + retained) // 2, **LOSSLESS)
-    ours = train_stepping([callback])
-    first, counted, changed = callback.history[:3]
-    assert [(e["step"], e["event"]) for e in (first, counted, changed)] == [(0, "policy"), (3, "memory"), (3, "change")]
+    adacc_run = train_stepping([callback])
+    first, memory_event, change = callback.history[:3]
+    assert [(e["step"], e["event"]) for e in (first, memory_event, change)] == [
+        (0, "policy"),
+        (3, "memory"),
+        (3, "change"),
+    ]
     assert first["peak_bytes"] < least, "before a step was counted nobody knows of the buckets"
-    assert first["stored_bytes"] < changed["stored_bytes"]
-    assert counted["corrected"], "the buckets were not in the profile"
-    assert changed["reason"].startswith("a whole step was counted")
-    assert least < changed["peak_bytes"] <= callback.config.memory_budget
+    assert first["stored_bytes"] < change["stored_bytes"]
+    assert memory_event["corrected"], "the buckets were not in the profile"
+    assert change["reason"].startswith("the memory of a whole step was measured")
+    assert least < change["peak_bytes"] <= callback.config.memory_budget
     peaks = [event["measured_peak_bytes"] for event in callback.history if "measured_peak_bytes" in event]
     assert len(peaks) > 1
     assert max(peaks) <= callback.config.memory_budget
-    ours.assert_equals(plain)
+    adacc_run.assert_equals(plain)
 
 
 def test_a_fraction_of_what_is_stored_needs_no_counting(train_stepping):
@@ -97,35 +101,35 @@ def test_steps_outside_are_counted_by_themselves(train):
     assert callback.policy.is_plain
 
 
-def move(parameter: torch.Tensor) -> None:
-    """Take a step with the gradient of `parameter`, and let go of it."""
+def update(parameter: torch.Tensor) -> None:
+    """Take a step with the gradient of `parameter`, and free the gradient."""
     with torch.no_grad():
         parameter.sub_(parameter.grad, alpha=1e-2)
     parameter.grad = None
 
 
 def layer_by_layer(model: Any) -> None:
-    """As GaLore and APOLLO do: a weight moves as soon as its gradient is there."""
+    """Update each weight as soon as its gradient is complete, like GaLore and APOLLO."""
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(move)
+        parameter.register_post_accumulate_grad_hook(update)
 
 
-def one_behind(model: Any) -> None:
-    """As LOMO does: weights move when the next gradient is about to be there."""
+def one_gradient_later(model: Any) -> None:
+    """Update weights when the next gradient is about to be complete, like LOMO."""
 
-    def move_those_before(_: torch.Tensor) -> None:
+    def update_earlier(_: torch.Tensor) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                move(parameter)
+                update(parameter)
 
     for parameter in model.parameters():
-        parameter.register_hook(move_those_before)
+        parameter.register_hook(update_earlier)
 
 
-@pytest.mark.parametrize("add_hooks", [layer_by_layer, one_behind])
+@pytest.mark.parametrize("add_hooks", [layer_by_layer, one_gradient_later])
 @pytest.mark.parametrize("budget", [0.6, 0.25])
 def test_weights_that_move_inside_backward(train, make_model, add_hooks, budget):
-    """Replay reads a weight before its gradient is there, and a profile moves none."""
+    """Replay reads a weight before its gradient exists, and profiling changes no weight."""
 
     def run(callbacks):
         model = make_model()

@@ -1,4 +1,5 @@
-"""Losses that the Trainer makes and the model does not: the profile is of the same step, training as without us."""
+"""Losses that the Trainer computes instead of the model: the profile contains the same step, and training equals plain
+training."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def next_token_loss(output, labels, num_items_in_batch=None):
 
 
 class OwnLoss(Trainer):
-    """Takes the labels out of what it is given, as the Trainer itself does for label smoothing."""
+    """Trainer that removes the labels from its inputs, as Transformers' Trainer does for label smoothing."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         labels = inputs.pop("labels")
@@ -51,13 +52,13 @@ def test_a_loss_that_the_trainer_makes(train, lossless, name):
 
 
 def test_the_measured_step_is_the_trainers(train, lossless):
-    """A loss whose memory is not the model's own: the peak is as predicted all the same."""
+    """The peak is predicted correctly for a loss that needs other memory than the model's own."""
     callback = AdaccCallback(**lossless)
     train([callback], label_smoothing_factor=0.1, max_steps=8)
-    measured = [event for event in callback.history if "measured_peak_bytes" in event]
-    assert measured
-    # What the Trainer keeps besides, a few scalars, is within the 1 % that corrects no price.
-    assert not any(event["corrected"] for event in measured)
+    memory_events = [event for event in callback.history if "measured_peak_bytes" in event]
+    assert memory_events
+    # The Trainer keeps a few scalars as well. They are within the 1 % below which no cost is corrected.
+    assert not any(event["corrected"] for event in memory_events)
 
 
 @pytest.mark.parametrize(
@@ -70,23 +71,23 @@ def test_the_measured_step_is_the_trainers(train, lossless):
     ],
 )
 def test_what_the_trainer_makes_of_the_models_outputs_decides(make, is_own):
-    """trl's trainers of preferences have the model make a loss, and train on another one."""
+    """TRL's trainers of preferences let the model compute a loss, and train on another one."""
     model = torch.nn.Linear(2, 2)
     scores = model.forward
     model.forward = lambda input: SimpleNamespace(loss=scores(input).square().mean(), scores=scores(input))
     last = LastBatch(model)
-    last.given({"texts": 1}, lambda *_: None)
-    last.loss_is_made(make(model(input=torch.ones(2, 2))))
+    last.note_loss_call({"texts": 1}, lambda *_: None)
+    last.note_loss(make(model(input=torch.ones(2, 2))))
     assert (last.compute_loss is None) is is_own
     assert list(last.batch) == (["input"] if is_own else ["texts"])
     last.remove()
 
 
 def test_the_models_own_loss_comes_first():
-    """The Trainer's `compute_loss` is not called more often than training does where the model has a loss."""
+    """If the model computes a loss, the Trainer's `compute_loss` is called no more often than by training."""
     model = torch.nn.Linear(2, 2)
     last = LastBatch(model)
-    last.given({"input": 1}, lambda *_: None)
+    last.note_loss_call({"input": 1}, lambda *_: None)
     model.forward = lambda input: type("Output", (), {"loss": input.sum()})()
     model(input=torch.ones(2, 2))
     assert last.compute_loss is None
@@ -96,25 +97,25 @@ def test_the_models_own_loss_comes_first():
     assert not model._forward_hooks
 
 
-def made_here(loss):
-    """A model that is called by position and by name, and its outputs."""
+def model_with_loss(loss):
+    """Return a model that accepts positional and named arguments and returns `loss` and scores."""
     model = torch.nn.Linear(2, 2)
-    model.forward = lambda input, scale=1, *rest, **more: SimpleNamespace(loss=loss, scores=input * scale)
+    model.forward = lambda input, scale=1, *positional, **more: SimpleNamespace(loss=loss, scores=input * scale)
     return model
 
 
 def test_arguments_without_a_name_get_that_of_the_model():
-    model = made_here(loss=torch.ones(()))
+    model = model_with_loss(loss=torch.ones(()))
     last = LastBatch(model)
     model(torch.ones(2, 2), scale=3, labels=4)
     assert list(last.batch) == ["input", "scale", "labels"]
-    model(torch.ones(2, 2), 3, 5, labels=4)  # the 5 has no name
+    model(torch.ones(2, 2), 3, 5, labels=4)  # the argument 5 has no name
     assert last.batch is None
 
 
 def test_what_makes_no_loss_is_no_batch():
-    """TRL's OnlineDPOTrainer calls the model in `training_step`, and makes the loss there."""
-    model = made_here(loss=None)
+    """TRL's OnlineDPOTrainer calls the model in `training_step`, and computes the loss there."""
+    model = model_with_loss(loss=None)
     last = LastBatch(model)
     model(torch.ones(2, 2), scale=3)
     assert last.batch is None

@@ -29,9 +29,9 @@ def test_budgets_keep_their_kind(text: str, budget: str | float | int):
     ],
 )
 def test_each_method_sets_up_the_trainer(method: str, has_callback: bool, overrides: dict[str, object]):
-    callbacks, changed = method_callbacks(method, "0.25")
+    callbacks, changed_arguments = method_callbacks(method, "0.25")
     assert [type(callback) for callback in callbacks] == [AdaccCallback] * has_callback
-    assert changed == overrides
+    assert changed_arguments == overrides
 
 
 def test_the_adacc_methods_differ_in_outliers_alone():

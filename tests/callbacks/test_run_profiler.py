@@ -1,4 +1,4 @@
-"""What a run's profile is told of the optimizer."""
+"""RunProfiler: the bytes of the optimizer's state, and the step that is profiled."""
 
 import logging
 
@@ -12,8 +12,8 @@ from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.errors import UncalledBlocksError
 
 
-class Unforeseeable(torch.optim.SGD):
-    """Takes a step on nothing but the model's own parameters."""
+class UnpredictableSGD(torch.optim.SGD):
+    """Optimizer that can step on the model's own parameters only."""
 
     def step(self, closure=None):
         raise RuntimeError("who are you?")
@@ -25,27 +25,27 @@ def profiler():
 
 
 def test_a_state_that_nobody_foresees_ends_no_run(profiler, caplog):
-    """As after first steps that fp16 has left out, one and all."""
+    """The optimizer has no state yet, as after first steps that fp16 skipped."""
     model = torch.nn.Linear(2, 2)
     with caplog.at_level(logging.WARNING):
-        assert profiler._state_bytes(model, Unforeseeable(model.parameters())) == 0
+        assert profiler._state_bytes(model, UnpredictableSGD(model.parameters())) == 0
     (record,) = caplog.records
-    assert "optimizer=Unforeseeable(...) has not created all of its state" in record.message
+    assert "optimizer=UnpredictableSGD(...) has not created all of its state" in record.message
     assert "who are you?" in record.message
-    assert "until a step is counted" in record.message
+    assert "until the memory of a step is measured" in record.message
 
 
 def test_a_state_that_is_foreseen_is_left_to_the_profile(profiler, caplog):
     model = torch.nn.Linear(2, 2)
     assert profiler._state_bytes(model, torch.optim.AdamW(model.parameters())) is None
     assert profiler._state_bytes(model, None) == 0
-    profiler.inner_steps.were_seen = True
-    assert profiler._state_bytes(model, Unforeseeable(model.parameters())) == 0
+    profiler.inner_steps.has_detected = True
+    assert profiler._state_bytes(model, UnpredictableSGD(model.parameters())) == 0
     assert not caplog.records
 
 
 def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model):
-    """And not for ever: what to set instead is said then."""
+    """Waiting ends at MOST_STEPS with an error that says what to set."""
     model, tokens = make_model(), torch.arange(8)[None]
     waiting = FullRecompute(model, AdaccConfig())
     blocks = model.transformer.h

@@ -1,4 +1,5 @@
-"""Embedding models, whose loss calls the model once for every column; where the package is missing nothing runs."""
+"""Embedding models, whose loss calls the model once for every column. Skipped where sentence-transformers is
+missing."""
 
 import random
 
@@ -32,7 +33,7 @@ def model_folder(tmp_path):
 
 
 def train(model_folder, output_dir, callbacks):
-    """The losses of a run on pairs of texts of any length."""
+    """Return the losses of a run on pairs of texts of any length."""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, losses, models
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
@@ -61,10 +62,10 @@ def train(model_folder, output_dir, callbacks):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.filterwarnings("default")  # those of the package's own renamed modules
+@pytest.mark.filterwarnings("default")  # warnings of the package's own renamed modules
 def test_both_columns_have_their_plans_and_the_losses_are_those_without_us(model_folder, tmp_path):
     callback = AdaccCallback(memory_budget=0.4, actions=("retain", "recompute"), min_compress_bytes=0)
     plain = train(model_folder, tmp_path / "plain", [])
     assert train(model_folder, tmp_path / "ours", [callback]) == plain
     assert len(callback.policy.blocks) == 2 * 3
-    assert callback.policy.predicted_overhead_ms > 0  # something was recomputed
+    assert callback.policy.predicted_overhead_ms > 0  # some activations were recomputed

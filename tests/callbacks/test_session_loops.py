@@ -1,4 +1,5 @@
-"""AdaccSession in loops by Accelerate, and with two gloo ranks under DDP, for which this file is the script."""
+"""AdaccSession in Accelerate's loops, and with two gloo ranks under DDP. This file is also the script that the ranks
+run."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ NUM_STEPS = 8
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
-    """Accelerate keeps how it was set up for the whole process."""
-    for state in (AcceleratorState, GradientState):  # of Trainers that ran before
+    """Reset Accelerate's state, which lasts for the whole process."""
+    for state in (AcceleratorState, GradientState):  # from Trainers of earlier tests
         state._reset_state()
     yield
     for state in (AcceleratorState, GradientState):
@@ -64,11 +65,11 @@ def accelerated_step(accelerator: Accelerator, model: Any, optimizer: Any, batch
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_loop_by_accelerate_trains_as_plainly(make_model, precision):
-    plain, ours = make_model(n_layer=3), make_model(n_layer=3)
+    plain, adacc_model = make_model(n_layer=3), make_model(n_layer=3)
     losses, _ = by_accelerate(plain, precision, has_session=False)
-    found, session = by_accelerate(ours, precision, has_session=True)
-    assert found == losses
-    assert all(map(torch.equal, ours.state_dict().values(), plain.state_dict().values()))
+    adacc_losses, session = by_accelerate(adacc_model, precision, has_session=True)
+    assert adacc_losses == losses
+    assert all(map(torch.equal, adacc_model.state_dict().values(), plain.state_dict().values()))
     assert session.num_steps == NUM_STEPS
     assert session.state.loop.num_micro == 2
     assert session.policy.action_counts()["recompute"] > 0
@@ -103,19 +104,19 @@ def by_ddp(toys: Any, has_session: bool) -> tuple[list[float], Any, AdaccSession
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script's own folder is where it imports from
+    import conftest as toys  # a script imports from its own folder only
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     plain_losses, plain, _ = by_ddp(toys, has_session=False)
     losses, model, session = by_ddp(toys, has_session=True)
-    found = {
+    results = {
         "equal": losses == plain_losses
         and all(map(torch.equal, model.state_dict().values(), plain.state_dict().values())),
         "policy": session.policy.digest,
         "recomputed": session.policy.action_counts()["recompute"],
     }
-    toys.leave_what_was_found(folder, found)
+    toys.write_rank_results(folder, results)
 
 
 def test_ranks_of_a_loop_follow_one_policy(run_two_ranks) -> None:

@@ -13,11 +13,12 @@ from adacc_hf.solve.simple_policies import uniform_policy
 QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
 PAIRS = {"remove_unused_columns": False, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
 NUM_MICRO, BATCH_BYTES = 2, 2 * 8 * 32 * 8
-"""Micro-batches of a step, and both columns of one."""
+"""Micro-batches of a step, and the bytes of both columns of a micro-batch."""
 
 
 class Pairs(Trainer):
-    """BERT on the tokens of a text and on the first twenty of another, told apart from those of other pairs."""
+    """BERT on the tokens of a text and on the first twenty tokens of another. The loss separates a pair's texts from
+    other pairs' texts."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         texts = [inputs["input_ids"], inputs["labels"].flip(1)[:, :20]]
@@ -31,7 +32,7 @@ class Pairs(Trainer):
 
 
 class RDrop(Trainer):
-    """The model makes a loss in each of two calls."""
+    """Model with a loss in each of two calls, as R-Drop uses it."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         first, second = model(**inputs), model(**inputs)
@@ -42,7 +43,7 @@ class RDrop(Trainer):
 
 @pytest.fixture
 def train_pairs(make_trainer):
-    """`train_pairs(callbacks, resume=None, **arguments)`: the Trainer of a run of `Pairs`."""
+    """Return `train_pairs(callbacks, resume=None, **arguments)`, which returns the Trainer of a run of `Pairs`."""
 
     def run(callbacks, resume=None, **arguments):
         torch.manual_seed(1)
@@ -56,28 +57,28 @@ def train_pairs(make_trainer):
 
 
 def outcome(trainer):
-    """Logged losses and gradient norms, and the parameters."""
-    kept = ("loss", "grad_norm", "eval_loss")
-    logs = [{name: log[name] for name in kept if name in log} for log in trainer.state.log_history]
+    """Return the logged losses and gradient norms, and the parameters."""
+    keys = ("loss", "grad_norm", "eval_loss")
+    logs = [{name: log[name] for name in keys if name in log} for log in trainer.state.log_history]
     return [log for log in logs if log], trainer.model.state_dict()
 
 
-def assert_same(ours, plain):
-    assert outcome(ours)[0] == outcome(plain)[0]
-    mine, theirs = outcome(ours)[1], outcome(plain)[1]
-    assert not [name for name in theirs if not torch.equal(mine[name], theirs[name])]
+def assert_same(run, plain):
+    assert outcome(run)[0] == outcome(plain)[0]
+    parameters, plain_parameters = outcome(run)[1], outcome(plain)[1]
+    assert not [name for name in plain_parameters if not torch.equal(parameters[name], plain_parameters[name])]
 
 
 def test_pairs_train_bit_for_bit_with_evaluation_in_between(train_pairs, lossless):
     settings = {"eval_strategy": "steps", "eval_steps": 1}
     callback = AdaccCallback(**lossless)
-    ours, plain = train_pairs([callback], **settings), train_pairs([], **settings)
+    run, plain = train_pairs([callback], **settings), train_pairs([], **settings)
     assert [block.name for block in callback.profile.blocks] == [
         f"encoder.layer.{i}{n}" for n in ("", "#2") for i in (0, 1)
     ]
     assert callback.policy.action_counts()["recompute"] > 0
-    assert len(outcome(ours)[0]) > 8
-    assert_same(ours, plain)
+    assert len(outcome(run)[0]) > 8
+    assert_same(run, plain)
 
 
 def test_a_byte_budget_holds_for_both_calls_of_all_micro_batches(train_pairs, measure_step_peak):
@@ -85,24 +86,24 @@ def test_a_byte_budget_holds_for_both_calls_of_all_micro_batches(train_pairs, me
     train_pairs([plain], max_steps=3)
     peaks = [uniform_policy(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
     budget = sum(peaks) // 2
-    callback, measured = AdaccCallback(memory_budget=budget, **QUIET), measure_step_peak(5)
-    train_pairs([callback, measured], max_steps=5)
-    peak = measured.peak_bytes + (NUM_MICRO + 1) * BATCH_BYTES  # the loader has read one ahead
+    callback, peak_meter = AdaccCallback(memory_budget=budget, **QUIET), measure_step_peak(5)
+    train_pairs([callback, peak_meter], max_steps=5)
+    peak = peak_meter.peak_bytes + (NUM_MICRO + 1) * BATCH_BYTES  # the loader prefetches one batch
     assert not callback.policy.is_plain
-    # The Trainer keeps a few scalars that nothing predicts: 1 %, as where a measured peak corrects no price.
+    # The Trainer keeps a few scalars that no prediction contains: 1 %, the same bound below which no cost is corrected.
     assert peak <= budget * 1.01
     predicted = callback.policy.predicted_peak_bytes
-    # Told from few samples before the first step, and corrected upwards alone once a step was counted.
+    # The prediction comes from few samples before the first step, and is only corrected upwards after a measured step.
     assert peak <= predicted * 1.01
 
 
 def test_a_run_that_resumes_goes_on_with_the_policy(train_pairs, lossless, tmp_path):
-    whole = AdaccCallback(**lossless)
-    ours = train_pairs([whole], max_steps=6, save_strategy="steps", save_steps=4)
+    first_callback = AdaccCallback(**lossless)
+    first_run = train_pairs([first_callback], max_steps=6, save_strategy="steps", save_steps=4)
     resumed = AdaccCallback(**lossless)
     again = train_pairs([resumed], resume=str(tmp_path / "run" / "checkpoint-4"), max_steps=6)
-    assert resumed.policy.digest == whole.policy.digest
-    assert_same(again, ours)
+    assert resumed.policy.digest == first_callback.policy.digest
+    assert_same(again, first_run)
 
 
 def test_tracking_looks_at_every_call(train_pairs):
@@ -134,8 +135,8 @@ def test_an_exception_in_the_middle_of_a_step_leaves_nothing(make_trainer, make_
     model = make_model()
     trainer = make_trainer([AdaccCallback(**lossless)], model=model, trainer_class=Fails)
     blocks = [f"transformer.h.{i}" for i in range(2)]
-    before = traces(trainer)["modules"]
+    hooks_before = traces(trainer)["modules"]
     with pytest.raises(ZeroDivisionError):
         trainer.train()
-    left = traces(trainer)["modules"]
-    assert [left[name] for name in blocks] == [before[name] for name in blocks]
+    hooks_after = traces(trainer)["modules"]
+    assert [hooks_after[name] for name in blocks] == [hooks_before[name] for name in blocks]

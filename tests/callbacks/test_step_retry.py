@@ -1,4 +1,4 @@
-"""A micro-batch that is tried again: what the first try left behind is gone."""
+"""Retry of a micro-batch after an out-of-memory error: the first try's effects are undone."""
 
 import random
 import re
@@ -13,20 +13,20 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Failing:
-    """A micro-batch that draws random numbers everywhere, and runs out of memory the first `num_fails` times."""
+    """Micro-batch that draws random numbers from all generators, and runs out of memory the first `num_fails` times."""
 
     def __init__(self, device, num_fails=1, message="no room", error=torch.OutOfMemoryError):
-        self.device, self.num_fails, self.message, self.drawn, self.error = device, num_fails, message, [], error
+        self.device, self.num_fails, self.message, self.draws, self.error = device, num_fails, message, [], error
 
     def __call__(self):
-        self.drawn.append(
+        self.draws.append(
             [
                 random.random(),
                 numpy.random.rand(),
-                *(torch.rand(1, device=where).item() for where in ("cpu", self.device)),
+                *(torch.rand(1, device=generator_device).item() for generator_device in ("cpu", self.device)),
             ]
         )
-        if len(self.drawn) <= self.num_fails:
+        if len(self.draws) <= self.num_fails:
             raise self.error(self.message)
         return "done"
 
@@ -42,7 +42,7 @@ def test_the_second_try_draws_what_the_first_drew(device):
 
     run = Failing(device)
     assert retry(run, tighten) == "done"
-    first, second = run.drawn
+    first, second = run.draws
     assert first == second
 
 
@@ -68,18 +68,18 @@ def test_libraries_run_out_of_memory_in_their_own_words(message, is_tried_again)
     else:
         with pytest.raises(RuntimeError, match=re.escape(message)):
             retry(run)
-    assert len(run.drawn) == 1 + is_tried_again
+    assert len(run.draws) == 1 + is_tried_again
 
 
 def test_a_try_that_succeeds_leaves_the_generators_where_they_are():
     run = Failing("cpu", num_fails=0)
     retry(run)
     retry(run)
-    assert run.drawn[0] != run.drawn[1]
+    assert run.draws[0] != run.draws[1]
 
 
 @pytest.mark.parametrize(
-    ("said", "begins"),
+    ("error_text", "begins"),
     [
         ("Tried to allocate 20.00 MiB", "Tried to allocate 20.00 MiB. Take less. "),
         ("Tried to allocate 20.00 MiB.", "Tried to allocate 20.00 MiB. Take less. "),
@@ -87,10 +87,10 @@ def test_a_try_that_succeeds_leaves_the_generators_where_they_are():
     ],
 )
 @pytest.mark.parametrize(("num_fails", "obstacle"), [(1, "there is nobody else"), (2, None)])
-def test_advice_is_a_sentence_of_its_own(said, begins, num_fails, obstacle):
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        retry(Failing("cpu", num_fails, said), tighten=lambda: obstacle)
-    assert str(caught.value).startswith(begins)
+def test_advice_is_a_sentence_of_its_own(error_text, begins, num_fails, obstacle):
+    with pytest.raises(torch.OutOfMemoryError) as error_info:
+        retry(Failing("cpu", num_fails, error_text), tighten=lambda: obstacle)
+    assert str(error_info.value).startswith(begins)
 
 
 def test_what_a_broken_backward_left_is_taken_away_before_the_next_try():

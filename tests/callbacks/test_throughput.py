@@ -1,4 +1,4 @@
-"""ThroughputCallback: what it counts, and what it leaves out."""
+"""ThroughputCallback: the tokens, times and steps that are counted or left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adacc_hf.callbacks import ThroughputCallback
 
 
 class Slow(TrainerCallback):
-    """Sleeps before each step is over, in the first `num_steps` steps."""
+    """Callback that sleeps before the end of each of the first `num_steps` steps."""
 
     def __init__(self, num_steps: int, seconds: float) -> None:
         self.num_steps, self.seconds = num_steps, seconds
@@ -30,7 +30,7 @@ def test_step_time_is_per_step_and_tokens_are_of_all_micro_batches(train):
     run = train([ThroughputCallback(warmup_steps=1), Slow(99, 0.05)], gradient_accumulation_steps=2)
     step_ms = logged(run, "throughput/step_ms")
     assert min(step_ms) >= 50.0
-    # 2 micro-batches of 4 sequences of 32 tokens in every step.
+    # Every step has 2 micro-batches of 4 sequences of 32 tokens.
     for tokens_per_second, ms in zip(logged(run, "throughput/tokens_per_second"), step_ms, strict=True):
         assert tokens_per_second * ms / 1e3 == pytest.approx(2 * 4 * 32)
 
@@ -58,13 +58,13 @@ def test_a_log_covers_the_steps_since_the_last(train):
 
 
 def test_the_last_step_of_the_warm_up_is_waited_for(monkeypatch):
-    """Otherwise the first step that counts has to wait for what a GPU was still to do."""
-    waited = []
+    """The first counted step would otherwise include the GPU's unfinished work of the warm-up."""
+    num_steps_at_sync = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(callback._num_steps))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: num_steps_at_sync.append(callback._num_steps))
     callback = ThroughputCallback(warmup_steps=2)
     for _ in range(4):
         callback.on_step_begin(None, None, None)
         callback.on_step_end(None, None, None)
-    assert waited == [2, 3, 4]
+    assert num_steps_at_sync == [2, 3, 4]
     assert callback._timed_steps == 2

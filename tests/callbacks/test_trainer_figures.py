@@ -1,9 +1,9 @@
-"""A Trainer's figures are as before, whatever losses were computed in between."""
+"""A Trainer's figures are unchanged after losses were computed in between."""
 
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
-from adacc_hf.callbacks.trainer import keep_figures
+from adacc_hf.callbacks.trainer_loop import keep_figures
 
 
 def trainer_with_figures():
@@ -23,9 +23,9 @@ def test_what_was_gathered_in_between_is_gone():
         texts += ["b", "c"]
         trainer.num_tokens += 5
         trainer.window = 1
-    before = trainer_with_figures()
-    before.model = trainer.model
-    assert trainer == before
+    expected = trainer_with_figures()
+    expected.model = trainer.model
+    assert trainer == expected
     assert trainer.metrics["train"] is train
     assert trainer.texts is texts
 

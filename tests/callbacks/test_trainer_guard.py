@@ -1,15 +1,15 @@
-"""TrainerGuard: found from the stack, shared by callbacks, gone with the last of them."""
+"""TrainerGuard: found on the call stack, shared by callbacks, removed with the last of them."""
 
 from __future__ import annotations
 
 import pytest
 from transformers import TrainerCallback
 
-from adacc_hf.callbacks.trainer import TrainerGuard
+from adacc_hf.callbacks.trainer_guard import TrainerGuard
 
 
 class Guarded(TrainerCallback):
-    """Notes what the guard gives it."""
+    """Callback that records the guard's arguments."""
 
     def __init__(self):
         self.guard = self.checkpoint = None
@@ -37,7 +37,7 @@ class FailingTrainEnd(TrainerCallback):
 
 
 class Ends(TrainerCallback):
-    """Counts its events: a list that is changed while the handler goes over it skips some."""
+    """Callback that records its events. A list that changes while the handler iterates over it would lose some."""
 
     def __init__(self):
         self.events = []
@@ -54,29 +54,33 @@ def test_nothing_calls_nothing_is_guarded():
 
 
 def test_guarded_callbacks_come_first_in_their_order_and_no_event_is_lost(make_trainer):
-    one, two, ends = Guarded(), Guarded(), [Ends(), Ends(), Ends()]
-    trainer = make_trainer([ends[0], one, ends[1], two, ends[2]])
-    before = list(trainer.callback_handler.callbacks)
+    first, second, ends = Guarded(), Guarded(), [Ends(), Ends(), Ends()]
+    trainer = make_trainer([ends[0], first, ends[1], second, ends[2]])
+    callbacks_before = list(trainer.callback_handler.callbacks)
     trainer.train()
-    assert one.order == [one, two, *(callback for callback in before if callback not in (one, two))]
-    assert trainer.callback_handler.callbacks == before
-    assert [each.events for each in ends] == [["begin", "end"]] * 3
-    assert one.guard is two.guard
-    assert (one.failures, two.failures) == (0, 0)
+    assert first.order == [
+        first,
+        second,
+        *(callback for callback in callbacks_before if callback not in (first, second)),
+    ]
+    assert trainer.callback_handler.callbacks == callbacks_before
+    assert [end_callback.events for end_callback in ends] == [["begin", "end"]] * 3
+    assert first.guard is second.guard
+    assert (first.failures, second.failures) == (0, 0)
     assert not {"_adacc_guard", "_run_epoch"} & vars(trainer).keys()
 
 
 def test_every_guarded_callback_hears_of_a_failure_once(make_trainer):
-    one, two = Guarded(), Guarded()
-    trainer = make_trainer([FailingTrainEnd(), one, two])
+    first, second = Guarded(), Guarded()
+    trainer = make_trainer([FailingTrainEnd(), first, second])
     with pytest.raises(ZeroDivisionError):
         trainer.train()
-    # `one` and `two` are first in the list by then: they left the guard before the third callback failed.
-    assert (one.failures, two.failures) == (0, 0)
+    # `first` and `second` come first in the list, and left the guard before the third callback failed.
+    assert (first.failures, second.failures) == (0, 0)
     trainer.add_callback(type("Late", (TrainerCallback,), {"on_log": lambda *_, **__: 1 / 0}))
     with pytest.raises(ZeroDivisionError):
         trainer.train()
-    assert (one.failures, two.failures) == (1, 1)
+    assert (first.failures, second.failures) == (1, 1)
 
 
 def test_callbacks_added_and_removed_during_the_run_stay_so(make_trainer):

@@ -1,8 +1,8 @@
-"""Which logs are of training, and where metrics go."""
+"""The Trainer's logs: recognition of training logs, and the log that receives the metrics."""
 
 from types import SimpleNamespace
 
-from adacc_hf.callbacks.trainer import OwnLogs, add_to_log, is_training_log
+from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 
 
 def test_logs_of_training_are_told_from_those_of_evaluation():
@@ -29,9 +29,9 @@ def test_an_empty_history_is_no_error():
 def test_the_trainers_own_logs_are_those_before_which_it_notes_the_step():
     trainer = SimpleNamespace(_globalstep_last_logged=0)
     own = OwnLogs(trainer)
-    found = []
+    has_other_logs = []
     for step in (0, 1, 1, 3, 3):
         trainer._globalstep_last_logged = step
-        found.append(own.has_another())
-    assert found == [False, True, False, True, False]
+        has_other_logs.append(own.has_another())
+    assert has_other_logs == [False, True, False, True, False]
     assert OwnLogs(None).has_another()

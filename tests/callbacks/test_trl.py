@@ -1,4 +1,5 @@
-"""trl's trainers, which take the callback as Transformers' own does: the run is bit for bit the one without."""
+"""TRL's trainers accept the callback like Transformers' Trainer, and the run is bit-equal to the run without the
+callback."""
 
 import random
 
@@ -6,13 +7,14 @@ import pytest
 import torch
 from transformers import GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
-from adacc_hf.callbacks import AdaccCallback
+from adacc_hf import AdaccConfig
+from adacc_hf.callbacks import AdaccCallback, AdaccTrainerMixin
 
 trl = pytest.importorskip("trl", reason="the peers' extra installs trl")
 datasets = pytest.importorskip("datasets", reason="trl's trainers take data sets of this library")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # the old names, which trl uses
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # TRL uses the old names
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft 0.21 with Transformers 5.23
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # GPT-2 has its weights transposed
 ]
@@ -22,7 +24,7 @@ WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(95))]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per word, made here: nothing is fetched."""
+    """Return a tokenizer with one token per word. Nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     whole_words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
@@ -32,17 +34,18 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def sentence():
-    """`sentence(least, most)`: as many random words; another one at each call."""
+    """Return `sentence(least, most)`, which returns `least` to `most` random words, different ones at each call."""
     draw = random.Random(0)
     return lambda least, most: " ".join(draw.choice(WORDS[2:]) for _ in range(draw.randint(least, most)))
 
 
 @pytest.fixture
 def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
-    """`assert_run_unchanged(trainer_class, config_class, examples, more={}, **arguments)`: as without callback.
+    """Return `assert_run_unchanged(trainer_class, config_class, examples, more={}, **arguments)`, which returns the
+    callback.
 
-    Losses, all else that is logged but for times, and weights. `more` has functions that make what else the trainer
-    takes. Returns the callback.
+    It compares losses, weights and all other logged values but times with a run without the callback. `more` maps
+    further arguments of the trainer to functions that create them.
     """
 
     def run(trainer_class, config_class, examples, callbacks, arguments, more):
@@ -69,12 +72,20 @@ def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
         )
         trainer.train()
         logs = [without_times(record) for record in trainer.state.log_history]
-        return logs, {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+        weights = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+        return logs, weights, trainer
 
-    def check(trainer_class, config_class, examples, more=None, **arguments):
-        plain_logs, plain = run(trainer_class, config_class, examples, [], arguments, more or {})
-        callback = AdaccCallback(min_compress_bytes=0, **lossless)
-        logs, weights = run(trainer_class, config_class, examples, [callback], arguments, more or {})
+    def check(trainer_class, config_class, examples, more=None, has_mixin=False, **arguments):
+        more = more or {}
+        plain_logs, plain, _ = run(trainer_class, config_class, examples, [], arguments, more)
+        if has_mixin:
+            mixed_class = type("MixedTrainer", (AdaccTrainerMixin, trainer_class), {})
+            more = {**more, "adacc_config": lambda: AdaccConfig(min_compress_bytes=0, **lossless)}
+            logs, weights, trainer = run(mixed_class, config_class, examples, [], arguments, more)
+            callback = trainer.adacc_callback
+        else:
+            callback = AdaccCallback(min_compress_bytes=0, **lossless)
+            logs, weights, _ = run(trainer_class, config_class, examples, [callback], arguments, more)
         assert callback.policy.action_counts()["recompute"] > 0
         assert ["loss" in record for record in logs] == [True] * 5 + [False]
         assert logs == plain_logs
@@ -85,7 +96,8 @@ def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
 
 
 def without_times(record):
-    """What is logged of the training itself; Transformers counts no operations in samples that are no tensors yet."""
+    """Return the logged values of the training without times. Transformers counts no operations in samples that are no
+    tensors yet."""
     return {
         name: value
         for name, value in record.items()
@@ -95,10 +107,18 @@ def without_times(record):
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed-checkpointing", "padded"])
 def test_supervised_fine_tuning(assert_run_unchanged, sentence, packing):
-    """Packed into batches of one length, with gradient checkpointing set too; and in batches of many lengths."""
+    """Batches are packed to one length, with gradient checkpointing set as well, or have many lengths."""
     texts = [{"text": sentence(5, 24)} for _ in range(32)]
     settings = {"gradient_checkpointing": packing, "packing": packing, "max_length": 32}
     assert_run_unchanged(trl.SFTTrainer, trl.SFTConfig, texts, **settings)
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_a_trainer_with_the_mixin(assert_run_unchanged, sentence, make_model, name):
+    examples = preferences(sentence) if name == "DPO" else [{"text": sentence(5, 24)} for _ in range(32)]
+    trainer_class, config_class = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    more = {"ref_model": make_model} if name == "DPO" else {}
+    assert_run_unchanged(trainer_class, config_class, examples, more, has_mixin=True, max_length=32)
 
 
 def preferences(sentence):
@@ -110,20 +130,20 @@ def adapters():
 
 
 def test_preference_training(assert_run_unchanged, sentence, make_model):
-    """The reference model's forward comes before each of the trained one's."""
+    """The reference model's forward precedes each forward of the trained model."""
     more = {"ref_model": make_model}
     assert_run_unchanged(trl.DPOTrainer, trl.DPOConfig, preferences(sentence), more, max_length=32)
 
 
 def test_preference_training_of_adapters(assert_run_unchanged, sentence):
-    """The reference is the same model with its adapters off, called in the midst of the step."""
+    """The reference is the same model with its adapters off, called in the middle of the step."""
     more = {"peft_config": adapters}
     callback = assert_run_unchanged(trl.DPOTrainer, trl.DPOConfig, preferences(sentence), more, max_length=32)
     assert len(callback.policy.blocks) == 2
 
 
 def test_reward_models_log_what_training_alone_gathers(assert_run_unchanged, sentence, make_model):
-    """Their metrics are gathered while losses are computed, as they are in a profile too."""
+    """Reward models gather metrics while losses are computed. Profiling computes losses, too."""
 
     def reward_model():
         return GPT2ForSequenceClassification(make_model(num_labels=1).config)
@@ -134,7 +154,7 @@ def test_reward_models_log_what_training_alone_gathers(assert_run_unchanged, sen
 
 
 def test_reinforcement_learning(assert_run_unchanged, sentence):
-    """Batches are made of samples within the step, by generation, in train mode."""
+    """Batches are generated within the step, in train mode."""
     prompts = [{"prompt": sentence(3, 6)} for _ in range(16)]
 
     def rewards():

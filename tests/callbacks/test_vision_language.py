@@ -1,4 +1,4 @@
-"""Training models that see or hear: frozen towers, images and sounds of several sizes, and batches without any."""
+"""Training of models for images and sounds: frozen towers, several sizes, and batches without images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
 from adacc_hf.torch_glue.batch_shapes import batch_shapes
 
 SMALL, WIDE, LARGE = (1, 4, 4), (1, 4, 8), (1, 8, 8)
-"""Images in patches: frames, rows, columns. Four patches make one token."""
+"""Sizes of images in patches: frames, rows, columns. Four patches make one token."""
 TABLE = architectures()
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning:peft")
@@ -29,7 +29,7 @@ class InOrder(Trainer):
 
 
 def two_images(seed, *sizes):
-    """A batch for Qwen2-VL: two texts of 24 tokens with an image each."""
+    """Return a batch for Qwen2-VL: two texts of 24 tokens with an image each."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 95, (2, 24), generator=generator)
     for row, (frames, height, width) in zip(ids, sizes, strict=True):
@@ -45,14 +45,14 @@ def two_images(seed, *sizes):
 
 
 def without_images(batch):
-    """The batch as text only."""
+    """Return the batch as text only."""
     ids = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE_TOKEN, 7)
     kinds = {name: torch.zeros_like(ids) for name in ("mm_token_type_ids", "token_type_ids") if name in batch}
     return {"input_ids": ids, "labels": ids.clone(), **kinds}
 
 
 def frozen(model):
-    """The model with its vision tower frozen."""
+    """Return the model with its vision tower frozen."""
     towers = [parameter for name, parameter in model.named_parameters() if "vis" in name]
     for parameter in towers:
         parameter.requires_grad_(False)
@@ -61,7 +61,7 @@ def frozen(model):
 
 
 def adapted(model):
-    """The model with LoRA on its language part."""
+    """Return the model with LoRA on its language part."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     part = peft.LoraConfig(r=4, target_modules=r".*(language|text)_model.*\.(q_proj|v_proj)", lora_dropout=0.1)
@@ -70,7 +70,8 @@ def adapted(model):
 
 @pytest.fixture
 def run(make_trainer):
-    """`run(model, batches, callbacks)`: the losses, and the parameters after one step on each batch."""
+    """Return `run(model, batches, callbacks)`, which returns the losses, and the parameters after one step on each
+    batch."""
 
     def train(model, batches, callbacks):
         trainer = make_trainer(
@@ -90,7 +91,8 @@ def run(make_trainer):
 
 @pytest.fixture
 def assert_equal_to_plain(run, lossless):
-    """`assert_equal_to_plain(make_model, batches)`: trains both ways and returns the callback."""
+    """Return `assert_equal_to_plain(make_model, batches)`, which trains with and without the callback and returns the
+    callback."""
 
     def compare(make_model, batches):
         callback = AdaccCallback(**lossless)
@@ -113,7 +115,7 @@ def test_the_usual_recipes_with_text_in_between_are_exact(assert_equal_to_plain,
 
 
 def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_equal_to_plain):
-    """Qwen2-VL takes no batch that was made to another size: patches, images and texts hang together."""
+    """Qwen2-VL rejects resized batches, because patches, images and texts depend on each other."""
     small = [two_images(seed, SMALL, SMALL) for seed in range(3)]
     large = [two_images(seed, *sizes) for seed, sizes in enumerate([(LARGE, WIDE), (WIDE, LARGE), (LARGE, LARGE)] * 6)]
     callback = assert_equal_to_plain(TABLE["qwen2_vl"].build, small + large)
@@ -123,7 +125,7 @@ def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_eq
 
 
 def test_sounds_of_other_lengths_have_policies_of_their_own(assert_equal_to_plain):
-    """Its batches have no mask: nothing says that they are sounds."""
+    """Wav2Vec2's batches have no mask, so that no tensor marks them as sounds."""
     longest = TABLE["wav2vec2"].make_batch(0)
     sounds = [longest, longest] + [{**longest, "input_values": longest["input_values"][:, :-n]} for n in (1, 30, 7, 60)]
     callback = assert_equal_to_plain(TABLE["wav2vec2"].build, sounds)
@@ -143,34 +145,34 @@ def test_without_any_image_it_says_what_to_set(run, lossless, monkeypatch):
     batches = [without_images(two_images(seed, SMALL, SMALL)) for seed in range(6)]
     with pytest.raises(UncalledBlocksError, match=r"block_classes=\('Qwen2VLDecoderLayer',\)"):
         run(TABLE["qwen2_vl"].build(), batches, [AdaccCallback(**lossless)])
-    # What it says helps.
+    # The setting that the error suggests works.
     callback = AdaccCallback(**lossless, block_classes=("Qwen2VLDecoderLayer",))
     run(TABLE["qwen2_vl"].build(), batches, [callback])
     assert callback.policy is not None
 
 
 class TestProfileAt:
-    """The sizes that a profile is made at."""
+    """The batch sizes that a profile is taken at."""
 
-    seen = batch_shapes(two_images(0, SMALL, WIDE))
+    batch_sizes = batch_shapes(two_images(0, SMALL, WIDE))
     batch = two_images(0, SMALL, WIDE)
 
-    def profile_resized(self, wanted, profile):
-        return profile_resized(batch_shapes(wanted), self.batch, self.seen, torch.nn.Linear(1, 1), profile)
+    def profile_resized(self, requested, profile):
+        return profile_resized(batch_shapes(requested), self.batch, self.batch_sizes, torch.nn.Linear(1, 1), profile)
 
     def test_the_wanted_ones_if_the_model_takes_them(self):
-        wanted = two_images(1, SMALL, LARGE)
-        shapes, resized = self.profile_resized(wanted, lambda batch: batch)
-        assert shapes == batch_shapes(resized) == batch_shapes(wanted)
+        requested = two_images(1, SMALL, LARGE)
+        shapes, resized = self.profile_resized(requested, lambda batch: batch)
+        assert shapes == batch_shapes(resized) == batch_shapes(requested)
 
     @pytest.mark.parametrize(("sizes", "does"), [((WIDE, WIDE), True), ((LARGE, LARGE), False)])
     def test_those_of_the_batch_in_the_same_bucket_if_not(self, sizes, does):
         def profile(batch):
-            if batch_shapes(batch) != self.seen:
+            if batch_shapes(batch) != self.batch_sizes:
                 raise RuntimeError("such images there are not")
             return "profile"
 
-        assert self.profile_resized(two_images(1, *sizes), profile) == ((self.seen, "profile") if does else None)
+        assert self.profile_resized(two_images(1, *sizes), profile) == ((self.batch_sizes, "profile") if does else None)
 
     @pytest.mark.parametrize("error", [torch.OutOfMemoryError, UncalledBlocksError, KeyError])
     def test_errors_that_another_batch_does_not_mend_are_raised(self, error):

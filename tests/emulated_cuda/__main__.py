@@ -1,4 +1,4 @@
-"""Runs Python with an emulated CUDA device and this checkout on its path, in the processes that it starts too.
+"""Run Python with an emulated CUDA device and this checkout on its path, also in child processes.
 
 python tests/emulated_cuda -m pytest -m gpu
 python tests/emulated_cuda -m adacc_hf.cli eval throughput --device cuda

@@ -1,7 +1,7 @@
-"""Fused attention as CUDA has it: its operators, with their outputs' shapes, dtypes and devices, computed step by step.
+"""CUDA's fused attention operators on the emulated device, with the same shapes, dtypes and devices of their outputs.
 
-A real kernel keeps no scores and draws its dropout from a seed and an offset, which backward draws from again. So do
-these: what they make on the way is the host's and not counted.
+A real kernel keeps no scores, and draws its dropout from a seed and an offset, which backward uses again. These
+operators do the same: their temporaries are in host memory and not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _leftovers = count(1)
 
 
 class _Inputs(NamedTuple):
-    """What forward and backward share, in float32 on the host: [batch, head, position, width]."""
+    """Inputs of forward and backward, in float32 on the host: [batch, head, position, width]."""
 
     query: Tensor
     key: Tensor
@@ -30,7 +30,7 @@ class _Inputs(NamedTuple):
 
 
 def register() -> None:
-    """Make torch call these for tensors on CUDA."""
+    """Register these operators for tensors on CUDA."""
     _library.impl("_scaled_dot_product_flash_attention", _flash, "CUDA")
     _library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, "CUDA")
     _library.impl("_scaled_dot_product_efficient_attention", _efficient, "CUDA")
@@ -85,7 +85,7 @@ def _efficient(
     out, sums = _forward(_inputs(query, key, value, attn_bias, is_causal, scale), dropout_p, state)
     seed, offset = (torch.tensor(one, dtype=torch.int64) for one in state)
     if dropout_p == 0:
-        seed, offset = _given(seed), _given(offset)  # with dropout CUDA leaves the two on the host
+        seed, offset = _given(seed), _given(offset)  # with dropout, CUDA returns both on the host
     return _placed(out, shapes[0]), _placed(sums, shapes[1]), seed, offset
 
 
@@ -112,8 +112,8 @@ def _efficient_backward(
     inputs = _inputs(query, key, value, attn_bias, is_causal, scale)
     gradients = _backward(inputs, grad_out, out, logsumexp, dropout_p, state, key.shape[1])
     return tuple(
-        _placed(values, shape) if wanted and shape is not None else None
-        for values, shape, wanted in zip(gradients, shapes, grad_input_mask, strict=True)
+        _placed(values, shape) if needs_grad and shape is not None else None
+        for values, shape, needs_grad in zip(gradients, shapes, grad_input_mask, strict=True)
     )
 
 
@@ -134,7 +134,7 @@ def _cudnn(
     state = _drawn(dropout_p, query.shape[0] * query.shape[1])
     out, sums = _forward(_inputs(query, key, value, attn_bias, is_causal, scale), dropout_p, state)
     if dropout_p == 0:
-        state = next(_leftovers), next(_leftovers)  # nobody writes the two then: they are what memory held
+        state = next(_leftovers), next(_leftovers)  # without dropout, the kernel leaves both uninitialized
     seed, offset = (_given(torch.tensor(one, dtype=torch.int64)) for one in state)
     placed = _placed(out, shapes[0]), _placed(sums[..., None], shapes[1])
     return *placed, None, None, query.shape[2], key.shape[2], seed, offset, None
@@ -167,7 +167,7 @@ def _inputs(
 def _forward(inputs: _Inputs, dropout_p: float, state: tuple[int, int]) -> tuple[Tensor, Tensor]:
     sums = inputs.scores.logsumexp(-1)
     weights = (inputs.scores - sums[..., None]).exp()
-    return weights * _kept(weights, dropout_p, state) @ inputs.value, sums
+    return weights * _dropout_factors(weights, dropout_p, state) @ inputs.value, sums
 
 
 def _backward(
@@ -181,9 +181,9 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     grad_out, out, sums = (_lent(tensor).float() for tensor in (grad_out, out, sums))
     weights = (inputs.scores - sums[..., : inputs.query.shape[-2], None]).exp()
-    kept = _kept(weights, dropout_p, state)
-    grad_value = (weights * kept).mT @ grad_out
-    grad_weights = (grad_out @ inputs.value.mT) * kept
+    factors = _dropout_factors(weights, dropout_p, state)
+    grad_value = (weights * factors).mT @ grad_out
+    grad_weights = (grad_out @ inputs.value.mT) * factors
     grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True))
     grad_query = grad_scores @ inputs.key * inputs.scale
     grad_key = grad_scores.mT @ inputs.query * inputs.scale
@@ -192,18 +192,18 @@ def _backward(
 
 
 def _drawn(dropout_p: float, num_heads: int) -> tuple[int, int]:
-    """Seed and offset of this call; the generator's offset moves on by a multiple of four if anything is drawn."""
+    """Return seed and offset of this call. With dropout, advance the generator's offset by a multiple of four."""
     if dropout_p == 0:
         return 0, 0
     generator = torch.cuda.default_generators[0]
     offset = generator.get_offset()
     generator.set_offset(offset + 32 * num_heads)
-    seed = generator.initial_seed()  # of 64 bits without a sign, of which CUDA makes an int64
+    seed = generator.initial_seed()  # an unsigned 64-bit number, which CUDA converts to int64
     return seed - 2**64 if seed >= 2**63 else seed, offset
 
 
-def _kept(weights: Tensor, dropout_p: float, state: tuple[int, int]) -> Tensor | float:
-    """What each weight is multiplied with: 0 where it was dropped."""
+def _dropout_factors(weights: Tensor, dropout_p: float, state: tuple[int, int]) -> Tensor | float:
+    """Return the factor of each weight: 0 for dropped weights, 1 / (1 - dropout_p) for the others."""
     if dropout_p == 0:
         return 1.0
     generator = torch.Generator().manual_seed((state[0] * 0x9E3779B1 + state[1]) % 2**63)
@@ -211,17 +211,17 @@ def _kept(weights: Tensor, dropout_p: float, state: tuple[int, int]) -> Tensor |
 
 
 def _on_meta(operator: Any, arguments: tuple[Any, ...], scale: float | None) -> tuple[Any, ...]:
-    """The operator's outputs without memory: torch's own account of shapes, strides and dtypes."""
-    without = [one.to("meta") if isinstance(one, Tensor) else one for one in arguments]
-    return operator(*without, scale=scale)
+    """Run the operator on meta, to get torch's shapes, strides and dtypes of the outputs."""
+    meta_arguments = [one.to("meta") if isinstance(one, Tensor) else one for one in arguments]
+    return operator(*meta_arguments, scale=scale)
 
 
 def _placed(values: Tensor, like: Tensor) -> Tensor:
-    """`values` on the device, laid out as `like`, whose last dimension may be longer, or empty if nobody asked."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    width = min(made.shape[-1], values.shape[-1])
-    made.fill_(math.inf)[..., :width].copy_(values[..., :width])
-    return _given(made)
+    """Copy `values` to the device with the layout of `like`, whose last dimension may be longer, or 0 if unused."""
+    result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    width = min(result.shape[-1], values.shape[-1])
+    result.fill_(math.inf)[..., :width].copy_(values[..., :width])
+    return _given(result)
 
 
 def _lent(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""Codecs on the emulated device by their CPU code, which has the same bits: Triton's interpreter takes a thousand times
-as long. The kernels themselves run with EMULATED_CUDA_TRITON=1.
+"""Codecs on the emulated device, run by their CPU code, which gives the same bits.
+
+Triton's interpreter takes a thousand times as long. With EMULATED_CUDA_TRITON=1 the Triton kernels run instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from adacc_hf.kernels import codecs, outlier_int4
 
 
 def register() -> None:
-    """Make every codec take tensors of the device as tensors of the CPU on the same memory."""
+    """Make every codec view the device's tensors as CPU tensors on the same memory."""
     for name in codecs.list_codecs():
         codec_class = type(codecs.get_codec(name))
         codec_class.fit = _lent_to(codec_class.fit)
@@ -25,15 +26,15 @@ def register() -> None:
 
 
 def _lent_to(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose last argument is a tensor that may be the device's; so is then what it returns, if anything."""
+    """Wrap `function` so that its last argument, a tensor, and its result may be on the device."""
 
-    def called(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         if not args[-1].is_cuda:
             return function(*args)
-        made = function(*args[:-1], _lent(args[-1]))
-        return None if made is None else _given(made)
+        result = function(*args[:-1], _lent(args[-1]))
+        return None if result is None else _given(result)
 
-    return called
+    return wrapped
 
 
 def _encoder(encode: Callable[..., codecs.Payload]) -> Callable[..., codecs.Payload]:

@@ -1,9 +1,9 @@
-"""A CUDA device without a GPU, for a torch that was built without CUDA: importing this, before torch, puts it in place.
+"""Emulated CUDA device without a GPU, for a torch that was built without CUDA. Import this module before torch.
 
-Tensors say that they are on `cuda:0`, torch takes its CUDA decisions (autocast, dropout, fused attention, a backward
-thread of the device's own), memory is cut into blocks as by its caching allocator, and random numbers come from a seed
-and an offset. It is no GPU: operators are the CPU's, with the CPU's bits, nothing is asynchronous, no time means
-anything, temporaries inside operators are not counted, and there is one stream.
+Tensors report the device `cuda:0`. Torch behaves as with CUDA: autocast, dropout, fused attention, and a backward
+thread for the device. Memory is cut into blocks like by the caching allocator, and random numbers come from a seed and
+an offset. Differences from a GPU: operators are the CPU's, with the CPU's bits, nothing is asynchronous, times are
+meaningless, temporaries inside operators are not counted, and there is one stream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIGURES = (
 
 
 def _library(name: str) -> ctypes.PyDLL:
-    """The C++ of that name beside this file, compiled if need be."""
+    """Load the library of the C++ file `name` in this folder, compiled if necessary."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError("the emulated CUDA device needs torch, which is not installed")
@@ -49,20 +49,20 @@ def _library(name: str) -> ctypes.PyDLL:
 
 _device = _library("device.cpp")
 
-import torch  # noqa: E402  it has to find the device there
+import torch  # noqa: E402  after the device is loaded
 
 if torch.backends.cuda.is_built():
     raise RuntimeError("this torch has CUDA: the emulated device is for one that was built without")
 _device.emulated_cuda_start.restype = ctypes.c_bool
 if not _device.emulated_cuda_start():
-    raise RuntimeError("torch did not take the emulated device: import emulated_cuda first of all")
+    raise RuntimeError("torch did not accept the emulated device: import emulated_cuda before all other modules")
 _operators = _library("operators.cpp")
 _device.emulated_cuda_generator.restype = ctypes.py_object
 _device.emulated_cuda_expands.restype = ctypes.c_bool
 
 
 class Event:
-    """The host's clock; whatever was enqueued is done."""
+    """Event that records the host's clock. All work is complete, because nothing is asynchronous."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._seconds = 0.0
@@ -84,7 +84,7 @@ class Event:
 
 
 class Stream:
-    """The only stream."""
+    """Handle of the only stream."""
 
     device_type, device_index, stream_id, cuda_stream = 1, 0, 0, 0
     device = torch.device("cuda", 0)
@@ -113,19 +113,22 @@ class Stream:
 
 
 def memory() -> SimpleNamespace:
-    """What the allocator counted: bytes, and the number of out-of-memory errors."""
+    """Return the allocator's counts: bytes, and the number of out-of-memory errors."""
     figures = (ctypes.c_uint64 * len(FIGURES))()
     _device.emulated_cuda_memory(figures)
     return SimpleNamespace(**dict(zip(FIGURES, figures, strict=True)))
 
 
 def set_limit(num_bytes: int) -> None:
-    """Let allocations above that many bytes fail with torch.OutOfMemoryError."""
+    """Make allocations above `num_bytes` in total fail with torch.OutOfMemoryError."""
     _device.emulated_cuda_set_limit(ctypes.c_uint64(num_bytes))
 
 
 def shrink_segments(times: int) -> None:
-    """Let memory fall apart as that of a model `times` as large does; to be called before anything is allocated."""
+    """Shrink the allocator's segments, so that memory fragments like for a model `times` as large.
+
+    Call this before the first allocation.
+    """
     _device.emulated_cuda_shrink(ctypes.c_uint64(times))
 
 
@@ -168,7 +171,7 @@ def _set_sync_mode(mode: int) -> None:
     global _sync_mode
     _sync_mode = mode
     _operators.emulated_cuda_forbid_waiting(mode == 2)
-    if mode:  # once it is set, as torch does
+    if mode:  # warn after setting the mode, like torch
         warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
 
 
@@ -200,13 +203,13 @@ _IN_C: dict[str, Any] = {
     "_cuda_getArchFlags": lambda: "sm_90",
     "_cuda_getCompiledVersion": lambda: 12080,
     "_cuda_clearCublasWorkspaces": lambda: None,
-    "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # which dynamo's reset imports
+    "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # imported by dynamo's reset
     "_has_cuda": True,
 }
 _IN_CUDA: dict[str, Any] = {
     "_initialized": True,
     "_exchange_device": _index_or_none,
-    "_maybe_exchange_device": lambda device: _index_or_none(device),  # another one: dynamo has a handler for each
+    "_maybe_exchange_device": lambda device: _index_or_none(device),  # a second function: dynamo has a handler for each
     "default_generators": (_device.emulated_cuda_generator(),),
     "get_device_properties": _properties,
     "mem_get_info": _free_and_total,
@@ -219,7 +222,7 @@ _IN_CUDA: dict[str, Any] = {
 
 
 def _run_interpreted_kernels_in_place() -> None:
-    """Triton's interpreter copies arguments to the host and back, which would wait, and count; here both are one."""
+    """Make Triton's interpreter run on the device's memory, without copies to the host, which would wait and count."""
     from triton.runtime.interpreter import GridExecutor
 
     run = GridExecutor.__call__
@@ -234,7 +237,7 @@ def _run_interpreted_kernels_in_place() -> None:
 
 
 def _cloned(storage: Any) -> Any:
-    """A copy of `storage`: in C++ torch makes storages on CUDA only where it was built with it."""
+    """Return a copy of `storage`. Torch's own clone fails on CUDA if torch was built without CUDA."""
     if storage.device.type != "cuda":
         return _cloned_by_torch(storage)
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cuda")
@@ -268,6 +271,6 @@ def _place() -> None:
 
 
 _place()
-# Backward's thread of the device lets go of Python's objects after the last result is there. A thread that wants Python
-# while it ends is ended itself, with an abort.
+# The device's backward thread frees Python objects after the last result. If it does so while Python exits, the thread
+# is aborted. Therefore wait a little.
 atexit.register(time.sleep, 0.2)

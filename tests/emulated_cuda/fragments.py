@@ -1,4 +1,4 @@
-"""Trains to the brim of an emulated GPU whose segments do not expand: prints a line of JSON, which a test reads.
+"""Train up to the limit of an emulated GPU without expandable segments, and print a line of JSON for a test.
 
 python tests/emulated_cuda tests/emulated_cuda/fragments.py
 """
@@ -17,7 +17,7 @@ from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.memory import FRAGMENTATION_SHARE
 
 SCALE = 64
-"""Times as large are the models for whose fragments these stand: some 2 to 5 GB."""
+"""Size ratio of the emulated models, of about 2 to 5 GB, to the models of this script."""
 EXACT, ALL = ("retain", "recompute"), ("retain", "compress", "recompute")
 
 
@@ -33,8 +33,8 @@ def small_model(family: str) -> torch.nn.Module:
     return model.to("cuda").train()
 
 
-def priced_by_bytes(kind: KindProfile) -> KindProfile:
-    """The kind with the time of every run taken from the bytes it moves: measured ones differ, and the policies too."""
+def with_times_from_bytes(kind: KindProfile) -> KindProfile:
+    """Replace all times in `kind` by values computed from bytes, so that the policies do not depend on measurements."""
 
     def ms_of(value: int) -> float:
         return kind.values[value].nbytes / 1e6
@@ -56,7 +56,7 @@ def priced_by_bytes(kind: KindProfile) -> KindProfile:
 
 
 def runs_out_of_memory(model: torch.nn.Module, batch: dict[str, torch.Tensor], policy: Policy, limit: int) -> bool:
-    """Whether one of three steps under `policy` asks for more than `limit` bytes of segments."""
+    """Return True if one of three steps under `policy` needs more than `limit` bytes of segments."""
     torch.cuda.empty_cache()
     set_limit(limit)
     try:
@@ -80,16 +80,17 @@ def main() -> None:
         ids = torch.randint(0, 1000, (4, 256), device="cuda")
         batch = {"input_ids": ids, "labels": ids}
         profile = profile_model(model, batch)
-        profile = replace(profile, kinds=tuple(map(priced_by_bytes, profile.kinds)))
+        profile = replace(profile, kinds=tuple(map(with_times_from_bytes, profile.kinds)))
         for actions in (EXACT, ALL):
             config = AdaccConfig(actions=actions)
             least = least_policy(profile, config).predicted_peak_bytes
             plain = solve_policy(profile, 1.0, config).predicted_peak_bytes
             for share in (0.15, 0.3, 0.6):
                 device = int((least + share * (plain - least)) / (1 - config.memory_margin) / (1 - FRAGMENTATION_SHARE))
-                for kept, found in ((1.0, without), (1 - FRAGMENTATION_SHARE, with_share)):
-                    policy = solve_policy(replace(profile, available_bytes=int(device * kept)), "auto", config)
-                    found.append(runs_out_of_memory(model, batch, policy, device))
+                for usable_share, outcomes in ((1.0, without), (1 - FRAGMENTATION_SHARE, with_share)):
+                    usable_bytes = int(device * usable_share)
+                    policy = solve_policy(replace(profile, available_bytes=usable_bytes), "auto", config)
+                    outcomes.append(runs_out_of_memory(model, batch, policy, device))
     print(json.dumps({"without": without, "with": with_share}))
 
 

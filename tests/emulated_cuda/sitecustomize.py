@@ -1,3 +1,3 @@
-"""Puts the emulated device in place in every Python process that starts with this folder on its path."""
+"""Install the emulated device in every Python process that starts with this folder on its path."""
 
 import emulated_cuda  # noqa: F401

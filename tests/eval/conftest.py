@@ -1,4 +1,4 @@
-"""Workloads so small that a runner completes in seconds; models and a few rows of every data set for lm-eval."""
+"""Workloads so small that a runner completes in seconds, with models and a few rows of every data set for lm-eval."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ LETTER_LOGIT = 8.0
 
 @pytest.fixture(scope="session")
 def checkout() -> None:
-    """For tests of what a wheel leaves out: skips them where the package was installed without its source checkout."""
+    """Return the source checkout. Tests of files that a wheel lacks are skipped where the package was installed without
+    one."""
     if not (ROOT / "recipes").is_dir() or not (ROOT / "tests").is_dir():
         pytest.skip("adacc_hf is not imported from a source checkout")
 
@@ -54,11 +55,11 @@ def _swag(startphrase: str, label: int, *endings: str) -> dict[str, Any]:
     }
 
 
-# Beside each row: how many letters of each choice, or of the last word, AlphabetModel does not expect. The space before
-# a choice counts: only "z" is followed by one.
+# The comment of each row counts the letters of each choice, or of the last word, that AlphabetModel does not expect.
+# The space before a choice counts: only "z" is followed by a space.
 ROWS: Rows = {
     "lambada_openai/test": [
-        {"text": "All that jazz abc"},  # 0, and so it is the greedy continuation
+        {"text": "All that jazz abc"},  # 0, so that this is the greedy continuation
         {"text": "A buzz, a buzz abd"},  # 1
         {"text": "Once more we sing abc"},  # 1
         {"text": "They waltz a"},  # 0
@@ -82,9 +83,10 @@ ROWS: Rows = {
 
 
 class AlphabetModel(PreTrainedModel):
-    """A byte model that expects the next letter after each, " " after "z", "a" after " "; all else equally little.
+    """A byte model that expects the next letter after each, " " after "z", "a" after " ". All other bytes are equally
+    unlikely.
 
-    So the log-likelihood of a text is known without running it.
+    The log-likelihood of a text is therefore known without running the model.
     """
 
     config_class = GPT2Config
@@ -101,11 +103,12 @@ class AlphabetModel(PreTrainedModel):
         return CausalLMOutput(logits=self.logits[input_ids])  # [B, T, V]
 
     def loglikelihood(self, context: str, text: str) -> float:
-        """Of ASCII text. A row of logits is LETTER_LOGIT once and 0 otherwise, or 0 throughout."""
+        """Return the log-likelihood of ASCII text. A row of logits is LETTER_LOGIT once and 0 otherwise, or 0
+        throughout."""
         size = self.config.vocab_size
         total = 0.0
-        for before, letter in zip(context[-1] + text[:-1], text, strict=True):
-            place = LETTERS.find(before)
+        for previous, letter in zip(context[-1] + text[:-1], text, strict=True):
+            place = LETTERS.find(previous)
             if place < 0:
                 total -= math.log(size)
             else:
@@ -116,7 +119,7 @@ class AlphabetModel(PreTrainedModel):
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The hub is out of reach, and what datasets caches goes into the test's own folder."""
+    """Make the hub unreachable, and put datasets' cache into the test's own folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
@@ -124,7 +127,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and the end of text."""
+    """Return a tokenizer with one token per byte and an end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END_OF_TEXT]
@@ -141,7 +144,7 @@ def alphabet_model(byte_tokenizer: PreTrainedTokenizerFast) -> AlphabetModel:
 
 @pytest.fixture(scope="session")
 def text_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 300 tokens, trained on the text of ROWS."""
+    """Return a byte-level BPE of 300 tokens, trained on the text of ROWS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -155,7 +158,7 @@ def text_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tiny_gpt2(text_tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
-    """A GPT-2 with random weights, large enough ones that its choices differ, in train mode with dropout."""
+    """Return a GPT-2 in train mode with dropout, and with random weights large enough for its choices to differ."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=2,
@@ -172,7 +175,7 @@ def tiny_gpt2(text_tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
 
 @pytest.fixture
 def checkpoint(tiny_gpt2: GPT2LMHeadModel, text_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
-    """A folder with `tiny_gpt2` and its tokenizer."""
+    """Return a folder with `tiny_gpt2` and its tokenizer."""
     folder = tmp_path / "checkpoint"
     tiny_gpt2.save_pretrained(folder)
     text_tokenizer.save_pretrained(folder)
@@ -181,13 +184,13 @@ def checkpoint(tiny_gpt2: GPT2LMHeadModel, text_tokenizer: PreTrainedTokenizerFa
 
 @pytest.fixture
 def rows() -> Rows:
-    """A few rows of every data set, in the hub's schema, by name and split."""
+    """Return a few rows of every data set, in the hub's schema, by name and split."""
     return ROWS
 
 
 @pytest.fixture
 def data_dir(offline: None, rows: Rows, tmp_path: Path) -> Path:
-    """A folder with `rows`, as --data_dir takes it."""
+    """Return a folder with `rows`, in the layout of --data_dir."""
     folder = tmp_path / "data"
     for name, lines in rows.items():
         path = folder / f"{name}.jsonl"
@@ -197,14 +200,14 @@ def data_dir(offline: None, rows: Rows, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _threads_as_before() -> Iterator[None]:
-    """Runners set the number of torch's threads for the whole process."""
-    before = torch.get_num_threads()
+def _restore_threads() -> Iterator[None]:
+    """Restore the number of torch's threads, which runners set for the whole process."""
+    num_threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
 def tiny() -> Workload:
-    """Its larger activations are 64 KiB and more, so that they may be compressed."""
+    """Return a workload whose larger activations are at least 64 KiB, so that they may be compressed."""
     return Workload(width=32, layers=2, heads=2, batch=4, tokens=128)

@@ -36,7 +36,7 @@ NAMES = tuple(TABLE) if os.environ.get("ADACC_ALL_ARCHITECTURES") == "1" else FA
 
 @pytest.fixture
 def quiet():
-    """Models of other people's warn about much, and none of it is ours; warnings of adacc_hf stay errors."""
+    """Ignore warnings of other people's models. Warnings of adacc_hf stay errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(transformers|torch)\.")
         yield
@@ -52,13 +52,13 @@ def test_keeps_all_promises(name):
     if name == "deberta" and isinstance(modeling_deberta.build_relative_position, torch.jit.ScriptFunction):
         pytest.skip("TorchScript in this release of Transformers reads data; the page is of a later one")
     verdict = check(TABLE[name])
-    noted = documented_rows()[name]
-    assert promises(verdict) == {key: noted[key] for key in promises(verdict)}
-    assert bool(verdict.row()["notes"]) == bool(noted["notes"])
+    documented = documented_rows()[name]
+    assert promises(verdict) == {key: documented[key] for key in promises(verdict)}
+    assert bool(verdict.row()["notes"]) == bool(documented["notes"])
 
 
 def documented_rows() -> dict[str, dict[str, str]]:
-    """The rows of docs/SUPPORT.md by architecture."""
+    """Return the rows of docs/SUPPORT.md by architecture."""
     rows, columns = {}, []
     for line in SUPPORT.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -82,7 +82,7 @@ def test_at_least_44_are_green_on_the_page():
 
 
 def test_no_promise_is_broken_on_the_page():
-    """What is refused or run under torch's checkpoint says so; anything else is exact."""
+    """Each architecture is exact, or listed as refused or as run under torch's checkpoint."""
     for name, row in documented_rows().items():
         assert row["lossless"] == "yes" or row["notes"].startswith("refused"), name
 
@@ -97,29 +97,29 @@ def test_every_cache_is_off_and_every_dropout_on():
 
 
 def test_batches_differ_in_values_alone():
-    one, other = TABLE["bert"].make_batch(0), TABLE["bert"].make_batch(1)
-    assert {name: t.shape for name, t in one.items()} == {name: t.shape for name, t in other.items()}
-    assert not torch.equal(one["input_ids"], other["input_ids"])
+    first_batch, second_batch = TABLE["bert"].make_batch(0), TABLE["bert"].make_batch(1)
+    assert {name: t.shape for name, t in first_batch.items()} == {name: t.shape for name, t in second_batch.items()}
+    assert not torch.equal(first_batch["input_ids"], second_batch["input_ids"])
 
 
 class TestTheCheckCanFail:
-    """Each promise is seen broken when something breaks it."""
+    """Each check of a promise fails if an error is planted."""
 
     def test_one_changed_bit_is_a_difference(self):
         steps = [{"loss": torch.ones(3)}]
-        changed = [{"loss": torch.tensor([1.0, 1.0, 1.0 + 2**-23])}]
+        altered_steps = [{"loss": torch.tensor([1.0, 1.0, 1.0 + 2**-23])}]
         assert same_bits(steps, [{"loss": torch.ones(3)}])
-        assert not same_bits(steps, changed)
+        assert not same_bits(steps, altered_steps)
         assert not same_bits(steps, [{"loss": torch.ones(3), "weight": torch.ones(3)}])
 
     def test_a_wrong_replay_breaks_lossless(self, monkeypatch):
         run = Call._run
 
-        def lie(self, program, slot, cells):
+        def falsify_result(self, program, slot, cells):
             tensor = run(self, program, slot, cells)
             return tensor + 1e-3 if tensor.is_floating_point() else tensor
 
-        monkeypatch.setattr(Call, "_run", lie)
+        monkeypatch.setattr(Call, "_run", falsify_result)
         assert check(TABLE["gpt2"]).row()["lossless"] == "NO"
 
     def test_a_wrong_codec_breaks_compressed(self, monkeypatch):
@@ -138,7 +138,7 @@ class TestTheCheckCanFail:
 
     def test_a_norm_of_what_a_codec_left_breaks_mixed(self, monkeypatch):
         monkeypatch.setattr(KindProfile, "exactness_dependents", {})
-        monkeypatch.setattr(choices_module, "_is_statistic_of", lambda *_: False)  # or the executor retains them
+        monkeypatch.setattr(choices_module, "_is_statistic_of", lambda *_: False)  # else the executor retains them
         assert check(TABLE["vit_mae"]).row()["mixed"] == "NO"
 
 
@@ -170,7 +170,7 @@ def test_a_refusal_is_noted(monkeypatch):
 
 
 def test_the_head_counts_the_kept_promises():
-    kept = Verdict(
+    exact = Verdict(
         architecture=TABLE["gpt2"],
         attention="sdpa",
         num_blocks=2,
@@ -180,9 +180,9 @@ def test_the_head_counts_the_kept_promises():
         is_stored_predicted=True,
         is_mixed_close=True,
     )
-    noted = replace(kept, calls="not replayed", notes=("why",))
-    all_under_checkpoint = replace(noted, is_compressed_exact=None)
-    page = support_table([kept, noted, all_under_checkpoint, replace(kept, is_stored_predicted=False)])
+    not_replayed = replace(exact, calls="not replayed", notes=("why",))
+    all_under_checkpoint = replace(not_replayed, is_compressed_exact=None)
+    page = support_table([exact, not_replayed, all_under_checkpoint, replace(exact, is_stored_predicted=False)])
     assert "2 of 4 architectures keep all four promises" in page
     assert "In 1 of them some of the blocks cannot be replayed" in " ".join(page.split())
 
@@ -199,4 +199,4 @@ def test_the_page_has_the_region_of_the_tables():
     counts = re.match(r"\d+ of (\d+) architectures keep", region[0].split("\n")[2])
     assert int(counts[1]) == len(TABLE)
     readme = " ".join((SUPPORT.parents[1] / "README.md").read_text(encoding="utf-8").split())
-    assert f"and {counts[0].partition(' ')[0]} keep every promise" in readme
+    assert f"For {counts[0].partition(' ')[0]}, gradients with codecs and predicted bytes are as promised too" in readme

@@ -1,4 +1,4 @@
-"""`adacc eval cloze`: passages of one's own text, asked as LAMBADA's are."""
+"""`adacc eval cloze`: passages of a user's text as questions in LAMBADA's form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
 def test_accuracy_is_the_share_of_last_words_guessed(
     offline: None, alphabet_model: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """After "jazz" AlphabetModel predicts " abcde...", and after "sing" no space: one of three is guessed."""
+    """After "jazz" AlphabetModel predicts " abcde...", and after "sing" no space, so that one of three words is
+    correct."""
     words = ["The abcd came with jazz abcd", "The abce came with jazz abce", "The abcd began to sing abcd"]
     passages = tmp_path / "cloze.jsonl"
     passages.write_text("".join(json.dumps({"text": text}) + "\n" for text in words))

@@ -1,4 +1,4 @@
-"""The benchmark: what it counts, what it refuses to time, and that it runs."""
+"""The benchmark of codec bandwidth: its byte counts, the settings that it refuses to time, and a run."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def test_bytes_moved_are_tensor_and_payload() -> None:
     ],
 )
 def test_each_card_has_its_own_goal(tmp_path: Path, card: str | None, expected: str | None) -> None:
-    """What somebody else's code reaches is none of it."""
+    """Speeds of other libraries' code do not count towards a card's goal."""
     settings = Settings(runner="codec_bandwidth", output=tmp_path / "x.json")
     spread = {"low": 1.0, "median": 1.0, "high": 1.0}
     point = {
@@ -92,7 +92,7 @@ def test_a_rival_that_cannot_run_here_is_left_out_in_words(
     package = ModuleType("bitsandbytes")
     package.functional, package.__spec__ = functional, ModuleSpec("bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    monkeypatch.delitem(sys.modules, "bitsandbytes.functional", raising=False)  # where the import would look next
+    monkeypatch.delitem(sys.modules, "bitsandbytes.functional", raising=False)  # the import's next place
     names = [rival.name for rival in codec_bandwidth.rivals(torch.ones(8, 64), with_compile=False)]
     assert names == ["plain torch reference", "bitsandbytes quantize_blockwise"]
     expected = "bitsandbytes quantize_4bit nf4 is left out of the comparison: AttributeError: no such kernel"
@@ -103,7 +103,7 @@ def test_a_rival_that_cannot_run_here_is_left_out_in_words(
 
 
 def test_attention_is_that_of_the_whole_micro_batch() -> None:
-    """On a GPU one sequence's softmax and mask would fit into its cache."""
+    """On a GPU one sequence's softmax and mask would fit into the cache."""
     block = codec_bandwidth.Block(width=16, inner=64, heads=2)
     settings = Settings(runner="codec_bandwidth", output=Path("unused"))
     pairs = codec_bandwidth.contenders(block, torch.bfloat16, 1024, False, settings)
@@ -113,18 +113,18 @@ def test_attention_is_that_of_the_whole_micro_batch() -> None:
 
 
 def test_no_line_is_dirty_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before each sample is more than a cache holds, and nothing is written."""
+    """More bytes than a cache holds are read before each sample, and nothing is written."""
     monkeypatch.setitem(codec_bandwidth.FLUSH_BYTES, "cpu", 2**20)
     order: list[str] = []
 
-    class Noted(TorchDispatchMode):
+    class RecordOrder(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             order.append(
                 f"{func.overloadpacket.__name__} {args[0].nbytes if args and hasattr(args[0], 'nbytes') else 0}"
             )
             return func(*args, **(kwargs or {}))
 
-    with Noted():
+    with RecordOrder():
         codec_bandwidth.sample_ms(lambda: order.append("run"), "cpu", samples=1)
     assert [name for name in order if not name.startswith("zeros")] == [f"sum {2**20}", "run"] * 3
 

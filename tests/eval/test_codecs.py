@@ -1,4 +1,4 @@
-"""Both halves of what there is to know about codecs, in one record."""
+"""Both measurements of codecs, gradient error and bandwidth, in one record."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_a_cut_run_completes_the_same_record(tiny: Workload, tmp_path: Path, mon
         patch.setattr(gradient_error.Probe, "codec_errors", killed)
         with pytest.raises(KeyboardInterrupt):
             codecs.main(argv, workload)
-    cut = json.loads(output.read_text())["train_info"]["points"]
+    partial_points = json.loads(output.read_text())["train_info"]["points"]
     assert codecs.main(argv, workload) == 0
     points = json.loads(output.read_text())["train_info"]["points"]
-    assert {key: points[key] for key in cut} == cut
-    assert points.keys() - cut.keys() == {"gradient, int8, group_size=64, rounding=nearest"}
+    assert {key: points[key] for key in partial_points} == partial_points
+    assert points.keys() - partial_points.keys() == {"gradient, int8, group_size=64, rounding=nearest"}
     report = output.with_suffix(".md").read_text()
     assert "Relative L2 error of the whole gradient" in report
     assert "| encode GB/s |" in report

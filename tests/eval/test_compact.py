@@ -1,4 +1,4 @@
-"""CompAct's memory and times beside others', from figures that are made up and from a tiny model."""
+"""Memory and times of CompAct and other optimizers, from invented figures and from a tiny model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TINY = LlamaShape(width=64, inner=128, layers=2, heads=2, vocabulary=256, batch=
 SPREAD = {"low": 90.0, "median": 100.0, "high": 120.0}
 
 
-def made_up(function, order: dict, timeout_s: float | None) -> dict:
-    """Peaks of 100 MiB and more; GaLore is not there."""
+def invented_point(function, order: dict, timeout_s: float | None) -> dict:
+    """Return peaks of 100 MiB and more, without GaLore."""
     if function is low_rank_memory.time_steps:
         row = {"step_ms": SPREAD, "of_plain": 1.0, "of_plain_by_round": SPREAD, "peak_bytes": 2**20}
         galore = row | {"of_plain": 1.5, "drawing_ms": 20_100.0, "drawing_gap": 200}
@@ -29,11 +29,11 @@ def made_up(function, order: dict, timeout_s: float | None) -> dict:
         for method, peak in peaks.items()
     }
     memory["galore"] = {"status": "cannot_run", "reason": "galore_torch is not installed"}
-    told = {"shared_peak_bytes": 11 * 2**30, "peak_bytes": 12 * 2**30}
-    return {"status": "measured", "memory": memory, "plans": dict.fromkeys(order["parts"], told), "bf16_plan": told}
+    plan = {"shared_peak_bytes": 11 * 2**30, "peak_bytes": 12 * 2**30}
+    return {"status": "measured", "memory": memory, "plans": dict.fromkeys(order["parts"], plan), "bf16_plan": plan}
 
 
-def run(path: Path, *argv: str, points=made_up) -> tuple[int, dict, str]:
+def run(path: Path, *argv: str, points=invented_point) -> tuple[int, dict, str]:
     output = path / "compact.json"
     status = compact.main(["--output", str(output), *argv], points)
     return status, json.loads(output.read_text()), output.with_suffix(".md").read_text()
@@ -54,7 +54,7 @@ def test_tables_by_hand(tmp_path: Path) -> None:
     assert cells(report, "60M, AdamW")[1:] == ["12.00", "11.59", "+3.5 %", "11.00"]
     assert cells(report, "1B, AdamW")[1:] == ["12.00", "above 81", "", "11.00"]
     assert cells(report, "1B, CompAct n/8")[1:] == ["12.00", "61.88", "-80.6 %", "11.00"]
-    # 199 steps of 100 ms and one of 20,100 ms are 200 of 200 ms: twice what an ordinary step takes.
+    # 199 steps of 100 ms and one of 20,100 ms take as long as 200 steps of 200 ms, twice an ordinary step.
     times = next(line for line in report.splitlines() if line.startswith("| GaLore n/4") and "1.50 (" in line)
     assert times.split("|")[4].strip() == "3.00"
     assert ">AdamW with Adacc, at the peak of CompAct n/4<" in (tmp_path / "compact.svg").read_text()
@@ -64,7 +64,7 @@ def test_what_fails_is_said(tmp_path: Path) -> None:
     def failing(function, order: dict, timeout_s: float | None) -> dict:
         if function is low_rank_memory.time_steps:
             return {"status": "error", "reason": "broken"}
-        return made_up(function, order, timeout_s)
+        return invented_point(function, order, timeout_s)
 
     status, record, report = run(tmp_path, "--shapes", "60M", points=failing)
     assert status == 1
@@ -72,10 +72,10 @@ def test_what_fails_is_said(tmp_path: Path) -> None:
     assert "time: broken" in report
 
 
-# GaLore's own, where it is installed.
+# GaLore's own package, where it is installed.
 @pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning")
 def test_a_tiny_model_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CompAct takes less than AdamW, Adacc keeps to CompAct's peak, and with it takes less again."""
+    """CompAct needs less memory than AdamW. Adacc keeps to CompAct's peak, and Adacc with CompAct needs even less."""
     monkeypatch.setattr(compact, "SHAPES", {"60M": TINY})
     monkeypatch.setattr(compact, "CUTS", {"60M": (2, 2)})
     monkeypatch.setattr(compact, "TIMED_SHAPE", TINY)

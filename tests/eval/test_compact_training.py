@@ -1,4 +1,4 @@
-"""Validation losses of low-rank optimizers, from curves that are made up and from a model that barely trains."""
+"""Validation losses of low-rank optimizers, from invented curves and from a model that barely trains."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 LAST = {"plain": 2.0, "compact_4": 1.9}
 
 
-def made_up(function, order: dict, timeout_s: float | None) -> dict:
+def invented_point(function, order: dict, timeout_s: float | None) -> dict:
     if order["method"] not in LAST:
         return {"status": "cannot_run", "reason": "it is not installed"}
-    # The middle one of three rates is the best.
+    # The middle one of three learning rates is the best.
     worse = 0.0 if order["rate"] == low_rank.METHODS[order["method"]].rate else 0.5
     curve = [(1, 3.0), (2, LAST[order["method"]] + 0.1 * order["seed"] + worse)]
     return {"status": "measured", "curve": curve, "peak_bytes": 2**20, "parameters": 1_900_000}
 
 
-def run(path: Path, *argv: str, points=made_up) -> tuple[int, dict, str]:
+def run(path: Path, *argv: str, points=invented_point) -> tuple[int, dict, str]:
     output = path / "compact_training.json"
     status = compact_training.main(["--output", str(output), *argv], points)
     return status, json.loads(output.read_text()), output.with_suffix(".md").read_text()
@@ -58,7 +58,7 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     low_rank.METHODS["compact_4"].check()
 
 
-# GaLore's and APOLLO's own, where they are installed.
+# The packages of GaLore and APOLLO, where they are installed.
 @pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning")
 def test_methods_train_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact_training, "MEASURED_STEP", 5)
@@ -66,7 +66,7 @@ def test_methods_train_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monke
     assert status == 0
     check_record(record)
     points = {name: p for name, p in record["train_info"]["points"].items() if p["status"] == "measured"}
-    # A model that knows nothing of bytes has log 256 = 5.55.
+    # An untrained model of bytes has a loss of ln 256 = 5.55.
     assert all(len(point["curve"]) == 1 and 2.0 < point["curve"][0][1] < 5.5 for point in points.values())
     peaks = {name.partition(",")[0]: point["peak_bytes"] for name, point in points.items()}
     assert peaks["compact_4_adacc"] < peaks["compact_4"] < peaks["compact_2"] < peaks["plain"]

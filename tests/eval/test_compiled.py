@@ -1,4 +1,4 @@
-"""The runner for compiled graphs: its table and its verdict, from figures that are made up."""
+"""The runner for compiled graphs: its table and its verdict, from invented figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _step(share: float) -> dict[str, Any]:
 
 
 class Process:
-    """Stands for the processes of the run; `change` is made to what the first family's last budget gives."""
+    """Substitute for the run's processes. `change` is applied to the result of the first family's last budget."""
 
     def __init__(self, **change: Any) -> None:
         self.change = change
@@ -48,9 +48,9 @@ class Process:
             if order["family"] == "gpt2":
                 trials[-1].update(self.change)
             return {"status": "measured", "plain": _step(1.0), "trials": trials}
-        known = Path(order["cache"], order["name"])
-        hits = 2 * known.exists()
-        known.touch()
+        cache_file = Path(order["cache"], order["name"])
+        hits = 2 * cache_file.exists()
+        cache_file.touch()
         seconds = 1.0 if hits else 40.0 + 8.0 * (order["name"] == "Adacc at 40 %")
         return {"status": "measured", "cpu_seconds": seconds, "graphs_from_cache": hits, "joint_graphs_from_cache": 0}
 
@@ -85,7 +85,7 @@ def test_other_bytes_than_predicted_fail(tmp_path: Path) -> None:
 
 
 def test_a_gpus_blocks_are_no_other_bytes() -> None:
-    trials = [{"predicted_bytes": 1000, "stored_bytes": stored} for stored in (999, 1000, 1010, 1011)]
+    trials = [{"predicted_bytes": 1000, "stored_bytes": stored_bytes} for stored_bytes in (999, 1000, 1010, 1011)]
     assert compiled.num_as_predicted(trials, "cpu") == 1
     assert compiled.num_as_predicted(trials, "cuda") == 2
 
@@ -105,29 +105,29 @@ def test_peaks_that_no_code_shows_are_not_made_up(tmp_path: Path) -> None:
 
 
 def test_shares_fall_at_even_distances() -> None:
-    found = compiled.shares(20)
-    assert len(found) == 20
-    assert (found[0], found[-1]) == (compiled.MOST, compiled.LEAST)
-    assert found == sorted(found, reverse=True)
+    shares = compiled.shares(20)
+    assert len(shares) == 20
+    assert (shares[0], shares[-1]) == (compiled.MOST, compiled.LEAST)
+    assert shares == sorted(shares, reverse=True)
     assert compiled.shares(1) == [compiled.MOST]
 
 
 @pytest.mark.parametrize("name", compiled.COMPILED)
 def test_names_have_a_share_and_actions_or_none(name: str) -> None:
-    chosen = compiled.COMPILED[name]
-    assert chosen is None or 0.0 < chosen[0] < 1.0
+    settings = compiled.COMPILED[name]
+    assert settings is None or 0.0 < settings[0] < 1.0
 
 
 class Partitioner(AdaccPartitioner):
-    """Has a policy as if it had been compiled and looked at."""
+    """Partitioner with a policy, as after compiling and inspecting the code."""
 
-    def compiled(self, share: float | None, peak: int | None, *stored: str) -> None:
+    def compiled(self, share: float | None, peak: int | None, *names: str) -> None:
         code_bytes = None if peak is None else (0, peak)
-        plan = RegionPlan(digest="d", code_bytes=code_bytes, stored=tuple((name, RETAIN) for name in stored))
+        plan = RegionPlan(digest="d", code_bytes=code_bytes, stored=tuple((name, RETAIN) for name in names))
         self.policy = CompiledPolicy(share=share, regions=(plan,))
 
     def inspect_code(self) -> None:
-        """It was looked at."""
+        """Do nothing, because the code counts as inspected."""
 
 
 @pytest.fixture
@@ -137,10 +137,10 @@ def lowest() -> Iterator[LowestPeak]:
     installed.remove()
 
 
-def _went_back(lowest: LowestPeak, share: float | None, peak: int | None, *stored: str) -> bool:
+def _went_back(lowest: LowestPeak, share: float | None, peak: int | None, *names: str) -> bool:
     installed = lowest.installed
     installed.compile_again()
-    installed.partitioner.compiled(share, peak, *stored)
+    installed.partitioner.compiled(share, peak, *names)
     installed._num_counted = 1
     lowest.inspect_code()
     return lowest.keep_lowest()
@@ -155,7 +155,7 @@ def test_a_smaller_share_never_ends_with_a_higher_peak(lowest: LowestPeak) -> No
         (("a", RETAIN), ("b", RETAIN))
     ]
     assert _went_back(lowest, None, 85)
-    # As much, and nothing gained.
+    # The peak is equal, and nothing is gained.
     assert _went_back(lowest, 0.4, 80, "b")
     assert not _went_back(lowest, 0.3, 70, "b")
 

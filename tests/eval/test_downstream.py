@@ -1,4 +1,4 @@
-"""`adacc eval downstream`: its record, its limits, its second start; and a model that Adacc trained."""
+"""`adacc eval downstream`: its record, limits and second start, and a model that Adacc trained."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_leaves_the_scores_of_every_task(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(command) == 0
-    found = record(tmp_path)
+    record_of_run = record(tmp_path)
     scores = evaluate(ModelSource(model=tiny_gpt2, tokenizer=text_tokenizer), load_tasks(PAPER_TASKS, data_dir))
-    expected = {name: asdict(one) for name, one in scores.items()}
-    assert found["results"] == expected
+    expected = {name: asdict(task_score) for name, task_score in scores.items()}
+    assert record_of_run["results"] == expected
     accuracies = [expected[name]["acc"] for name in PAPER_TASKS]
-    assert found["train_info"]["average_acc"] == sum(accuracies) / 4
+    assert record_of_run["train_info"]["average_acc"] == sum(accuracies) / 4
     assert all(0 <= acc <= 1 for acc in accuracies)
-    assert (found["run_info"]["limit"], found["run_info"]["num_fewshot"]) == (None, 0)
-    assert found["meta_info"]["status"] == "complete"
+    assert (record_of_run["run_info"]["limit"], record_of_run["run_info"]["num_fewshot"]) == (None, 0)
+    assert record_of_run["meta_info"]["status"] == "complete"
     printed = capsys.readouterr().out
     assert "swag, version 1" in printed
     assert "LIMITED" not in printed
@@ -54,9 +54,9 @@ def test_leaves_the_scores_of_every_task(
 
 def test_a_limited_run_says_so(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--tasks", "sciq", "--limit", "1"]) == 0
-    found = record(tmp_path)
-    assert found["run_info"]["limit"] == 1
-    counts = found["results"]["sciq"]
+    record_of_run = record(tmp_path)
+    assert record_of_run["run_info"]["limit"] == 1
+    counts = record_of_run["results"]["sciq"]
     assert (counts["num_samples"], counts["num_samples_original"]) == (1, 2)
     printed = capsys.readouterr().out
     assert "LIMITED to the first 1 rows of each task" in printed
@@ -64,23 +64,27 @@ def test_a_limited_run_says_so(command: list[str], tmp_path: Path, capsys: pytes
 
 
 def test_a_run_that_was_cut_short_goes_on(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    scored_tasks = []
 
     def interrupted(model: Any, task: Any, limit: int | None) -> Any:
-        if len(asked) == 2:
+        if len(scored_tasks) == 2:
             raise KeyboardInterrupt
-        asked.append(task.config.task)
+        scored_tasks.append(task.config.task)
         return score(model, task, limit)
 
     monkeypatch.setattr(task_scores, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(command)
     assert record(tmp_path)["meta_info"]["status"] == "running"
-    assert asked == list(PAPER_TASKS[:2])
+    assert scored_tasks == list(PAPER_TASKS[:2])
 
-    monkeypatch.setattr(task_scores, "score", lambda *given: asked.append(given[1].config.task) or score(*given))
+    monkeypatch.setattr(
+        task_scores,
+        "score",
+        lambda *score_arguments: scored_tasks.append(score_arguments[1].config.task) or score(*score_arguments),
+    )
     assert main(command) == 0
-    assert asked == list(PAPER_TASKS)
+    assert scored_tasks == list(PAPER_TASKS)
     assert list(record(tmp_path)["results"]) == list(PAPER_TASKS)
 
 
@@ -137,16 +141,16 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_digest_changes_with_the_model(name: str, weights: Path) -> None:
-    before = weights_digest(weights)
+    digest_before = weights_digest(weights)
     (weights / name).write_bytes(b"other")
-    assert weights_digest(weights) != before
+    assert weights_digest(weights) != digest_before
 
 
 def test_a_digest_stays_with_another_history(weights: Path) -> None:
-    before = weights_digest(weights)
+    digest_before = weights_digest(weights)
     for name in ("training_args.bin", "trainer_state.json", "cloze.jsonl"):
         (weights / name).write_bytes(b"other")
-    assert weights_digest(str(weights)) == before
+    assert weights_digest(str(weights)) == digest_before
 
 
 def test_a_hub_id_has_no_digest() -> None:

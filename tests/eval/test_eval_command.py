@@ -1,4 +1,4 @@
-"""`adacc eval RUNNER`: the runner gets its options and gives its exit status."""
+"""`adacc eval RUNNER` passes the runner's options and returns its exit status."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from adacc_hf.eval import executor_bench
 @pytest.mark.parametrize("name", ["executor-bench", "executor_bench"])
 @pytest.mark.parametrize("status", [0, 1])
 def test_forwards_options_and_status(monkeypatch: pytest.MonkeyPatch, name: str, status: int) -> None:
-    given = []
-    monkeypatch.setattr(executor_bench, "main", lambda argv: given.append(argv) or status)
+    calls = []
+    monkeypatch.setattr(executor_bench, "main", lambda argv: calls.append(argv) or status)
     assert main(["eval", name, "--rounds", "3", "--output", "x"]) == status
-    assert given == [["--rounds", "3", "--output", "x"]]
+    assert calls == [["--rounds", "3", "--output", "x"]]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -24,16 +24,16 @@ def test_every_runner_explains_itself(runner: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="0"):
         main(["eval", runner, "--help"])
     assert callable(import_module(f"adacc_hf.eval.{RUNNERS[runner][0]}").main)
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: adacc eval {runner} ")
-    assert "--output" in shown
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: adacc eval {runner} ")
+    assert "--output" in output
 
 
 def test_help_names_every_runner(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["eval", "--help"])
-    shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown and text in shown for name, (_, text) in RUNNERS.items())
+    output = capsys.readouterr().out
+    assert all(f"  {name} " in output and text in output for name, (_, text) in RUNNERS.items())
 
 
 def test_a_modules_name_stands_for_its_runner(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The executor's bench on a tiny model."""
+"""The executor's benchmark on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first minutes on a GPU: what comes from wheels, and what is run with what."""
+"""The script for the first minutes on a GPU: packages from wheels, and the commands in each mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adacc_hf.eval.records.points import restore, save_points
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a wheel of a package that is missing here, and one that is not."""
+    """Return a folder with wheels of a missing and of an installed package."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "given")
     folder = tmp_path / "wheels"
@@ -40,7 +40,7 @@ def test_only_what_is_missing_comes_from_the_wheels(wheels: Path, tmp_path: Path
 
     assert not_there_at_all.FOUND == 1
     assert os.environ["PYTHONPATH"] == f"given{os.pathsep}{site}"
-    # A second slice finds it, unpacked, by the path that a process of its own would be given.
+    # A second call finds the unpacked package by the path that a child process would get.
     assert first_gpu.is_installed("not-there-at-all")
 
 
@@ -53,15 +53,15 @@ def test_a_slice_is_a_part_of_eval_all(tmp_path: Path, monkeypatch: pytest.Monke
     argv = ["--out", str(tmp_path / "out"), "--wheels", str(tmp_path), "--work", str(tmp_path / "work")]
     assert first_gpu.main([*argv, "--from", str(tmp_path / "out/records.tar.gz")]) == 3
     assert first_gpu.main([*argv, "--toy", "--minutes", "1"]) == 3
-    whole, toy = commands
-    assert whole[:4] == ["eval", "all", "--device=cuda", "--resume"]
-    assert "--toy" not in whole
+    full_run, toy = commands
+    assert full_run[:4] == ["eval", "all", "--device=cuda", "--resume"]
+    assert "--toy" not in full_run
     assert "--toy" in toy
     assert (tmp_path / "work/records/loss/loss.json").read_text() == "{}"
 
 
 def test_records_tell_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """By git where it is there; of a copy without it, by the bundle that was copied too."""
+    """The commit comes from git, or in a copy without git from the bundle that was copied as well."""
     commit = "0123456789" * 4
     checkout, bundle = tmp_path / "checkout", tmp_path / "bundle"
     checkout.mkdir(), bundle.mkdir()

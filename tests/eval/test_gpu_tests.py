@@ -1,4 +1,4 @@
-"""The tests for GPUs as a runner: which files, and what is read off pytest's lines."""
+"""The GPU tests as a runner: selection of files, and results parsed from pytest's lines."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_outcomes_are_read_off_lines_of_one_process_or_several() -> None:
 @pytest.mark.usefixtures("checkout")
 def test_every_file_with_tests_for_a_gpu_is_run() -> None:
     own = Path(__file__).name
-    found = {
+    gpu_files = {
         str(path.relative_to(root()))
         for path in (root() / "tests").rglob("test_*.py")
         if path.name != own and "pytest.mark.gpu" in path.read_text(encoding="utf-8")
     }
-    assert found == set(FILES)
+    assert gpu_files == set(FILES)
 
 
 @pytest.mark.usefixtures("checkout")
@@ -52,9 +52,9 @@ def test_tests_for_a_gpu_are_found_where_what_others_need_is_missing() -> None:
         "sys.modules |= dict.fromkeys(['datasets', 'jsonschema', 'lm_eval', 'trl', 'peft', 'matplotlib'])\n"
         "sys.exit(pytest.main(['-m', 'gpu', '--collect-only', '-q', '-p', 'no:cacheprovider']))"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=root(), capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout[-3000:]
-    assert {line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line} == set(FILES)
+    process = subprocess.run([sys.executable, "-c", code], cwd=root(), capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-3000:]
+    assert {line.partition("::")[0] for line in process.stdout.splitlines() if "::" in line} == set(FILES)
 
 
 @pytest.mark.usefixtures("checkout")

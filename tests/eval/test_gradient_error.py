@@ -1,4 +1,4 @@
-"""The gradient-error table on a tiny model."""
+"""The gradient-error table of a tiny model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERED = [Scheme(name=LAYER_SPECIFIC, scale="signed", group_size=64, rounding="
 
 @pytest.fixture
 def _few_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred schemes take a minute; these are one of each shape that the table has to show."""
+    """Reduce the schemes to one of each kind that the table shows, because a hundred schemes take a minute."""
     monkeypatch.setattr(gradient_error, "codec_schemes", lambda: CHOSEN)
     monkeypatch.setattr(gradient_error, "layer_specific_schemes", lambda: LAYERED)
 
@@ -49,7 +49,7 @@ def test_record_and_tables(tiny: Workload, tmp_path: Path, capsys: pytest.Captur
 
 def test_training_lowers_the_loss(tiny: Workload, tmp_path: Path) -> None:
     settings = gradient_error.Settings(runner="x", output=tmp_path / "x.json")
-    # A fresh model gives ln 256 = 5.5; 20 steps at this size bring it well below 5.
+    # A new model has a loss of ln 256 = 5.5, and 20 steps at this size bring it well below 5.
     assert gradient_error.train(tiny, tiny.batches(), 20, settings)[1] < 5.0
 
 

@@ -1,4 +1,4 @@
-"""What can be won, and how much of it is: from points that are made up, and from a tiny model in turn."""
+"""Adacc's share of the possible speed gain, from invented points and from a tiny model with interleaved methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from adacc_hf.eval.trials.isolation import OverLimitError, run_here
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The config of a GPT-2 whose larger activations are 64 KiB and more, so that they may be compressed."""
+    """Return a folder with the config of a GPT-2 whose larger activations are at least 64 KiB, so that they may be
+    compressed."""
     path = tmp_path_factory.mktemp("model")
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=256)
     config.bos_token_id = config.eos_token_id = None
@@ -35,19 +36,19 @@ def subject(folder: str) -> dict[str, Any]:
 
 @pytest.fixture
 def no_arena():
-    """Leave no model behind in this process."""
+    """Clear the cached models before and after the test."""
     interleaved.arena_of.cache_clear()
     yield
     interleaved.arena_of.cache_clear()
 
 
 def test_the_share_is_that_of_the_time_between_checkpointing_and_plain() -> None:
-    """In each round the machine is slower: ratios are those of one round."""
+    """The machine is slower in each round. Ratios are computed within a round."""
     seconds = {"none": [3.0, 6.0, 9.0], "full": [4.0, 8.0, 12.0], "adacc": [3.2, 6.4, 9.6]}
-    found = interleaved.comparison(seconds, "adacc")
-    assert found["over_checkpointing"].median == pytest.approx(1.25)
-    assert found["plain_over_checkpointing"].low == found["plain_over_checkpointing"].high == pytest.approx(4 / 3)
-    assert found["share_won"] == pytest.approx(0.8)
+    ratios = interleaved.comparison(seconds, "adacc")
+    assert ratios["over_checkpointing"].median == pytest.approx(1.25)
+    assert ratios["plain_over_checkpointing"].low == ratios["plain_over_checkpointing"].high == pytest.approx(4 / 3)
+    assert ratios["share_won"] == pytest.approx(0.8)
     assert interleaved.comparison(seconds, "full")["share_won"] == 0.0
     assert interleaved.comparison({"none": [3.0]}, "none") == {}
     without_plain = interleaved.comparison({"full": [4.0], "adacc": [3.2]}, "adacc")
@@ -59,12 +60,12 @@ def test_the_share_is_that_of_the_time_between_checkpointing_and_plain() -> None
 
 @pytest.mark.usefixtures("no_arena")
 def test_a_tiny_model_from_end_to_end(tmp_path: Path, folder: str) -> None:
-    """All methods in turn on one model; each point is in the record, with its ratios, as soon as it is there."""
+    """All methods take turns on one model. Each point is recorded with its ratios as soon as it is measured."""
     output = tmp_path / "headline.json"
-    seen: list[str] = []
+    point_texts: list[str] = []
 
     def run(function, order, timeout_s):
-        seen.append(points_text(tmp_path) if output.is_file() else "")
+        point_texts.append(points_text(tmp_path) if output.is_file() else "")
         return run_here(function, order)
 
     argv = ["--preset", folder, "--batch", "8", "--tokens", "64", "--rounds", "2", "--output", str(output)]
@@ -83,38 +84,38 @@ def test_a_tiny_model_from_end_to_end(tmp_path: Path, folder: str) -> None:
         assert points[name]["peak_bytes"] < points["none"]["peak_bytes"]
         assert {"over_checkpointing", "plain_over_checkpointing", "share_won"} <= points[name].keys()
         assert points[name]["num_alloc_retries"] == 0
-    assert "adacc: " in seen[3]
-    assert " x checkpointing where plain is " in seen[3]
+    assert "adacc: " in point_texts[3]
+    assert " x checkpointing where plain is " in point_texts[3]
     assert "| Adacc, lossless" in output.with_suffix(".md").read_text()
 
 
 @pytest.mark.usefixtures("no_arena")
 def test_all_methods_share_parameters_which_no_step_moves(subject: dict) -> None:
     arena = interleaved.arena_of(tuple(subject.items()))
-    before = [parameter.detach().clone() for parameter in arena.model.parameters()]
+    parameters_before = [parameter.detach().clone() for parameter in arena.model.parameters()]
     interleaved.run_interleaved(subject, "adacc", 0.5, rounds=2)
     assert list(arena.entrants) == ["none", "full", "adacc"]
     calls = [entrant.installed.call for entrant in arena.entrants.values()]
     owned = [[id(parameter) for parameter in model.parameters()] for model in [arena.model, *calls]]
     assert all(own == owned[0] for own in owned)
     assert len({id(call) for call in calls}) == 3
-    assert all(map(torch.equal, before, arena.model.parameters()))
+    assert all(map(torch.equal, parameters_before, arena.model.parameters()))
 
 
 @pytest.mark.usefixtures("no_arena")
 def test_a_limit_is_the_methods_and_not_the_ceilings(subject: dict) -> None:
     plain = interleaved.run_interleaved(subject, "none", limit_bytes=1, rounds=1)
     limit = plain["peak_bytes"] - 1
-    with pytest.raises(OverLimitError, match="the step takes") as caught:
+    with pytest.raises(OverLimitError, match="the step takes") as error_info:
         interleaved.run_interleaved(subject, "full", limit_bytes=plain["static_bytes"], rounds=1)
-    assert set(caught.value.figures) == {"static_bytes", "peak_bytes"}
+    assert set(error_info.value.figures) == {"static_bytes", "peak_bytes"}
     figures = interleaved.run_interleaved(subject, "adacc", limit, limit_bytes=limit, rounds=1)
     assert figures["peak_bytes"] <= limit
 
 
 @pytest.mark.usefixtures("no_arena")
 def test_what_fails_leaves_the_others_their_figures(subject: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the ceiling there is a ratio, and no share."""
+    """Without the ceiling, plain training, the record has a ratio and no share."""
 
     def fail(bench, budget):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -1,4 +1,4 @@
-"""Training on batches of ever new sizes, of models so small that nothing can be said of their times."""
+"""Training on batches of ever new sizes, with models so small that the times carry no information."""
 
 from __future__ import annotations
 
@@ -102,29 +102,29 @@ def trainee(name: str, losses: list[float], device: str = "cpu", is_lossless: bo
 
 
 def test_what_is_lossless_must_train_to_the_losses_of_plain() -> None:
-    plain, same, other = trainee(PLAIN, [4.0, 2.0]), trainee("same", [4.0, 2.0]), [4.0, 2.5]
-    assert check_losses([plain, same, trainee("lossy", other, is_lossless=False)]) == {
+    plain, same, other_losses = trainee(PLAIN, [4.0, 2.0]), trainee("same", [4.0, 2.0]), [4.0, 2.5]
+    assert check_losses([plain, same, trainee("lossy", other_losses, is_lossless=False)]) == {
         PLAIN: 0.0, "same": 0.0, "lossy": 0.25,
     }  # fmt: skip
     with pytest.raises(
         WrongResultError,
         match=r"off: the losses of 2 steps differ from the losses of plain, by a factor of up to 1 \+ 0.25",
     ):
-        check_losses([plain, trainee("off", other)])
+        check_losses([plain, trainee("off", other_losses)])
     # A GPU's sums have no fixed order.
-    assert check_losses([plain, trainee("off", other, "cuda")])["off"] == 0.25
+    assert check_losses([plain, trainee("off", other_losses, "cuda")])["off"] == 0.25
 
 
 def test_the_trainers_losses_are_compared_too() -> None:
     def ended(loss: float) -> Training:
         return Training(steps_ms=[1.0], loss=loss, policy_step=None, num_policies=0)
 
-    found = {PLAIN: ended(2.0), "off": ended(2.5)}
-    check_trainings(found, "cuda")
+    results = {PLAIN: ended(2.0), "off": ended(2.5)}
+    check_trainings(results, "cuda")
     with pytest.raises(
         WrongResultError, match=r"off: the mean loss of the Trainer's steps is 2.5, but must equal plain"
     ):
-        check_trainings(found, "cpu")
+        check_trainings(results, "cpu")
 
 
 def test_every_size_comes_once_and_some_again() -> None:
@@ -137,11 +137,12 @@ def test_every_size_comes_once_and_some_again() -> None:
 
 
 def test_figures_are_ratios_on_the_same_batches() -> None:
-    """Plain training takes 1 ms a token, and at the fixed size 10; ours twice that, and thrice at a first step."""
+    """Plain training needs 1 ms per token, and 10 at the fixed size. Checkpointing needs twice that, and three times at
+    a first step."""
     plain_ms = [float(ms) for ms in range(6, 15)]
     plain = Times(first=plain_ms, later={0: [6.0, 6.0, 9.0]}, fixed=[10.0] * FIXED_STEPS)
-    ours = Times(first=[3 * ms for ms in plain_ms], later={0: [12.0, 12.0, 18.0]}, fixed=[20.0] * FIXED_STEPS)
-    row = figures_of({PLAIN: plain, CHECKPOINTING: ours})[CHECKPOINTING]
+    checkpointing = Times(first=[3 * ms for ms in plain_ms], later={0: [12.0, 12.0, 18.0]}, fixed=[20.0] * FIXED_STEPS)
+    row = figures_of({PLAIN: plain, CHECKPOINTING: checkpointing})[CHECKPOINTING]
     assert (row["of_plain"], row["mean_of_plain"], row["of_checkpointing"]) == (3.0, 3.0, 1.0)
     assert row["of_plain_by_step"].low == row["of_plain_by_step"].high == 3.0
     assert row["of_fixed"] == row["of_fixed_beside_plain"] == row["of_fixed_beside_plain_by_turn"].median == 1.5
@@ -176,17 +177,17 @@ def test_a_trainers_run_without_counted_steps_is_refused(tmp_path: Path) -> None
 
 
 def test_turns_go_round_until_each_has_left() -> None:
-    seen: list[str] = []
+    step_order: list[str] = []
 
     def run(name: str, steps: int, turns: Turns, member: int) -> str:
         for step in range(steps):
             turns.pass_on(member)
-            seen.append(f"{name}{step}")
+            step_order.append(f"{name}{step}")
         return name
 
     runs = [partial(run, "a", 3), partial(run, "b", 1), partial(run, "c", 2)]
     assert run_in_turn(runs, torch.get_num_threads()) == ["a", "b", "c"]
-    assert seen == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert step_order == ["a0", "b0", "c0", "a1", "c1", "a2"]
 
 
 def test_a_failure_is_raised_after_the_others_have_ended() -> None:

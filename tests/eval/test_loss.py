@@ -1,4 +1,4 @@
-"""Curves of validation loss, their gap to plain training, and the training behind them."""
+"""Curves of validation loss, their gap to plain training, and the training that yields them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from adacc_hf.eval.trials.isolation import run_here
 CURVES = {"none": [2.0, 1.0], "full": [2.0, 1.0], "quantization": [2.2, 0.99]}
 
 
-def made_up(function, order: dict, timeout_s: float | None) -> dict:
+def invented_point(function, order: dict, timeout_s: float | None) -> dict:
     curve = [(step + 1, value) for step, value in enumerate(CURVES[order["method"]])]
     return {"status": "measured", "curve": curve, "training_curve": curve}
 
 
 def test_gaps_by_hand(tmp_path: Path) -> None:
     output = tmp_path / "loss.json"
-    assert loss.main(["--methods", *CURVES, "--output", str(output)], made_up) == 0
+    assert loss.main(["--methods", *CURVES, "--output", str(output)], invented_point) == 0
     gaps = json.loads(output.read_text())["train_info"]["gap_to_plain"]
     assert gaps["full"] == {"final_percent": 0.0, "largest_percent": 0.0, "mean_drift_percent": 0.0}
     expected = {"final_percent": -1.0, "largest_percent": 10.0, "mean_drift_percent": 4.5}
@@ -43,14 +43,14 @@ def test_gaps_by_hand(tmp_path: Path) -> None:
 )
 def test_bad_settings_are_told_before_training(tmp_path: Path, argv, error, message: str) -> None:
     with pytest.raises(error, match=message):
-        loss.main([*argv, "--output", str(tmp_path / "x.json")], made_up)
+        loss.main([*argv, "--output", str(tmp_path / "x.json")], invented_point)
 
 
 def test_a_failed_method_leaves_its_reason(tmp_path: Path) -> None:
     def failing(function, order: dict, timeout_s: float | None) -> dict:
         if order["method"] == "full":
             return {"status": "error", "reason": "broken"}
-        return made_up(function, order, timeout_s)
+        return invented_point(function, order, timeout_s)
 
     output = tmp_path / "loss.json"
     assert loss.main(["--methods", "none", "full", "--output", str(output)], failing) == 1
@@ -68,11 +68,11 @@ def test_text_is_split_into_training_and_validation(tmp_path: Path) -> None:
 
 def test_sequences_depend_on_the_seed_alone() -> None:
     text = torch.arange(256).to(torch.uint8)
-    one, same, other = (training.ByteSequences(text, 8, 5, seed) for seed in (1, 1, 2))
-    assert len(one) == 5
-    assert one.starts == same.starts != other.starts
-    row = one[3]
-    assert row["input_ids"].tolist() == list(range(one.starts[3], one.starts[3] + 8))
+    sequences, same, other_seed = (training.ByteSequences(text, 8, 5, seed) for seed in (1, 1, 2))
+    assert len(sequences) == 5
+    assert sequences.starts == same.starts != other_seed.starts
+    row = sequences[3]
+    assert row["input_ids"].tolist() == list(range(sequences.starts[3], sequences.starts[3] + 8))
     assert torch.equal(row["input_ids"], row["labels"])
 
 
@@ -85,8 +85,8 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return {"preset": str(path), "batch": 4, "tokens": 64}
 
 
-def curve_of(subject: dict, method: str, folder: Path, **changed) -> dict:
-    options = {"steps": 6, "eval_every": 2, "eval_sequences": 4, "learning_rate": 1e-3, "budget": 0.5} | changed
+def curve_of(subject: dict, method: str, folder: Path, **overrides) -> dict:
+    options = {"steps": 6, "eval_every": 2, "eval_sequences": 4, "learning_rate": 1e-3, "budget": 0.5} | overrides
     order = {"subject": subject, "method": method, "folder": str(folder / method), **options}
     return run_here(training.train_curve, order)
 
@@ -100,9 +100,9 @@ def test_lossless_methods_train_alike(subject: dict, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["quantization", "adacc"])
 def test_compressed_training_stays_near(subject: dict, tmp_path: Path, method: str) -> None:
-    plain, other = curve_of(subject, "none", tmp_path), curve_of(subject, method, tmp_path)
-    found = loss.gap(plain, other)
-    assert abs(found["largest_percent"]) < 1.0  # six steps at 1e-3 move the weights too little for more
+    plain, method_curve = curve_of(subject, "none", tmp_path), curve_of(subject, method, tmp_path)
+    gap = loss.gap(plain, method_curve)
+    assert abs(gap["largest_percent"]) < 1.0  # six steps at 1e-3 change the weights too little for more
     assert not (tmp_path / method).exists()
 
 
@@ -110,7 +110,7 @@ def test_a_cut_training_goes_on_from_its_checkpoint(
     subject: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "SAVED_AFTER_STEPS", 2)
-    whole = curve_of(subject, "none", tmp_path / "whole")
+    uninterrupted = curve_of(subject, "none", tmp_path / "whole")
     real, calls = training.Trainer.evaluate, []
 
     def evaluate(self, *args, **kwargs):
@@ -124,4 +124,4 @@ def test_a_cut_training_goes_on_from_its_checkpoint(
         curve_of(subject, "none", tmp_path)
     again = curve_of(subject, "none", tmp_path)
     assert calls == [2, 4, 6, 6]
-    assert again["curve"] == whole["curve"]
+    assert again["curve"] == uninterrupted["curve"]

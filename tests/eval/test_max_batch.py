@@ -1,4 +1,4 @@
-"""The search for every method, and the table of its results."""
+"""The search for the largest batch of every method, and the table of its results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from adacc_hf.eval.trials.isolation import run_here
 FITTING = {"none": 8, "full": 61, "quantization": 19, "adacc": 61, "adacc_no_outlier": 0}
 
 
-def made_up(function, order: dict, timeout_s: float) -> dict:
-    """As in the paper for GPT-345M."""
+def paper_point(function, order: dict, timeout_s: float) -> dict:
+    """Return points like the paper's for GPT-345M."""
     batch = order["subject"]["batch"]
     assert order["gate"] is False
     fits = batch <= FITTING[order["method"]]
@@ -28,7 +28,7 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
 def test_the_papers_table_stands_beside_ours(tmp_path: Path) -> None:
     output = tmp_path / "max_batch.json"
     argv = ["--preset", "gpt2-345m", "--limit", "32GiB", "--output", str(output)]
-    assert max_batch.main(argv, made_up) == 0
+    assert max_batch.main(argv, paper_point) == 0
     record = json.loads(output.read_text())
     assert record["train_info"]["max_batch"] == FITTING
     assert record["run_info"]["limit_bytes"] == 32 * 2**30
@@ -58,7 +58,7 @@ def test_a_tiny_model_from_end_to_end(tmp_path: Path) -> None:
 
 def test_a_limit_that_is_no_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--limit='much' is not a size"):
-        max_batch.main(["--limit", "much", "--output", str(tmp_path / "x.json")], made_up)
+        max_batch.main(["--limit", "much", "--output", str(tmp_path / "x.json")], paper_point)
 
 
 LIMIT, STATIC = 1000, 200
@@ -67,14 +67,14 @@ Peaks = Callable[[int], int | None]
 
 
 def search(fitting: int, most: int, first: int, peaks: Peaks) -> tuple[int, list[int]]:
-    """What is found where `fitting` is the largest, and which batches were tried."""
-    asked: list[int] = []
+    """Return the result of a search in which `fitting` is the largest batch, and the batches that the search tried."""
+    tried_batches: list[int] = []
 
     def trial(batch: int) -> BatchTrial:
-        asked.append(batch)
+        tried_batches.append(batch)
         return BatchTrial(batch, batch <= fitting, STATIC, peaks(batch))
 
-    return largest(trial, LIMIT, most, first), asked
+    return largest(trial, LIMIT, most, first), tried_batches
 
 
 @given(
@@ -84,27 +84,27 @@ def search(fitting: int, most: int, first: int, peaks: Peaks) -> tuple[int, list
     peaks=st.lists(st.none() | st.integers(0, 3000), min_size=301, max_size=301),
 )
 def test_it_finds_the_largest_whatever_the_bytes(fitting: int, most: int, first: int, peaks: list[int | None]) -> None:
-    found, asked = search(fitting, most, first, peaks.__getitem__)
-    assert found == min(fitting, most)
-    assert len(asked) == len(set(asked)) <= MAX_GUESSES + 2 * most.bit_length() + 1
-    assert all(1 <= batch <= most for batch in asked)
+    largest_batch, tried_batches = search(fitting, most, first, peaks.__getitem__)
+    assert largest_batch == min(fitting, most)
+    assert len(tried_batches) == len(set(tried_batches)) <= MAX_GUESSES + 2 * most.bit_length() + 1
+    assert all(1 <= batch <= most for batch in tried_batches)
 
 
 @given(per_sequence=st.integers(3, 800), first=st.integers(1, 300))
 def test_bytes_in_proportion_take_three_trials(per_sequence: int, first: int) -> None:
     fitting = (LIMIT - STATIC) // per_sequence
-    found, asked = search(fitting, 4096, first, lambda batch: STATIC + per_sequence * batch)
-    assert found == fitting
-    assert len(asked) <= 3
+    largest_batch, tried_batches = search(fitting, 4096, first, lambda batch: STATIC + per_sequence * batch)
+    assert largest_batch == fitting
+    assert len(tried_batches) <= 3
 
 
 def test_a_policy_that_uses_up_its_budget_is_searched_by_longer_steps() -> None:
-    found, asked = search(20, 4096, 10, lambda batch: LIMIT)
-    assert found == 20
-    assert asked == [10, 11, 13, 17, 25, 21, 19, 20]
+    largest_batch, tried_batches = search(20, 4096, 10, lambda batch: LIMIT)
+    assert largest_batch == 20
+    assert tried_batches == [10, 11, 13, 17, 25, 21, 19, 20]
 
 
 def test_refusals_without_bytes_are_bisected() -> None:
-    found, asked = search(5, 100, 1, lambda batch: None)
-    assert found == 5
-    assert asked == [1, 2, 4, 8, 6, 5]
+    largest_batch, tried_batches = search(5, 100, 1, lambda batch: None)
+    assert largest_batch == 5
+    assert tried_batches == [1, 2, 4, 8, 6, 5]

@@ -1,4 +1,5 @@
-"""Predicted against measured peaks on tiny models: within the tolerance, and never above the budget."""
+"""Predicted and measured peaks of tiny models: the error is within the tolerance, and the peak never above the
+budget."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from adacc_hf.eval import peak_accuracy
 from adacc_hf.eval.peak_accuracy import Measurement, PairsFamily, summary
 from adacc_hf.eval.trials.families import FAMILIES, Size, in_precision
 
-# Large enough for activations to be compressed, and for what is predicted to the byte, activations, to outweigh what is
-# bounded from above, autocast's cache of weights.
+# The model is large enough for activations to be compressed. Activations, predicted to the byte, outweigh autocast's
+# cache of weights, which has only an upper bound.
 TINY = Size(width=64, layers=3, heads=2, batch=6, tokens=128)
 
 
@@ -55,7 +56,7 @@ def test_a_peak_above_its_budget_or_off_its_prediction_is_bad() -> None:
     assert good.is_good("cpu")
     over = replace(good, measured_bytes=101)
     assert not over.is_good("cpu")
-    assert over.is_good("cuda")  # whose allocator rounds
+    assert over.is_good("cuda")  # the GPU's allocator rounds
     assert not replace(good, measured_bytes=90).is_good("cuda")
     assert replace(good, first_bytes=101).is_good("cpu")
     assert not replace(good, first_bytes=103).is_good("cpu")
@@ -94,9 +95,9 @@ def test_the_encoder_is_called_on_beginnings_and_on_ends():
 def test_pairs_that_are_alike_have_a_small_loss():
     model = PairsFamily().model(TINY, "sdpa").eval()
     part = TINY.batches()["input_ids"][:, :4]
-    alike = model(torch.cat([part, part, part], dim=1))
-    mixed = model(torch.cat([part, part, part.roll(1, 0)], dim=1))
-    assert alike.loss < mixed.loss
+    equal_parts = model(torch.cat([part, part, part], dim=1))
+    distinct_parts = model(torch.cat([part, part, part.roll(1, 0)], dim=1))
+    assert equal_parts.loss < distinct_parts.loss
 
 
 def test_weights_depend_on_the_seed_alone():

@@ -1,4 +1,4 @@
-"""The comparison with peers, from points that are made up."""
+"""The comparison with peers, from invented points."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMISES = {"compile_0.5": "own_randomness", "adacc_compiled": "own_lossy"}
 OWN = {0.5: (60, 9.6), 0.25: (40, 9.0)}
 
 
-def made_up(function, order: dict, timeout_s: float) -> dict:
+def invented_point(function, order: dict, timeout_s: float) -> dict:
     method, budget = order["method"], order["budget"]
     if method not in POINTS and budget is None:
         return {"status": "cannot_run", "reason": "needs a GPU"}
@@ -42,7 +42,7 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, str]:
     output = tmp_path_factory.mktemp("peers") / "peers.json"
-    assert peers.main(["--budgets", "0.5", "0.25", "--output", str(output)], made_up) == 0
+    assert peers.main(["--budgets", "0.5", "0.25", "--output", str(output)], invented_point) == 0
     texts = (output.with_suffix(suffix).read_text() for suffix in (".md", ".svg"))
     return json.loads(output.read_text()), *texts
 
@@ -50,7 +50,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, str]:
 def test_every_peer_has_a_row_or_a_reason(outputs) -> None:
     record, table, _ = outputs
     info = record["train_info"]
-    # Adacc and its lossless variant at two budgets each, and the compiled one at each peak of torch.compile.
+    # Adacc and its lossless variant have two budgets each, and the compiled variant one per peak of torch.compile.
     assert len(info["points"]) == len(PEERS) + 2 + len(COMPILED_PEERS) - 1
     for key, title in info["titles"].items():
         assert f"| {title} " in table
@@ -64,7 +64,7 @@ def test_speed_at_equal_peak_and_peak_at_equal_speed(outputs) -> None:
     rows = {row["peer"]: row for row in outputs[0]["train_info"]["adacc_against"]}
     assert rows.keys() == POINTS.keys()
     assert rows["checkpointing"]["speed_ratio"] == pytest.approx(9.0 / 7.0)
-    assert rows["checkpointing"]["peak_ratio"] == pytest.approx(1.0)  # its least peak, already faster
+    assert rows["checkpointing"]["peak_ratio"] == pytest.approx(1.0)  # Adacc is already faster at its least peak
     assert rows["selective"]["speed_ratio"] == pytest.approx((9.6 + (10.0 - 9.6) / 4) / 7.5)
     assert rows["compile_0.5"] == {
         "peer": "compile_0.5",
@@ -82,9 +82,9 @@ def test_the_fastest_that_needs_no_more_stands_beside_each_of_adaccs_points(outp
     assert rows["adacc_0.25"]["eager"] == {"peer": "checkpointing", "speed_ratio": pytest.approx(9.0 / 7.0)}
     assert rows["adacc_0.25"]["compiled"] is None
     assert rows["adacc_0.5"]["compiled"] == {"peer": "compile_0.5", "speed_ratio": pytest.approx(9.6 / 14.0)}
-    lost = "Adacc at 50%, Adacc, lossless at 50%"
+    slower = "Adacc at 50%, Adacc, lossless at 50%"
     assert (
-        f"Slower than the fastest compiled peer (fused operators, which Adacc has in torch.compile only): {lost}."
+        f"Slower than the fastest compiled peer (fused operators, which Adacc has in torch.compile only): {slower}."
         in table
     )
     assert "Slower than the fastest eager peer" not in table
@@ -104,13 +104,13 @@ def test_without_compiled_peers_the_compiled_variant_has_budgets_of_its_own() ->
 
 
 class Share:
-    """Stands for a model whose compiled step has a peak of 20 and its share of 100 bytes."""
+    """Substitute for a model whose compiled step has a peak of 20 plus its share of 100 bytes."""
 
     def __init__(self) -> None:
-        self.partitioner, self.policy, self.tried = self, CompiledPolicy(share=1.0), []
+        self.partitioner, self.policy, self.tried_shares = self, CompiledPolicy(share=1.0), []
 
     def start_over(self, share: float) -> None:
-        self.tried.append(share)
+        self.tried_shares.append(share)
         plan = RegionPlan(digest="", plain_bytes=100, stored_bytes=int(100 * share))
         self.policy = CompiledPolicy(share=share, regions=(plan,))
 
@@ -123,9 +123,9 @@ def test_the_share_is_the_largest_that_keeps_to_a_peak(
 ) -> None:
     model = Share()
     monkeypatch.setattr(peer_methods, "measure_steady_step", lambda *_: (0, 20 + model.policy.stored_bytes))
-    found = peer_methods._share_within(None, None, model, budget)
-    assert found == model.tried[-1] <= share
-    assert found > share - 0.05
+    largest_share = peer_methods._share_within(None, None, model, budget)
+    assert largest_share == model.tried_shares[-1] <= share
+    assert largest_share > share - 0.05
 
 
 def test_a_peak_that_no_share_keeps_to_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,16 +145,16 @@ def test_the_plot_joins_one_methods_points(outputs) -> None:
 @pytest.mark.parametrize("budget", ["0", "1.5"])
 def test_budgets_are_fractions(tmp_path: Path, option: str, budget: str) -> None:
     with pytest.raises(ValueError, match=f"{option}=.* must be fractions"):
-        peers.main([option, budget, "--output", str(tmp_path / "p.json")], made_up)
+        peers.main([option, budget, "--output", str(tmp_path / "p.json")], invented_point)
 
 
 def test_the_search_for_a_share_leaves_the_weights_as_they_are() -> None:
     weight = torch.nn.Parameter(torch.randn(4))
-    before = weight.detach().clone()
+    weight_before = weight.detach().clone()
     optimizer = torch.optim.AdamW([weight], lr=1e-2)
     with peer_methods._zero_learning_rates(optimizer):
         weight.grad = torch.ones(4)
         optimizer.step()
-    assert torch.equal(weight, before)
+    assert torch.equal(weight, weight_before)
     optimizer.step()
-    assert not torch.equal(weight, before)
+    assert not torch.equal(weight, weight_before)

@@ -1,4 +1,4 @@
-"""What is said of predictions, from figures that the test makes up and from one real prediction."""
+"""The report on predictions, from invented figures and from one real prediction."""
 
 import json
 import statistics
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results" / "cpu"
 
 
 def figures(row, changes=None, factor=1.08):
-    """A prediction that is 8 % too high at first, and right where changes of the source are known."""
+    """Return a prediction that is 8 % too high at first, and correct with the source's known changes applied."""
     is_second = any(look.is_for(row) for look in second_looks()) and changes
     nbytes = row.measured_bytes * (1.0 if is_second else factor) - row.context_bytes
     return {
@@ -42,13 +42,13 @@ def figures(row, changes=None, factor=1.08):
 
 
 def ratios(pair):
-    """A prediction that is 2 points too high."""
+    """Return a prediction that is 2 points too high."""
     return {"status": "measured", "ratio": pair.measured + 0.02, "tokens_per_ms": [1.0, 1.0], "cpu_seconds": 1.0}
 
 
 @pytest.fixture
 def printed(tmp_path, capsys):
-    """`printed(*options)`: what the runner prints, and its record."""
+    """Return `printed(*options)`, which returns the runner's output and its record."""
     pytest.importorskip("matplotlib")
 
     def run(*options, predicted=figures, compared=ratios, status=0):
@@ -65,74 +65,74 @@ def cells(text, first):
 
 
 def test_a_plan_says_how_far_the_committed_predictions_were_off():
-    """The sentence of `adacc plan` is what the record gives, at the first look."""
-    found = [abs(error.value) for error in errors(Ledger.load(RESULTS / "published.json"), second=False)]
-    within, median = sum(value <= GOAL_WITHIN for value in found), 100 * statistics.median(found)
-    said = f"For {len(found)} published memory measurements, {within} predictions were within 10 %, and the median "
-    said += f"error was {median:.1f} %"
-    assert any(text.startswith(said) for text in ASSUMPTIONS)
+    """The sentence of `adacc plan` equals the error in the record of the first evaluation."""
+    absolute_errors = [abs(error.value) for error in errors(Ledger.load(RESULTS / "published.json"), second=False)]
+    within, median = sum(value <= GOAL_WITHIN for value in absolute_errors), 100 * statistics.median(absolute_errors)
+    sentence = f"For {len(absolute_errors)} published memory measurements, {within} predictions were within 10 %, "
+    sentence += f"and the median error was {median:.1f} %"
+    assert any(text.startswith(sentence) for text in ASSUMPTIONS)
 
 
 def test_rows_groups_and_speeds_are_told(printed):
     text, record, output = printed()
     check_record(record)
     assert output.with_suffix(".svg").is_file()
-    counted = sum(row.set_aside is None for row in rows().values())
+    num_rows = sum(row.set_aside is None for row in rows().values())
     line = cells(text, "all")
-    assert line[1:4] == [str(counted), "8.0", f"{counted} of {counted}"]
+    assert line[1:4] == [str(num_rows), "8.0", f"{num_rows} of {num_rows}"]
     assert cells(text, "litgpt phi-1.5 batch 1")[6:8] == ["+8.0", "+0.0"]
-    counted = sum(pair.set_aside is None for pair in pairs().values())
+    num_pairs = sum(pair.set_aside is None for pair in pairs().values())
     speeds = text.partition("Times of two modes")[2]
-    assert cells(speeds, "all")[1:] == [str(counted), "2.0", f"{counted} of {counted}", "2.0"]
-    measured = 2162 / 1914
-    expected = [f"{measured:.3f}", f"{measured + 0.02:.3f}", "+2.0", ""]
+    assert cells(speeds, "all")[1:] == [str(num_pairs), "2.0", f"{num_pairs} of {num_pairs}", "2.0"]
+    measured_ratio = 2162 / 1914
+    expected = [f"{measured_ratio:.3f}", f"{measured_ratio + 0.02:.3f}", "+2.0", ""]
     assert cells(speeds, "torchtitan 13B, every second block")[3:] == expected
 
 
 def test_the_held_out_half_is_not_predicted_while_mending(printed):
-    seen = []
+    row_names = []
 
     def watched(row, *changes):
-        seen.append(row.name)
+        row_names.append(row.name)
         return figures(row, *changes)
 
-    compared = []
+    pair_names = []
 
     def watched_pair(pair):
-        compared.append(pair.name)
+        pair_names.append(pair.name)
         return ratios(pair)
 
     text, record, _ = printed("--half", "open", predicted=watched, compared=watched_pair)
-    assert not held_out(rows()).intersection(seen)
-    assert not held_out_pairs().intersection(compared)
+    assert not held_out(rows()).intersection(row_names)
+    assert not held_out_pairs().intersection(pair_names)
     assert not any(line.startswith("| held-out half") for line in text.splitlines())
-    assert set(seen) == set(record["run_info"]["rows"])
-    assert compared == record["run_info"]["speeds"]
+    assert set(row_names) == set(record["run_info"]["rows"])
+    assert pair_names == record["run_info"]["speeds"]
 
 
 def test_what_misses_the_goal_is_explained_unless_it_is_held_out(printed):
-    def off(row, *changes):
+    def wrong_figures(row, *changes):
         return figures(row, *changes, factor=1.2 if row.source == "forum-gpt2" or row.name == "PEFT full" else 1.0)
 
-    def off_too(pair):
+    def wrong_ratios(pair):
         return ratios(pair) | {"ratio": pair.measured + (0.2 if pair.source == "llm-foundry" else 0.0)}
 
-    text, _, _ = printed(predicted=off, compared=off_too)
+    text, _, _ = printed(predicted=wrong_figures, compared=wrong_ratios)
     table = text.partition("What is off by more than the goal, and why:")[2].partition("Why rows")[0]
     assert cells(table, "forum GPT-2")[1:] == ["+20.0 %", "not found"]
-    told = [line for line in table.splitlines() if "points" in line]
-    assert len(told) == sum(pair.source == "llm-foundry" for pair in pairs().values())
-    for line in told:
+    error_lines = [line for line in table.splitlines() if "points" in line]
+    assert len(error_lines) == sum(pair.source == "llm-foundry" for pair in pairs().values())
+    for line in error_lines:
         name = line.strip("| ").split(", speed ")[0]
         assert ("held out, not looked into" in line) == (name in held_out_pairs())
 
 
 def test_what_is_set_aside_is_told_and_not_counted(printed):
-    aside = [name for name, row in rows().items() if row.set_aside]
-    assert aside
+    set_aside_names = [name for name, row in rows().items() if row.set_aside]
+    assert set_aside_names
     text, _, _ = printed(predicted=lambda row, *changes: figures(row, *changes, factor=9.0 if row.set_aside else 1.0))
     assert cells(text, "all")[2] == "0.0"
-    assert cells(text, aside[0])[6] == "+800.0"
+    assert cells(text, set_aside_names[0])[6] == "+800.0"
 
 
 def test_a_row_that_fails_is_told_and_others_go_on(printed):
@@ -154,7 +154,7 @@ def test_a_prediction_is_what_the_command_says(checkpointing, method, tmp_path, 
     model_config(row.model, changes).save_pretrained(tmp_path)
     options = ["--batch-size", "2", "--seq-len", "64", "--dtype", "fp32", "--device", row.device, "--no-largest"]
     assert cli(["plan", "--model", str(tmp_path), *options, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["methods"][method]
-    found = predict(row, changes)
-    assert found["predicted_bytes"] == said["peak_bytes"]
-    assert found["step_ms"] == pytest.approx(said["step_ms"])
+    reported = json.loads(capsys.readouterr().out)["methods"][method]
+    prediction = predict(row, changes)
+    assert prediction["predicted_bytes"] == reported["peak_bytes"]
+    assert prediction["step_ms"] == pytest.approx(reported["step_ms"])

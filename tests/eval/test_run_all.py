@@ -1,4 +1,4 @@
-"""`adacc eval all`: what is run in which order, what is skipped, what comes of failures."""
+"""`adacc eval all`: the order of runners, skipped runners, and the results of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 
 
 class Runners:
-    """Stand for the commands: each leaves a record and a table."""
+    """Substitute for the commands. Each call writes a record and a table."""
 
     def __init__(self, failing: str = "", out_of_time: str = "") -> None:
         self.failing = failing
@@ -89,8 +89,8 @@ def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypa
 
 
 def test_the_first_slice_shows_the_headline() -> None:
-    """Bandwidths in a share of the slice, then one run between plain training and checkpointing, then what trains with
-    Adacc alone, then a larger model: each at limits that it can keep to."""
+    """The first slice measures codec bandwidths in a part of its time, then one run between plain training and
+    checkpointing, then sizes that only Adacc can train, then a larger model. Each has a limit that it can keep to."""
     stages = stages_of("cuda")[:6]
     assert [stage.key for stage in stages] == [
         *("codecs-bandwidth", "headline", "throughput-24GiB", "throughput-32GiB", "headline-llama", "peers"),
@@ -107,7 +107,7 @@ def test_the_first_slice_shows_the_headline() -> None:
 
 
 def test_a_stage_takes_no_more_than_its_share_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of it is measured in the next slice, before the others."""
+    """The next slice measures the stage's remaining points first."""
     share = [Stage(runner="loss", most_s=30.0), Stage(runner="solver")]
     monkeypatch.setattr(run_all, "stages_of", lambda *_: share)
     first = Runners(out_of_time="loss")
@@ -122,7 +122,7 @@ def test_a_stage_takes_no_more_than_its_share_of_a_slice(tmp_path: Path, monkeyp
 
 
 def test_a_point_of_a_compiled_peer_has_time_to_compile() -> None:
-    """Adacc's at a fixed share, compiled once. Its end is told before the runner counts as hanging."""
+    """Adacc's point has a fixed share and is compiled once. Its timeout comes before the runner counts as hanging."""
     for stage in (stage for stage in ON_GPU if stage.part.startswith("compiled")):
         (timeout,) = (option for option in stage.options if option.startswith("--timeout="))
         assert 240 < int(timeout.removeprefix("--timeout=")) < run_all.MOST_SECONDS_WITHOUT_A_POINT
@@ -132,7 +132,7 @@ def test_a_point_of_a_compiled_peer_has_time_to_compile() -> None:
 
 @pytest.mark.parametrize("stage", ON_GPU, ids=lambda stage: stage.key)
 def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU a runner gets as far as asking for one."""
+    """Without a GPU the runner parses its options and then raises for the missing device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = import_module(f"adacc_hf.eval.{RUNNERS[stage.runner][0]}")
     for options in (stage.options, stage.toy):
@@ -141,7 +141,7 @@ def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch
 
 
 def test_a_slice_goes_on_where_time_was_over_and_tries_nothing_twice(tmp_path: Path) -> None:
-    """The second runner fails, and the third has no time left; the next slice begins with that one."""
+    """The second runner fails, and the third has no time left. The next slice begins with the third."""
     argv = ("--runners", "loss", "solver", "table1", "lengths", "--resume", "--minutes", "9")
     first = Runners(failing="solver", out_of_time="table1")
     assert run(tmp_path, first, *argv) == OUT_OF_TIME
@@ -164,8 +164,9 @@ def test_no_stage_begins_when_the_time_is_over(tmp_path: Path) -> None:
     assert runners.commands == {}
 
 
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, minutes: str) -> tuple[int, dict, float]:
-    """How a slice ends in which the only runner is a program that does `body`, what is recorded, and the seconds."""
+def run_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, minutes: str) -> tuple[int, dict, float]:
+    """Return the exit status, the record and the seconds of a slice whose only runner is a program that executes
+    `body`."""
     program = tmp_path / "runner.py"
     program.write_text(
         f"import json, pathlib, sys, time\noutput = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n{body}\n"
@@ -206,8 +207,8 @@ def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(
     runs = tmp_path / "w/all.json"
     runs.parent.mkdir()
     monkeypatch.setattr(run_all.Ledger, "finish", lambda *a, **k: pytest.fail("there is more to do"))
-    with pytest.raises(FileNotFoundError):  # nothing was recorded of a runner that is to go on
-        started(monkeypatch, tmp_path, POINT + "time.sleep(600)", "0.02")
+    with pytest.raises(FileNotFoundError):  # an unfinished runner has no record
+        run_program(monkeypatch, tmp_path, POINT + "time.sleep(600)", "0.02")
     assert "- full, batch 2: error: broken" in (tmp_path / "out/points.md").read_text()
     with tarfile.open(tmp_path / "out/records.tar.gz") as archive:
         assert "loss/loss.json" in archive.getnames()
@@ -215,10 +216,10 @@ def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(
 
 def test_a_runner_that_hangs_does_not_take_the_next_slice_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run_all, "MOST_SECONDS_WITHOUT_A_POINT", 0.3)
-    status, record, seconds = started(monkeypatch, tmp_path, "time.sleep(600)", "9")
+    status, record, seconds = run_program(monkeypatch, tmp_path, "time.sleep(600)", "9")
     assert status == 1
     assert record["train_info"]["points"]["loss"]["status"] == "timeout"
-    assert seconds < 60  # the sleep is 600
+    assert seconds < 60  # the program would sleep for 600
 
 
 def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The solver's bench on tiny models."""
+"""The solver's benchmark on tiny models."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_record_and_table(tiny: Workload, tmp_path: Path, capsys: pytest.Capture
         assert 95 not in row["infeasible_percents"]
         assert row["num_blocks"] == 2
         assert 0.0 <= row["gap"]["median"] <= row["gap"]["high"] < 1.0
-    # Parameters alone take more than a twentieth of the peak.
+    # Parameters alone need more than a twentieth of the peak.
     assert all(5 in point["peak"]["infeasible_percents"] for point in points.values())
     assert "| gpt2, eager, 2 blocks" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Table 1 of a tiny model: which activations it has, and who wins by its own figures."""
+"""Table 1 of a tiny model: its activations, and the winner of each row by the row's own figures."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_record_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row["nbytes"] for row in rows] == sorted((row["nbytes"] for row in rows), reverse=True)
     for row in rows:
         bands = {"recompute": row["recompute_band"], "compress": row["compress_band"]}
-        known = {name: band for name, band in bands.items() if band is not None}
-        assert row["winner"] == max(known, key=known.__getitem__, default="retain")
+        measured_bands = {name: band for name, band in bands.items() if band is not None}
+        assert row["winner"] == max(measured_bands, key=measured_bands.__getitem__, default="retain")
         if row["codec"] is not None:
             freed = row["nbytes"] - row["payload_bytes"]
             assert row["compress_band"] == pytest.approx(freed / row["compress_ms"])

@@ -1,4 +1,4 @@
-"""`adacc eval table4`: every method is trained by the recipe, scored once, and found again by a second start."""
+"""`adacc eval table4`: every method is trained by the recipe and scored once, and a second start finds the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(checkout: None, offline: None, tmp_path: Path) -> list[str]:
 def trained(
     tiny_gpt2: PreTrainedModel, text_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
-    """The methods that were trained so far; the trainings leave an untrained model and passages."""
+    """Return the list of trained methods. Each fake training writes an untrained model and passages."""
     methods: list[str] = []
 
     def train(run: RecipeRun) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def test_every_method_has_a_row_and_the_paper_stands_beside(
     assert main(command) == 0
     assert trained == list(METHODS)
     points = record(tmp_path)["train_info"]["points"]
-    assert set(points) == {f"{method}/{what}" for method in METHODS for what in ("training", "cloze")}
+    assert set(points) == {f"{method}/{part}" for method in METHODS for part in ("training", "cloze")}
     assert record(tmp_path)["train_info"]["paper"]["117M, batch 32"]["none"]["swag"] == 37.46
     text = (tmp_path / "out" / "table4.md").read_text()
     assert text.startswith("demo, --model demo --seed 0 --cloze_passages 500 --use_cpu True: accuracy, %")
@@ -111,7 +111,7 @@ def test_a_killed_run_skips_what_is_there(
     assert record(tmp_path)["meta_info"]["status"] == "running"
     monkeypatch.setattr(RecipeRun, "train", working)
     assert main(command) == 0
-    assert trained == list(METHODS)  # none twice
+    assert trained == list(METHODS)  # no method twice
 
 
 def test_no_resume_trains_anew(command: list[str], trained: list[str], tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_wrong_setting_is_found_before_any_training(
 
 
 def test_the_recipe_really_trains(command: list[str], tmp_path: Path) -> None:
-    """From the command line to the table, with a training in a process of its own."""
+    """The runner trains from the command line to the table, with the training in a separate process."""
     GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0).save_pretrained(
         tmp_path / "config"
     )
@@ -174,7 +174,7 @@ def test_the_recipe_really_trains(command: list[str], tmp_path: Path) -> None:
     points = record(tmp_path)["train_info"]["points"]
     training = points["adacc/training"]
     assert (training["steps"], training["gone_on_from"]) == (6, None)
-    assert 4.5 < training["validation_loss"] < 6.5  # ln 290 = 5.7, and six steps on few words
+    assert 4.5 < training["validation_loss"] < 6.5  # ln 290 = 5.7, after six steps on few words
     assert sum(training["actions"].values()) > 0
     assert points["adacc/cloze"]["num_samples"] > 0
     text = (tmp_path / "out" / "table4.md").read_text()

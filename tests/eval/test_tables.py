@@ -1,4 +1,4 @@
-"""README's tables, and those beside the records, are what the committed JSON gives."""
+"""README's tables, and the tables next to the records, equal those generated from the committed JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RESULTS = ROOT / "eval" / "results"
 
 
 def test_nothing_is_out_of_date() -> None:
-    """If this fails: `make tables`."""
+    """If this test fails, run `make tables`."""
     assert main(["--check"], ROOT) == 0
 
 
 def test_readme_has_no_typed_figures() -> None:
-    rest = REGION.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    other_text = REGION.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert REGION.search((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert re.findall(r"^\|.*\d\.\d.*$", rest, re.MULTILINE) == []
+    assert re.findall(r"^\|.*\d\.\d.*$", other_text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("runner", [*RUNNERS, "demo_comparison"])

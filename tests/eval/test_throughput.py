@@ -1,4 +1,4 @@
-"""The table of Figure 5 from points that are made up, and from a tiny model."""
+"""The table of Figure 5, from invented points and from a tiny model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from adacc_hf.eval.trials.isolation import run_here
 SPEEDS = {"none": 100.0, "full": 75.0, "quantization": 80.0, "adacc": 90.0}
 
 
-def made_up(function, order: dict, timeout_s: float) -> dict:
-    """Speeds of SPEEDS per sequence; beyond 2 sequences plain training does not fit."""
+def invented_point(function, order: dict, timeout_s: float) -> dict:
+    """Return speeds of SPEEDS per sequence. Beyond 2 sequences plain training does not fit."""
     batch, method = order["subject"]["batch"], order["method"]
     if method == "none" and batch > 2:
         return {"status": "out_of_memory", "reason": "too large", "peak_bytes": 2**30}
@@ -23,7 +23,7 @@ def made_up(function, order: dict, timeout_s: float) -> dict:
     return {"status": "measured", "peak_bytes": batch * 2**20, "tokens_per_second": spread, "step_ms": spread}
 
 
-def run(path: Path, *argv: str, points=made_up) -> tuple[int, dict, str]:
+def run(path: Path, *argv: str, points=invented_point) -> tuple[int, dict, str]:
     output = path / "throughput.json"
     status = throughput.main(["--batches", "1", "2", "4", "--output", str(output), *argv], points)
     return status, json.loads(output.read_text()), output.with_suffix(".md").read_text()
@@ -60,21 +60,21 @@ def test_a_red_gate_is_the_exit_status(tmp_path: Path) -> None:
 def test_a_cut_run_completes_the_same_table(tmp_path: Path) -> None:
     calls = []
 
-    def counted(function, order: dict, timeout_s: float) -> dict:
+    def count_calls(function, order: dict, timeout_s: float) -> dict:
         if len(calls) == 5:
             calls.append("killed")
             raise KeyboardInterrupt
         calls.append(order["method"])
-        return made_up(function, order, timeout_s)
+        return invented_point(function, order, timeout_s)
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, "--methods", *SPEEDS, points=counted)
-    _, cut, table = run(tmp_path, "--methods", *SPEEDS, points=counted)
+        run(tmp_path, "--methods", *SPEEDS, points=count_calls)
+    _, resumed, table = run(tmp_path, "--methods", *SPEEDS, points=count_calls)
     assert len(calls) == 12 + 1
-    other = tmp_path / "whole"
-    _, whole, expected = run(other, "--methods", *SPEEDS)
+    whole_folder = tmp_path / "whole"
+    _, uninterrupted, expected = run(whole_folder, "--methods", *SPEEDS)
     assert table == expected
-    assert cut["train_info"] == whole["train_info"]
+    assert resumed["train_info"] == uninterrupted["train_info"]
 
 
 def test_a_tiny_model_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The bench of blocks that no replay serves well, at a small scale."""
+"""The benchmark of blocks that replay serves badly, at a small scale."""
 
 from __future__ import annotations
 

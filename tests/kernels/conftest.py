@@ -1,4 +1,4 @@
-"""Shared by the codec tests: tensors of many layouts, and codecs in many settings."""
+"""Fixtures of the codec tests: tensors of many layouts, and codecs with many settings."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _layouts(x: Tensor) -> dict[str, Tensor]:
-    """Views of a [2, 3, 70, 4] tensor in every kind of layout that training code makes."""
+    """Return views of a [2, 3, 70, 4] tensor in every kind of layout that training code creates."""
     return {
         "contiguous": x,
         "transposed-heads": x.transpose(1, 2),
@@ -35,7 +35,7 @@ LAYOUTS = tuple(_layouts(torch.empty(2, 3, 70, 4)))
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
-    """Turns a contiguous [2, 3, 70, 4] tensor into a view with the layout that the test is about."""
+    """Return a function that turns a contiguous [2, 3, 70, 4] tensor into a view with the tested layout."""
     return lambda x: _layouts(x)[request.param]
 
 
@@ -69,7 +69,7 @@ LOSSY = {
 
 @pytest.fixture(params=LOSSY)
 def lossy(request: pytest.FixtureRequest) -> Codec:
-    """A fresh lossy codec; every scale, rounding and several group sizes are among them."""
+    """Return a fresh lossy codec. The parameters cover every scale and rounding and several group sizes."""
     return get_codec(request.param.split("-")[0], **LOSSY[request.param])
 
 
@@ -80,7 +80,7 @@ def codec_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """While it lasts, torch.empty gives NaN and largest integers instead of whatever was there."""
+    """Let torch.empty return NaN and largest integers instead of arbitrary contents."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

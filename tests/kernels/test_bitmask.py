@@ -1,4 +1,4 @@
-"""Masks: eight elements a byte, and only tensors of two values are let in."""
+"""Masks: eight elements per byte, accepted only for tensors of two values."""
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ def test_boolean_masks_take_a_bit_an_element(numel: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64])
-@pytest.mark.parametrize("set_to", [1, 113])
-def test_masks_of_other_dtypes_are_lossless(dtype: torch.dtype, set_to: int) -> None:
-    mask = (torch.rand(1001, generator=torch.Generator().manual_seed(0)) > 0.5).to(dtype) * set_to
+@pytest.mark.parametrize("true_value", [1, 113])
+def test_masks_of_other_dtypes_are_lossless(dtype: torch.dtype, true_value: int) -> None:
+    mask = (torch.rand(1001, generator=torch.Generator().manual_seed(0)) > 0.5).to(dtype) * true_value
     codec = get_codec("bitmask")
     assert codec.accepts(mask)
     payload = codec.encode(mask)

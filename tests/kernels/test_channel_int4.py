@@ -1,4 +1,4 @@
-"""Channel-wise scales: one for 64 rows of a channel, wherever the tensor's layout puts the rows."""
+"""Channel-wise scales: one for 64 rows of a channel, whatever the tensor's layout."""
 
 import torch
 
@@ -10,9 +10,9 @@ def test_a_loud_channel_does_not_disturb_its_neighbours() -> None:
     loud = x.clone()
     loud[:, 3] *= 1000
     codec = get_codec("channel_int4")
-    quiet, other = codec.decode(codec.encode(x)), codec.decode(codec.encode(loud))
-    rest = [0, 1, 2, 4, 5, 6, 7]
-    torch.testing.assert_close(other[:, rest], quiet[:, rest], rtol=0, atol=0)
+    decoded, loud_decoded = codec.decode(codec.encode(x)), codec.decode(codec.encode(loud))
+    other_channels = [0, 1, 2, 4, 5, 6, 7]
+    torch.testing.assert_close(loud_decoded[:, other_channels], decoded[:, other_channels], rtol=0, atol=0)
 
 
 def test_a_scale_serves_group_size_rows_of_one_channel() -> None:
@@ -26,10 +26,10 @@ def test_heads_transposed_for_attention_are_encoded_in_memory_order() -> None:
     memory = torch.randn(2, 64, 3, 16, generator=torch.Generator().manual_seed(0))
     codec = get_codec("channel_int4")
     plain, transposed = codec.encode(memory), codec.encode(memory.transpose(1, 2))
-    for one, other in zip(plain.tensors, transposed.tensors, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for plain_tensor, transposed_tensor in zip(plain.tensors, transposed.tensors, strict=True):
+        torch.testing.assert_close(plain_tensor, transposed_tensor, rtol=0, atol=0)
 
 
 def test_padding_and_scales_are_counted() -> None:
-    # 100 rows are two groups of 64; each channel has 64 bytes of codes and two peaks.
+    # 100 rows are two groups of 64, so that each channel has 64 bytes of codes and two peaks.
     assert get_codec("channel_int4").predicted_bytes((100, 8), torch.float32) == 8 * (64 + 2 * 2)

@@ -1,4 +1,4 @@
-"""What every codec promises through its interface, on any layout, dtype and data."""
+"""Guarantees of every codec's interface, for any layout, dtype and data."""
 
 import json
 import subprocess
@@ -30,8 +30,8 @@ def test_listing_the_codecs_names_all_seven_and_loads_no_triton() -> None:
     script = (
         "import sys; from adacc_hf.kernels.codecs import list_codecs; print(*list_codecs(), 'triton' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == [
         *("asymmetric_int4", "bitmask", "channel_int4", "fp8", "int8", "outlier_int4", "token_int4"),
         "False",
     ]
@@ -88,7 +88,8 @@ def test_lossy_codecs_restore_layout_and_predict_bytes(
     assert (restored.dtype, restored.shape, restored.stride()) == (x.dtype, x.shape, x.stride())
     assert payload.nbytes == lossy.predicted_bytes(tuple(x.shape), dtype)
     assert payload.nbytes == sum(t.untyped_storage().nbytes() for t in payload.tensors)
-    # Loose on purpose, exact bounds are tested per codec: poison or a wrong order of elements gives 1 and more.
+    # The bound is loose, because exact bounds are tested per codec. Poison or permuted elements give errors of 1 and
+    # more.
     assert _relative_error(restored, x) < 0.3
 
 
@@ -115,17 +116,17 @@ def test_bitmask_is_lossless_on_what_it_accepts(
 def test_encoding_leaves_its_input_and_the_generator_alone(codec_name: str) -> None:
     codec = get_codec(codec_name, **({"rounding": "stochastic"} if codec_name != "bitmask" else {}))
     x = _mask(torch.float32)
-    before, state = x.clone(), torch.get_rng_state()
+    original, state = x.clone(), torch.get_rng_state()
     payload = codec.encode(x)
     codec.decode(payload)
-    torch.testing.assert_close(x, before, rtol=0, atol=0)
+    torch.testing.assert_close(x, original, rtol=0, atol=0)
     torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
     inside = {t.untyped_storage().data_ptr() for t in payload.tensors}
     assert x.untyped_storage().data_ptr() not in inside
 
 
 def test_no_gradient_goes_through_a_codec(lossy: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a payload would hold on to what its tensor was made of. The references are plain operators."""
+    """A payload with a gradient would keep its tensor's graph alive. The references are ordinary operators."""
     monkeypatch.setattr(_cpu, "is_usable", lambda _: False)
     x = _noise(torch.float32).requires_grad_() * 2
     payload = lossy.encode(x)
@@ -136,8 +137,8 @@ def test_no_gradient_goes_through_a_codec(lossy: Codec, monkeypatch: pytest.Monk
 def test_encoding_is_reproducible(lossy: Codec, dtype: torch.dtype) -> None:
     x = _noise(dtype)
     first, second = lossy.encode(x), get_codec(lossy.name, **lossy.options).encode(x)
-    for one, other in zip(first.tensors, second.tensors, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for first_tensor, second_tensor in zip(first.tensors, second.tensors, strict=True):
+        torch.testing.assert_close(first_tensor, second_tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -150,8 +151,8 @@ def test_what_is_not_finite_stays_so_and_other_groups_are_untouched(
     lossy.fit(clean)
     restored, expected = lossy.decode(lossy.encode(dirty)), lossy.decode(lossy.encode(clean))
     assert not restored[3, 5].isfinite()
-    # A group is 64 rows of a column, a row, or up to 1024 elements (16 rows), so row 64 on and, for the channel-wise
-    # codec, other columns share none with [3, 5]. Rows 128 on share bytes with it.
+    # A group is 64 rows of a column, a row, or up to 1024 elements (16 rows), so that row 64 and later rows and, for
+    # the channel-wise codec, other columns share no group with [3, 5]. Rows from 128 on share bytes with it.
     far = torch.ones_like(clean, dtype=torch.bool)
     far[: 64 if lossy.name == "channel_int4" else 16, 5 if lossy.name == "channel_int4" else slice(None)] = False
     torch.testing.assert_close(restored[far], expected[far], rtol=0, atol=0)
@@ -176,7 +177,7 @@ def test_extreme_values_stay_finite_and_within_a_step(
     x = torch.tensor(values[1]).repeat(50)[:131].to(dtype)
     x = x.nan_to_num(posinf=65504.0, neginf=-65504.0).view(1, -1)
     restored = lossy.decode(lossy.encode(x)).float()
-    # A step is at most a seventh of the largest magnitude; codes may be off by one step, and by 2^-7 of the peak more.
+    # A step is at most a seventh of the largest magnitude. Codes may be off by one step, and by 2^-7 of the peak more.
     # Peaks below 2^-100 decode to zero, half ranges below it to the offset, which is exact to half a denormal.
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     limit = x.float().abs().max() * (1 / 7 + 2**-7) + 2.0**-99 + smallest
@@ -201,14 +202,14 @@ def test_any_shape_and_permutation_round_trips(shape: tuple[int, ...], seed: int
     restored = codec.decode(payload)
     assert payload.nbytes == codec.predicted_bytes(tuple(x.shape), dtype)
     assert restored.stride() == x.stride()
-    # The worst a codec of 4 bits does is to clip by one step, an eighth of the largest magnitude, cut by 2^-7.
+    # A codec of 4 bits clips by at most one step, an eighth of the largest magnitude truncated by 2^-7.
     limit = float(x.abs().max()) * (1 / 8 + 2**-7) if x.numel() else 0.0
     torch.testing.assert_close(restored, x, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("name", list_codecs())
 def test_a_tensor_is_coded_where_it_is_whatever_the_default_device(name: str) -> None:
-    """A script may set another: torch.set_default_device("cuda") with a module that stays on the CPU."""
+    """A script may call torch.set_default_device("cuda") with a module that stays on the CPU."""
     x = _mask(torch.float32) if name == "bitmask" else _noise(torch.float32)
     codec = get_codec(name)
     expected = codec.decode(codec.encode(x))
@@ -219,7 +220,7 @@ def test_a_tensor_is_coded_where_it_is_whatever_the_default_device(name: str) ->
 
 
 class Halved(Codec):
-    """A formula alone: no kernels, and neither `encode` nor `decode`."""
+    """A codec with formulas only: no kernels, and neither `encode` nor `decode`."""
 
     name = "halved"
 
@@ -268,7 +269,7 @@ def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("class_body", "message"),
     [
         ({"suits": frozenset({"linaer"})}, r"suits=\['linaer'\] are unknown: choose from input, mask"),
         ({"suits": frozenset({"mask"})}, r"suits masks, which must be stored without loss: set lossless=True"),
@@ -277,10 +278,10 @@ def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pyt
         ({"instead_of": "int5"}, r"instead_of='int5' must name a registered codec that suits all of \[\]"),
         ({"instead_of": "int8", "suits": frozenset({"qkv"})}, r"instead_of='int8' .* suits all of \['qkv'\]"),
     ],
-    ids=lambda said: next(iter(said)) if isinstance(said, dict) else "",
+    ids=lambda class_body: next(iter(class_body)) if isinstance(class_body, dict) else "",
 )
-def test_what_a_codec_cannot_say_of_itself_is_refused(said: dict, message: str) -> None:
-    known = list_codecs()
+def test_what_a_codec_cannot_say_of_itself_is_refused(class_body: dict, message: str) -> None:
+    codecs = list_codecs()
     with pytest.raises(ValueError, match=f"codec 'halved': {message}"):
-        register(type("Other", (Halved,), said))
-    assert list_codecs() == known
+        register(type("Other", (Halved,), class_body))
+    assert list_codecs() == codecs

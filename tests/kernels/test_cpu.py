@@ -1,4 +1,5 @@
-"""The compiled CPU path: bit-equal to the references, which take over, with a warning, where it cannot be built."""
+"""The compiled CPU code is bit-equal to the references. Where it cannot be built, the references run, with a
+warning."""
 
 import logging
 from collections.abc import Iterator
@@ -16,13 +17,13 @@ SHAPES = ((1,), (37, 70), (128, 256), (3, 5, 7), (300, 3), (5, 3000), (0, 4))
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a C++ compiler."""
+    """Simulate a machine without a C++ compiler."""
     monkeypatch.setattr(_cpu, "library", lambda: None)
 
 
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache folder, with no library loaded before or after."""
+    """Use an empty cache folder, with no library loaded before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _cpu.library.cache_clear()
     yield tmp_path
@@ -52,8 +53,8 @@ def test_compiled_codecs_equal_the_references_bit_for_bit(
     x = _tensor(shape, dtype)
     payload = lossy.encode(x)
     expected, restored = _reference(lossy, x, monkeypatch)
-    for got, want in zip(payload.tensors, expected.tensors, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for tensor, expected_tensor in zip(payload.tensors, expected.tensors, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, rtol=0, atol=0)
     torch.testing.assert_close(lossy.decode(payload), restored, rtol=0, atol=0)
 
 
@@ -66,23 +67,23 @@ def test_compiled_bitmask_equals_the_reference(
     codec = get_codec("bitmask")
     expected, restored = _reference(codec, x, monkeypatch)
     payload = codec.encode(x)
-    for got, want in zip(payload.tensors, expected.tensors, strict=True):
-        assert torch.equal(got, want)
+    for tensor, expected_tensor in zip(payload.tensors, expected.tensors, strict=True):
+        assert torch.equal(tensor, expected_tensor)
     assert torch.equal(codec.decode(payload), restored)
 
 
 def test_any_number_of_threads_gives_the_same_bits(lossy: Codec) -> None:
-    x = _tensor((1024, 512), torch.float32)  # 2 MiB: enough for several threads
-    before = torch.get_num_threads()
+    x = _tensor((1024, 512), torch.float32)  # 2 MiB, enough for several threads
+    num_threads = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             results.append(lossy.encode(x).tensors)
     finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+        torch.set_num_threads(num_threads)
+    for tensors in results[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(results[0], tensors, strict=True))
 
 
 @pytest.mark.usefixtures("no_library")

@@ -1,4 +1,5 @@
-"""FP8: rounded as torch casts, on every path; a scale for each group of a row; better than INT8 below a large peak."""
+"""FP8: every path rounds like torch's cast, each group of a row has a scale, and errors are below INT8's next to a
+large peak."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,25 +16,25 @@ from adacc_hf.kernels._layout import as_matrix
 from adacc_hf.kernels.codecs import codecs_suiting, get_codec, replacements
 
 DTYPES = _symmetric.FLOAT_DTYPES
-LARGEST = 448 * (1 + 2**-7)  # of an element in steps of its scale: a float32 peak is cut by so much
+LARGEST = 448 * (1 + 2**-7)  # a float32 peak is truncated by this fraction of an element, in steps of its scale
 PATHS = ("cpp", "reference")
 
 
 @contextmanager
 def _path(name: str) -> Iterator[None]:
-    """Encode and decode in C++, or by the plain reference."""
+    """Return the encoder and decoder in C++, or the plain references."""
     assert _cpu.library() is not None, "these tests need a C++ compiler"
     with patch.object(_cpu, "is_usable", lambda tensor: name == "cpp"):
         yield
 
 
 def _cast(x: Tensor) -> Tensor:
-    """The codes that torch's own cast gives."""
+    """Return the codes of torch's own cast."""
     return x.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _codes(scaled: Tensor, path: str) -> Tensor:
-    """Codes of float32 elements as they are: each in a group with a peak of 448, whose scale is 1."""
+    """Return the codes of float32 elements unscaled: each is in a group with a peak of 448, whose scale is 1."""
     x = torch.full((scaled.numel(), 16), 448.0)
     x[:, 3] = scaled
     with _path(path):
@@ -43,7 +44,8 @@ def _codes(scaled: Tensor, path: str) -> Tensor:
 
 
 def _boundaries() -> Tensor:
-    """All numbers of E4M3 and all midpoints between two, with the float32 next to each on both sides; signs, zeros."""
+    """Return all numbers of E4M3 and all midpoints between two, with the neighbouring float32 on both sides, and signs
+    and zeros."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     points = torch.cat([codes, (codes[1:] + codes[:-1]) / 2])
     around = torch.cat([points, points.nextafter(torch.tensor(0.0)), points.nextafter(torch.tensor(1e9))])
@@ -77,20 +79,20 @@ def test_any_float32_is_rounded_as_torch_casts(values: list[float]) -> None:
 
 def test_every_code_stands_for_torchs_number() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    codes = codes[(codes & 127) != 127]  # those are NaN, and no encoder makes them
+    codes = codes[(codes & 127) != 127]  # these codes are NaN, and no encoder produces them
     numbers = codes.view(torch.float8_e4m3fn).float()
     peaks = torch.full((codes.numel(),), 448.0, dtype=torch.bfloat16)
-    got = fp8.decode_ref(torch.float32, 16, codes[:, None], peaks)[:, 0]
+    decoded = fp8.decode_ref(torch.float32, 16, codes[:, None], peaks)[:, 0]
     compiled = torch.empty(codes.numel(), 1)
     _cpu.decode_fp8(compiled, codes[:, None], peaks, 16, fp8.FACTOR)
-    assert torch.equal(got, numbers)
+    assert torch.equal(decoded, numbers)
     assert torch.equal(compiled[:, 0], numbers)
-    assert torch.equal(got.signbit(), numbers.signbit())
+    assert torch.equal(decoded.signbit(), numbers.signbit())
 
 
 @st.composite
 def _tensors(draw: st.DrawFn) -> Tensor:
-    """Tensors of any shape, dtype, stride and offset, with elements from denormal to the largest of the dtype."""
+    """Draw tensors of any shape, dtype, stride and offset, with elements from denormal to the largest of the dtype."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = [*draw(st.lists(st.integers(1, 5), max_size=3)), draw(st.integers(1, 300))]
     order = draw(st.permutations(range(len(shape))))
@@ -111,7 +113,8 @@ def _tensors(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=200, deadline=None)
 @given(x=_tensors(), group_size=st.sampled_from((16, 128, 1024)), path=st.sampled_from(PATHS))
 def test_groups_of_any_tensor_are_scaled_and_cast(x: Tensor, group_size: int, path: str) -> None:
-    """Group by group along the last dimension, with torch's own cast in place of integer arithmetic."""
+    """The reference works group by group along the last dimension, with torch's own cast in place of integer
+    arithmetic."""
     codec = get_codec("fp8", group_size=group_size)
     with _path(path):
         payload = codec.encode(x)
@@ -143,12 +146,12 @@ def test_the_largest_magnitude_comes_back_whole(dtype: torch.dtype) -> None:
     restored = codec.decode(codec.encode(x))
     for group, back in zip(x.split(128, 1), restored.split(128, 1), strict=True):
         peaks = group.abs().amax(1, keepdim=True)
-        # 448 * fl(peak / 448) in float32: two roundings.
+        # 448 * fl(peak / 448) in float32 rounds twice.
         torch.testing.assert_close(back[group.abs() == peaks], group[group.abs() == peaks], rtol=2**-22, atol=0)
 
 
 def test_a_group_ends_with_its_row() -> None:
-    """A large element in a tail of 4, at the end of one row, is no peak of the next row's first group."""
+    """A large element in a tail of 4, at the end of one row, does not enter the peak of the next row's first group."""
     x = torch.full((3, 132), 0.3)
     x[0, 131] = 1e6
     codec = get_codec("fp8")
@@ -157,22 +160,22 @@ def test_a_group_ends_with_its_row() -> None:
     assert peaks.view(3, 2).argmax().item() == 1
     restored = codec.decode(codec.encode(x))
     assert bool((restored[0, 128:131] == 0).all())
-    # Half of the last of E4M3's 3 bits, and the cut of the peak.
+    # Half of the last of E4M3's 3 bits, and the truncation of the peak.
     torch.testing.assert_close(restored[:, :128], x[:, :128], rtol=2**-4 + 2**-7, atol=0)
 
 
 def test_every_element_keeps_three_bits(dtype: torch.dtype) -> None:
-    """However small below its peak, down to the least normal number of E4M3."""
+    """The precision is independent of the distance to the peak, down to the least normal number of E4M3."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator) * torch.exp2(torch.randint(-16, 0, (64, 256), generator=generator))
     x = x.to(dtype)
     codec = get_codec("fp8")
     restored = codec.decode(codec.encode(x)).double()
     scale = (x.abs().double().view(64, 2, 128).amax(2) / 448).repeat_interleave(128, 1)
-    # Half a step: 2^-4 of a normal number, 2^-10 of the scale below. The cut of a float32 peak clips its element, and
-    # the result is rounded to the dtype, which has steps of tiny * eps next to zero.
-    finfo, cut = torch.finfo(dtype), 2**-7 if dtype == torch.float32 else 0.0
-    bound = torch.maximum(x.double().abs() * (2**-4 + cut), scale * 2**-10)
+    # The bound is half a step: 2^-4 of a normal number, 2^-10 of the scale below. A truncated float32 peak clips its
+    # element. The result is rounded to the dtype, which has steps of tiny * eps next to zero.
+    finfo, truncation = torch.finfo(dtype), 2**-7 if dtype == torch.float32 else 0.0
+    bound = torch.maximum(x.double().abs() * (2**-4 + truncation), scale * 2**-10)
     bound = bound + restored.abs() * finfo.eps + finfo.tiny * finfo.eps
     assert bool(((restored - x.double()).abs() <= bound).all())
 
@@ -180,7 +183,7 @@ def test_every_element_keeps_three_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_stochastic_rounding_is_unbiased_and_never_passes_the_largest_number(path: str) -> None:
     x = torch.full((4096, 128), 0.3)
-    x[:, 0], x[:, 1] = 448.0, 451.9  # the float32 peak is cut to 450
+    x[:, 0], x[:, 1] = 448.0, 451.9  # the float32 peak is truncated to 450
     x[:, 2] = 0.3 * 2**-8  # below the least normal number
     codec = get_codec("fp8", rounding="stochastic", seed=5)
     with _path(path):
@@ -199,7 +202,7 @@ def _error(name: str, x: Tensor) -> float:
 
 
 def test_int8_is_more_exact_on_normal_numbers_and_fp8_below_a_large_element(dtype: torch.dtype) -> None:
-    """The reason for `instead_of`."""
+    """The difference is the reason for `instead_of`."""
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert 2 * _error("int8", x) < _error("fp8", x) < 2**-4
     x[:, ::128] = 500.0

@@ -1,4 +1,5 @@
-"""On a CUDA device: no synchronisation, one launch each way, and the same bits as the CPU. Run with `pytest -m gpu`."""
+"""Codecs on a CUDA device: no synchronisation, one launch each way, and the same bits as the CPU. Run with `pytest -m
+gpu`."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,14 +15,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def no_synchronisation() -> Iterator[None]:
-    """Any synchronisation with the device raises meanwhile."""
+    """Raise an error if the device is synchronised in the body."""
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
+    debug_mode = torch.cuda.get_sync_debug_mode()
     try:
         torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(debug_mode)
 
 
 def _activation(dtype: torch.dtype, shape: tuple[int, ...] = (2, 256, 768)) -> Tensor:
@@ -29,7 +30,7 @@ def _activation(dtype: torch.dtype, shape: tuple[int, ...] = (2, 256, 768)) -> T
 
 
 def _launches(run: Callable[[], object]) -> int:
-    """Kernels, fills and copies that `run` puts on the device, once it is warm."""
+    """Return the kernels, fills and copies that `run` launches on the device after a warm-up."""
     run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:  # torch 2.11 warns without it
@@ -42,7 +43,7 @@ def test_neither_encode_nor_decode_synchronises(
     lossy: Codec, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     x = _activation(dtype).cuda()
-    lossy.decode(lossy.encode(x))  # compiles the kernels, which does synchronise
+    lossy.decode(lossy.encode(x))  # the first call compiles the kernels, which synchronises
     request.getfixturevalue("no_synchronisation")
     lossy.fit(x)
     lossy.decode(lossy.encode(x))
@@ -69,8 +70,8 @@ def test_payloads_and_values_equal_those_of_the_cpu(lossy: Codec, dtype: torch.d
     lossy.fit(x.cuda())
     on_cpu.fit(x)
     payload, expected = lossy.encode(x.cuda()), on_cpu.encode(x)
-    for got, want in zip(payload.tensors, expected.tensors, strict=True):
-        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+    for tensor, expected_tensor in zip(payload.tensors, expected.tensors, strict=True):
+        torch.testing.assert_close(tensor.cpu(), expected_tensor, rtol=0, atol=0)
     torch.testing.assert_close(lossy.decode(payload).cpu(), on_cpu.decode(expected), rtol=0, atol=0)
 
 

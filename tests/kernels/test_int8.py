@@ -1,4 +1,4 @@
-"""Eight bits: sixteen times finer than four."""
+"""Eight bits: errors are a sixteenth of those of four bits."""
 
 import torch
 
@@ -11,8 +11,8 @@ def test_error_is_a_sixteenth_of_four_bits(dtype: torch.dtype) -> None:
     for name, options in (("int8", {}), ("outlier_int4", {"scale": "max7"})):
         codec = get_codec(name, **options)
         errors[name] = float((codec.decode(codec.encode(x)) - x).float().norm())
-    # 127 / 7 = 18 times finer steps. bfloat16 itself rounds by 2^-9, half as much as an eight-bit step of a peak of
-    # three standard deviations.
+    # The steps are 127 / 7 = 18 times finer. bfloat16 itself rounds by 2^-9, half as much as an eight-bit step of a
+    # peak of three standard deviations.
     assert errors["int8"] < errors["outlier_int4"] / (10 if dtype == torch.bfloat16 else 16)
 
 

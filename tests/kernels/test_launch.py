@@ -1,6 +1,6 @@
-"""Launching again what was launched before: the device gets what Triton's own launcher would give it.
+"""Repeated launches: the device gets the same launches as from Triton's own launcher.
 
-The driver here compiles for an H100, and notes launches in place of making them.
+The driver here compiles for an H100, and records launches instead of executing them.
 """
 
 import os
@@ -36,13 +36,13 @@ from adacc_hf.kernels import (
     token_int4_triton,
 )
 
-DEVICE = 77  # Triton keeps what it compiled for each device: no other test may meet what is loaded here
+DEVICE = 77  # Triton caches compiled kernels per device, and no other test may use the kernels loaded here
 _new_devices = count(DEVICE + 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class NotingDriver:
-    """As much of a driver as launching needs."""
+class RecordingDriver:
+    """Driver with the methods that launching needs."""
 
     def __init__(self) -> None:
         self.device = DEVICE
@@ -51,14 +51,15 @@ class NotingDriver:
         self.utils = self
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """A launcher for one compiled kernel. Constants are no part of a launch: they are compiled in."""
+        """Return a launcher for one compiled kernel. Constants are no part of a launch, because they are compiled
+        in."""
         names = source.fn.arg_names
-        given = [name for name in names if source.signature[name] != "constexpr"]
+        runtime_names = [name for name in names if source.signature[name] != "constexpr"]
 
         def start(*arguments: Any) -> None:
             grid, stream, by_name = arguments[:3], arguments[3], dict(zip(names, arguments[9:], strict=True))
-            self.constants.append({name: by_name[name] for name in names if name not in given})
-            self.launches.append((metadata.hash, grid, stream, [_told_apart(by_name[name]) for name in given]))
+            self.constants.append({name: by_name[name] for name in names if name not in runtime_names})
+            self.launches.append((metadata.hash, grid, stream, [_comparable(by_name[name]) for name in runtime_names]))
 
         return start
 
@@ -78,38 +79,39 @@ class NotingDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-def _told_apart(argument: Any) -> Any:
-    """A number as it is; of a tensor what matters here: outputs are new ones each time."""
+def _comparable(argument: Any) -> Any:
+    """Return a number as it is, and the dtype and shape of a tensor, because outputs are new tensors each time."""
     return (argument.dtype, argument.shape) if isinstance(argument, Tensor) else argument
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[NotingDriver]:
-    driver = NotingDriver()
+def driver() -> Iterator[RecordingDriver]:
+    driver = RecordingDriver()
     triton.runtime.driver.set_active(driver)
     yield driver
-    triton.runtime.driver.set_active(None)  # found when it is next asked for, if there is one
+    triton.runtime.driver.set_active(None)  # Triton looks for a driver again at the next use
 
 
 @pytest.fixture
-def runs_of_triton(driver: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are launched by Triton's own launcher, by name. Nothing was launched before."""
+def runs_of_triton(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the kernels that Triton's own launcher launches. The driver's records start empty."""
     names: list[str] = []
     run = JITFunction.run
 
-    def noted(self: JITFunction, *arguments: Any, **options: Any) -> Any:
+    def record_run(self: JITFunction, *arguments: Any, **options: Any) -> Any:
         names.append(self.__name__)
         return run(self, *arguments, **options)
 
-    monkeypatch.setattr(JITFunction, "run", noted)
+    monkeypatch.setattr(JITFunction, "run", record_run)
     monkeypatch.setattr(_triton, "_runners", {})
     driver.launches.clear()
     driver.constants.clear()
     return names
 
 
-def test_constants_are_given_in_the_order_of_the_kernel(driver: NotingDriver, runs_of_triton: list[str]) -> None:
-    """Whatever the order of the call: today's launcher reads none of them, another may."""
+def test_constants_are_given_in_the_order_of_the_kernel(driver: RecordingDriver, runs_of_triton: list[str]) -> None:
+    """Constants have the kernel's order, whatever the order of the call. Today's launcher reads none, another one
+    may."""
     x = torch.ones(2, 2048)
     codes, peaks = torch.empty(1, 2048, dtype=torch.uint8), torch.empty(2, dtype=torch.bfloat16)
     constants = {"BLOCK": 1024, "T": 1, "SIGNED": True, "STOCHASTIC": False}
@@ -121,8 +123,8 @@ def test_constants_are_given_in_the_order_of_the_kernel(driver: NotingDriver, ru
 
 def _outlier_int4(x: Tensor, num_outliers: int) -> None:
     outliers = choose_outliers(x[0].abs().float(), num_outliers, 64, x.element_size())
-    chosen = (outliers.indices, outliers.keep) if num_outliers else (None, None)
-    outlier_int4_triton.decode(x, -1 / 8, *outlier_int4_triton.encode(x, *chosen, 64, -1 / 8, "nearest", 0))
+    outlier_arguments = (outliers.indices, outliers.keep) if num_outliers else (None, None)
+    outlier_int4_triton.decode(x, -1 / 8, *outlier_int4_triton.encode(x, *outlier_arguments, 64, -1 / 8, "nearest", 0))
 
 
 def _asymmetric_int4(x: Tensor) -> None:
@@ -161,14 +163,14 @@ ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_a_second_launch_gives_the_device_what_the_first_gave_without_asking_triton(
-    name: str, dtype: torch.dtype, driver: NotingDriver, runs_of_triton: list[str]
+    name: str, dtype: torch.dtype, driver: RecordingDriver, runs_of_triton: list[str]
 ) -> None:
     x = torch.ones(96, 128, dtype=dtype)
     ROUND_TRIPS[name](x)
-    first, asked = driver.launches.copy(), len(runs_of_triton)
+    first, num_triton_runs = driver.launches.copy(), len(runs_of_triton)
     ROUND_TRIPS[name](x)
     assert driver.launches == [*first, *first]
-    assert len(first) == asked == len(runs_of_triton) == 2
+    assert len(first) == num_triton_runs == len(runs_of_triton) == 2
 
 
 tensors = st.tuples(
@@ -179,79 +181,79 @@ tensors = st.tuples(
 @given(st.lists(st.tuples(tensors, st.sampled_from([0, 1, 8])), min_size=2, max_size=5))
 @settings(max_examples=30, deadline=None)
 def test_any_tensors_after_each_other_get_the_kernels_that_triton_would_choose(
-    driver: NotingDriver, calls: list[tuple[tuple[int, int, torch.dtype], int]]
+    driver: RecordingDriver, calls: list[tuple[tuple[int, int, torch.dtype], int]]
 ) -> None:
     """Triton compiles kernels for addresses and numbers that are multiples of 16, and for numbers that are 1."""
     driver.launches.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for kept in (_triton._runners, None):
+        for runners in (_triton._runners, None):
             _triton._runners.clear()
             for (rows, columns, dtype), offset in calls * 2:
-                if kept is None:
+                if runners is None:
                     patch.setattr(_triton, "_runners", {})
-                whole = torch.ones(rows * columns + offset, dtype=dtype)
-                ROUND_TRIPS["outlier_int4"](whole[offset:].view(rows, columns))
+                buffer = torch.ones(rows * columns + offset, dtype=dtype)
+                ROUND_TRIPS["outlier_int4"](buffer[offset:].view(rows, columns))
     half = len(driver.launches) // 2
     assert driver.launches[:half] == driver.launches[half:]
 
 
 @pytest.fixture
-def wanted(driver: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How many kernels Triton compiles in a test, by name: for a device that it has none for."""
-    found: Counter[str] = Counter()
+def compilations(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Return the numbers of kernels that Triton compiles in a test, by name, for a device without cached kernels."""
+    counts: Counter[str] = Counter()
 
     def note(fn: Any, **_: Any) -> None:
-        found[f"{fn.module}.{fn.name}".rpartition("adacc_hf.kernels.")[2]] += 1
+        counts[f"{fn.module}.{fn.name}".rpartition("adacc_hf.kernels.")[2]] += 1
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     monkeypatch.setattr(driver, "device", next(_new_devices))
     monkeypatch.setattr(_triton, "_runners", {})
-    return found
+    return counts
 
 
 SIZES = random.Random(0).sample([(batch, tokens) for batch in range(1, 9) for tokens in range(17, 2000)], 1000)
-"""Samples and tokens of batches, all different."""
+"""Batch sizes as (samples, tokens), all different."""
 
 
 @pytest.mark.parametrize("columns", [64, 768])
 @pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_a_thousand_sizes_take_no_more_kernels_than_one(name: str, columns: int, wanted: Counter[str]) -> None:
-    """What an activation has of each token is fixed, the number of tokens is not."""
+def test_a_thousand_sizes_take_no_more_kernels_than_one(name: str, columns: int, compilations: Counter[str]) -> None:
+    """The number of an activation's elements per token is fixed, and the number of tokens varies."""
     for batch, tokens in SIZES:
         ROUND_TRIPS[name](torch.empty(batch * tokens, columns, dtype=torch.bfloat16))
-    # A bit of 64 elements a token is a whole number of 128-bit words for even numbers of tokens alone.
-    assert set(wanted.values()) == {2 if (name, columns) == ("bitmask", 64) else 1}
-    assert len(wanted) == 2
+    # Bits of 64 elements per token are a whole number of 128-bit words for even numbers of tokens only.
+    assert set(compilations.values()) == {2 if (name, columns) == ("bitmask", 64) else 1}
+    assert len(compilations) == 2
 
 
 MOST_BY_WIDTH = {
     "asymmetric_int4": 2,
-    "bitmask": 4,  # elements and bits aligned or not, each by itself
+    "bitmask": 4,  # elements and bits aligned or not, each separately
     "channel_int4": 2,
     "int8": 2,
     "outlier_int4": 2,
-    "outlier_int4-raw": 16,  # aligned or not, or of whole groups, by how many rows a program's 4096 elements touch
+    "outlier_int4-raw": 16,  # aligned or not, or of whole groups, by the rows that a program's 4096 elements touch
     "token_int4": 12,  # aligned or not, by the power of two that a row fits in
 }
 
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_rows_of_a_thousand_lengths_take_few_kernels(name: str, wanted: Counter[str]) -> None:
+def test_rows_of_a_thousand_lengths_take_few_kernels(name: str, compilations: Counter[str]) -> None:
     """Attention's scores have as many columns as there are tokens."""
     for batch, tokens in SIZES:
         ROUND_TRIPS[name](torch.empty(batch * 4, tokens, dtype=torch.bfloat16))
-    assert len(wanted) == 2
-    assert max(wanted.values()) <= MOST_BY_WIDTH[name], wanted
+    assert len(compilations) == 2
+    assert max(compilations.values()) <= MOST_BY_WIDTH[name], compilations
 
 
-def test_rows_that_are_too_long_for_registers_take_one_kernel_for_all_lengths(wanted: Counter[str]) -> None:
+def test_rows_that_are_too_long_for_registers_take_one_kernel_for_all_lengths(compilations: Counter[str]) -> None:
     for columns in range(token_int4_triton.MAX_BLOCK + 16, 2**17, 1600):
         _token_int4(torch.empty(8, columns))
-    assert wanted == {"token_int4_triton._encode_long_kernel": 1, "token_int4_triton._decode_kernel": 1}
+    assert compilations == {"token_int4_triton._encode_long_kernel": 1, "token_int4_triton._decode_kernel": 1}
 
 
 def test_no_more_kernels_are_remembered_than_there_is_room_for(
-    driver: NotingDriver, runs_of_triton: list[str], monkeypatch: pytest.MonkeyPatch
+    driver: RecordingDriver, runs_of_triton: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_triton, "MAX_RUNNERS", 3)
     for rows in (16, 32, 48, 64):

@@ -1,4 +1,4 @@
-"""Strides: what is read without a copy, and what comes back."""
+"""Strides: layouts that are read without a copy, and the layout of the result."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def test_restore_undoes_as_flat(layout: Callable[[Tensor], Tensor], keep_rows: b
 
 
 def test_only_what_overlaps_is_written_by_position(layout: Callable[[Tensor], Tensor]) -> None:
-    """Positions take 8 bytes per element, several times what they are for."""
+    """Positions take 8 bytes per element, several times the bytes of the codes."""
     x = layout(_numbered())
     size, stride = tuple(x.shape), x.stride()
     shared = _memory_positions(size, stride, x.device).unique().numel() < x.numel()

@@ -1,4 +1,4 @@
-"""Outlier channels: found by the paper's Z-score, kept raw, chosen only by fit."""
+"""Outlier channels are found by the paper's Z-score and stored raw. Only fit chooses them."""
 
 import pytest
 import torch
@@ -40,10 +40,10 @@ def test_outlier_channels_are_exact_and_help_the_rest(dtype: torch.dtype) -> Non
     with_raw, without = get_codec("outlier_int4", num_outliers=3), get_codec("outlier_int4")
     restored = with_raw.decode(with_raw.encode(x))
     torch.testing.assert_close(restored[..., [7, 20, 64]], x[..., [7, 20, 64]], rtol=0, atol=0)
-    rest = torch.ones(96, dtype=torch.bool)
-    rest[[7, 20, 64]] = False
-    error = (restored - x)[..., rest].float().norm()
-    error_without = (without.decode(without.encode(x)) - x)[..., rest].float().norm()
+    is_inlier = torch.ones(96, dtype=torch.bool)
+    is_inlier[[7, 20, 64]] = False
+    error = (restored - x)[..., is_inlier].float().norm()
+    error_without = (without.decode(without.encode(x)) - x)[..., is_inlier].float().norm()
     assert error < error_without / 5
 
 
@@ -65,7 +65,7 @@ def test_channels_change_only_when_fitted_again() -> None:
     assert old.tensors[3].tolist() == [7]
     codec.fit(second)
     assert codec.encode(second).tensors[3].tolist() == [20]
-    # A payload from before the change still decodes with the channels it was made with.
+    # A payload encoded before the change still decodes with its own channels.
     restored = codec.decode(old)
     torch.testing.assert_close(restored[..., 7], second[..., 7], rtol=0, atol=0)
     assert (restored - second)[..., 20].abs().max() > 0
@@ -87,7 +87,7 @@ def test_more_outliers_than_channels_are_not_supported() -> None:
 def test_a_codec_fitted_to_another_activation_is_refused() -> None:
     codec = get_codec("outlier_int4", num_outliers=1)
     codec.encode(torch.randn(8, 16))
-    with pytest.raises(ValueError, match="fitted to 16 channels of 4 bytes an element and got 32 of 4"):
+    with pytest.raises(ValueError, match="fitted to 16 channels of 4 bytes per element and got 32 of 4"):
         codec.encode(torch.randn(8, 32))
 
 
@@ -96,5 +96,5 @@ def test_compression_rate_of_a_gpt2_activation(num_outliers: int, rate: float) -
     shape = (8, 1024, 768)
     codec = get_codec("outlier_int4", num_outliers=num_outliers)
     plain = 8 * 1024 * 768 * 2
-    # The 32 bytes of indices are the only part that the rate per element leaves out.
+    # The rate per element omits only the 32 bytes of indices.
     assert plain / codec.predicted_bytes(shape, torch.bfloat16) == pytest.approx(rate, rel=1e-4)

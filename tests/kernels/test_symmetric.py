@@ -1,4 +1,4 @@
-"""The formulas: error bounds on every element, rounding, packing, and that the references can be traced."""
+"""The formulas: error bounds on every element, rounding, packing, and tracing of the references."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ GROUPS, SIZE = 6, 16
 
 
 def _groups(seed: int, dtype: torch.dtype) -> Tensor:
-    """[GROUPS, SIZE] elements whose magnitudes range over 2^-40 to 2^15, signs and zeros included."""
+    """Draw [GROUPS, SIZE] elements whose magnitudes range over 2^-40 to 2^15, with signs and zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(GROUPS, SIZE, generator=generator) * torch.exp2(
         torch.randint(-40, 13, (GROUPS, 1), generator=generator).float()
@@ -26,7 +26,8 @@ def _groups(seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def _steps_bound(steps: Tensor, least: int, most: int, rounding: str) -> Tensor:
-    """How many steps the decoded value may be off: half a step (a whole one if stochastic), or what was clipped."""
+    """Return the allowed error of decoded values in steps: half a step, a whole one if stochastic, or the clipped
+    part."""
     clipped = torch.maximum(least - steps, steps - most)
     return clipped.clamp(min=0.5 if rounding == "nearest" else 1.0)
 
@@ -48,13 +49,14 @@ def test_symmetric_error_is_within_the_bound_on_every_element(
     step = (peaks.double() * factor)[:, None]
     steps = torch.where(step == 0, 0.0, x.double() / step)
     bound = _steps_bound(steps, least - zero, most - zero, rounding) * step.abs()
-    # Rounding of the shifted steps to float32 (at most 2^8 steps, so 2^-15 of one) and of the result to the dtype.
+    # Bound the rounding of the shifted steps to float32 (at most 2^8 steps, so 2^-15 of one) and of the result to the
+    # dtype.
     finfo = torch.finfo(dtype)
     slack = step.abs() * 2**-15 + restored.abs() * finfo.eps + finfo.tiny * finfo.eps
     assert bool(((restored - x.double()).abs() <= bound + slack).all())
-    # The most that clipping can cost: one step where codes end at 7 or 127, and the cut of a float32 peak.
-    cut = 2.0**-7 if dtype == torch.float32 else 0.0
-    assert float((bound / step.abs()).nan_to_num(0.0).max()) <= 1 + (most - zero + 1) * cut + 2**-15
+    # Clipping costs at most one step where codes end at 7 or 127, and the truncation of a float32 peak.
+    truncation = 2.0**-7 if dtype == torch.float32 else 0.0
+    assert float((bound / step.abs()).nan_to_num(0.0).max()) <= 1 + (most - zero + 1) * truncation + 2**-15
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,7 +77,7 @@ def test_asymmetric_error_is_within_the_bound_on_every_element(
     zero = asymmetric_int4.OFFSET_CODES[scale]
     steps = torch.where(step == 0, 0.0, (x.double() - offsets.double()[:, None]) / step)
     bound = _steps_bound(steps, -zero, 15 - zero, rounding) * step
-    # As above; the sum of offset and steps is rounded too, and half ranges below 2^-100 leave only one code.
+    # The sum of offset and steps is rounded as well, and half ranges below 2^-100 leave only one code.
     finfo = torch.finfo(dtype)
     slack = step * 2**-15 + (restored.abs() + offsets.double().abs()[:, None]) * finfo.eps + 2.0**-99
     slack = slack + finfo.tiny * finfo.eps
@@ -107,17 +109,17 @@ def test_peaks_survive_in_sixteen_bits(dtype: torch.dtype) -> None:
     peaks = _symmetric.peaks_ref(x, signed=True)
     assert peaks.dtype == torch.bfloat16
     bfloat16_max = torch.finfo(torch.bfloat16).max
-    assert peaks.tolist() == [-bfloat16_max, bfloat16_max, -3.0]  # cut, not rounded to infinity; negative wins a tie
+    assert peaks.tolist() == [-bfloat16_max, bfloat16_max, -3.0]  # truncated, not infinity; negative wins a tie
 
 
 def test_stochastic_rounding_is_unbiased_and_seeded() -> None:
     x = torch.full((4096, 64), 0.3)
     x[:, 0] = -8.0  # a step of 1
     first = _symmetric.decode_ref(*_symmetric.encode_ref(x, 4, -1 / 8, "stochastic", 1), 4, -1 / 8, x.dtype)
-    other = _symmetric.decode_ref(*_symmetric.encode_ref(x, 4, -1 / 8, "stochastic", 2), 4, -1 / 8, x.dtype)
+    other_seed = _symmetric.decode_ref(*_symmetric.encode_ref(x, 4, -1 / 8, "stochastic", 2), 4, -1 / 8, x.dtype)
     # 258,048 Bernoulli trials with p = 0.3: a standard deviation of 0.0009, so 0.005 is more than five of them.
     assert abs(float(first[:, 1:].mean()) - 0.3) < 0.005
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, other_seed)
 
 
 def test_noise_is_uniform_and_differs_between_neighbours() -> None:
@@ -192,10 +194,10 @@ REFERENCES = {
 @pytest.mark.parametrize("name", REFERENCES)
 def test_references_are_traced_once_and_serve_other_data(name: str) -> None:
     encode, decode = REFERENCES[name]
-    one, other = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
-    traced_encode = make_fx(encode)(one)
-    expected = encode(other)
-    for got, want in zip(traced_encode(other), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-    traced_decode = make_fx(decode)(*encode(one))
+    traced_input, other_input = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(0))
+    traced_encode = make_fx(encode)(traced_input)
+    expected = encode(other_input)
+    for output, expected_output in zip(traced_encode(other_input), expected, strict=True):
+        torch.testing.assert_close(output, expected_output, rtol=0, atol=0)
+    traced_decode = make_fx(decode)(*encode(traced_input))
     torch.testing.assert_close(traced_decode(*expected), decode(*expected), rtol=0, atol=0)

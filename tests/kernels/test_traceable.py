@@ -1,4 +1,4 @@
-"""The codecs as plain operators: the same bits as `encode` and `decode`, in a graph that any tensor can run through."""
+"""The codecs as plain operators: the same bits as `encode` and `decode`, in a graph that serves any tensor."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from adacc_hf.kernels.codecs import Codec, get_codec
 
-SIZE = (3, 5, 40)  # 600 elements: no multiple of a group
+SIZE = (3, 5, 40)  # 600 elements, no multiple of a group
 
 
 def _tensor(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -14,24 +14,26 @@ def _tensor(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def test_traced_codecs_give_the_bits_of_the_eager_ones(lossy: Codec, dtype: torch.dtype) -> None:
-    kept = lossy.encode_traceable(_tensor(dtype))
+    encoded = lossy.encode_traceable(_tensor(dtype))
     encode = make_fx(lambda tensor: lossy.encode_traceable(tensor))(_tensor(dtype))
-    decode = make_fx(lambda *tensors: lossy.decode_traceable(tensors, SIZE, dtype))(*kept)
-    other = _tensor(dtype, seed=1)
-    lossy.fit(other)
-    payload = lossy.encode(other)
-    kept = encode(other)
-    assert all(torch.equal(one, two) for one, two in zip(kept, payload.tensors, strict=True))
-    assert torch.equal(decode(*kept), lossy.decode(payload))
+    decode = make_fx(lambda *tensors: lossy.decode_traceable(tensors, SIZE, dtype))(*encoded)
+    other_tensor = _tensor(dtype, seed=1)
+    lossy.fit(other_tensor)
+    payload = lossy.encode(other_tensor)
+    encoded = encode(other_tensor)
+    assert all(
+        torch.equal(tensor, payload_tensor) for tensor, payload_tensor in zip(encoded, payload.tensors, strict=True)
+    )
+    assert torch.equal(decode(*encoded), lossy.decode(payload))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
 def test_a_traced_bitmask_is_lossless(dtype: torch.dtype) -> None:
     codec = get_codec("bitmask")
     mask = torch.where(_tensor(torch.float32) > 0, -2.5, 0.0).to(dtype)
-    kept = make_fx(lambda tensor: codec.encode_traceable(tensor))(torch.zeros_like(mask))(mask)
-    assert sum(t.nbytes for t in kept) == codec.predicted_bytes(SIZE, dtype)
-    assert torch.equal(codec.decode_traceable(kept, SIZE, dtype), mask)
+    encoded = make_fx(lambda tensor: codec.encode_traceable(tensor))(torch.zeros_like(mask))(mask)
+    assert sum(t.nbytes for t in encoded) == codec.predicted_bytes(SIZE, dtype)
+    assert torch.equal(codec.decode_traceable(encoded, SIZE, dtype), mask)
 
 
 def test_a_graph_chooses_its_outliers_from_every_tensor_anew() -> None:
@@ -40,7 +42,7 @@ def test_a_graph_chooses_its_outliers_from_every_tensor_anew() -> None:
     for channels in ([3, 17], [0, 39]):
         tensor = _tensor(torch.float32)
         tensor[..., channels] *= 100.0
-        kept = encode(tensor)
-        assert kept[-1].tolist() == channels
-        decoded = codec.decode_traceable(kept, SIZE, torch.float32)
+        encoded = encode(tensor)
+        assert encoded[-1].tolist() == channels
+        decoded = codec.decode_traceable(encoded, SIZE, torch.float32)
         assert torch.equal(decoded[..., channels], tensor[..., channels])

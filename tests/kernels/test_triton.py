@@ -26,7 +26,7 @@ from adacc_hf.kernels.codecs import get_codec
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-# One element, one row, padded and full tiles, columns that are no multiple of anything, no elements.
+# The shapes have one element, one row, padded and full tiles, columns that are multiples of nothing, or no elements.
 SHAPES = [(1, 1), (1, 100), (3, 63), (64, 256), (129, 70), (5, 700), (0, 8)]
 
 
@@ -45,8 +45,8 @@ def _outlier(x: Tensor, count: int, group_size: int, *settings: Any) -> Pair:
 
     indices = keep = None
     if count:
-        chosen = outlier_int4.choose_outliers(outlier_int4.channel_sums(x.cpu()), count, group_size, x.element_size())
-        indices, keep = chosen.indices.to(x.device), chosen.keep.to(x.device)
+        outliers = outlier_int4.choose_outliers(outlier_int4.channel_sums(x.cpu()), count, group_size, x.element_size())
+        indices, keep = outliers.indices.to(x.device), outliers.keep.to(x.device)
     shape, factor = tuple(x.shape), settings[0]
     return Pair(
         lambda: outlier_int4.encode_ref(x, indices, group_size, *settings),
@@ -131,7 +131,8 @@ CASES: dict[str, Callable[[Tensor], Pair]] = {
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Channels of very different size, so that groups, channels and rows each have their own scale."""
+    """Return a tensor with channels of very different size, so that groups, channels and rows each have their own
+    scale."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.exp2(torch.randint(-12, 10, shape[-1:], generator=generator).float())
     return (torch.randn(shape, generator=generator) * spread).to(dtype).to(device)
@@ -143,15 +144,16 @@ def _poisoned(x: Tensor) -> Tensor:
 
 def _assert_equal(pair: Pair, x: Tensor) -> None:
     tensors, expected = pair.encode(), pair.encode_ref()
-    for got, want in zip(tensors, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for tensor, expected_tensor in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, rtol=0, atol=0)
     out = _poisoned(x)
     pair.decode(out, *tensors)
     torch.testing.assert_close(out, pair.decode_ref(*expected), rtol=0, atol=0)
 
 
 def _is_quick(case: str, shape: tuple[int, ...]) -> bool:
-    """The interpreter finds least and greatest elements one by one; (129, 70) takes three programs already."""
+    """Return True if the interpreter is fast enough. It computes minima and maxima one by one, and (129, 70) has three
+    programs."""
     return not (INTERPRETED and case.startswith("asymmetric")) or math.prod(shape) < 10_000
 
 
@@ -172,7 +174,8 @@ def test_codes_scales_and_values_are_bit_equal(
 def test_outliers_of_rows_longer_than_a_tile_are_bit_equal(
     case: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
-    """Programs then begin in the middle of a row and touch two at most: rows of whole groups, and rows that are not."""
+    """Programs begin in the middle of a row and touch at most two rows. Rows have whole groups, or end within a
+    group."""
     x = _tensor(shape, dtype, device)
     _assert_equal(CASES[case](x), x)
 
@@ -201,7 +204,7 @@ def test_what_is_not_finite_decodes_alike(case: str, dtype: torch.dtype, device:
     out = _poisoned(x)
     pair.decode(out, *pair.encode())
     expected = pair.decode_ref(*pair.encode_ref())
-    # Which of NaN and the infinities comes back is unspecified, and so are the codes of such elements.
+    # NaN and the infinities may be decoded to any of them, and their codes are unspecified.
     assert torch.equal(out.isfinite(), expected.isfinite())
     assert not out.isfinite()[[2, 70, 129], [3, 9, 63]].any()
     finite = expected.isfinite()
@@ -225,7 +228,7 @@ def test_fp8_of_any_view_is_bit_equal(
     device: str, shape: tuple[int, ...], columns: int, step: int, offset: int, is_transposed: bool, dtype: torch.dtype,
     extremes: tuple[float, ...], rounding: str, seed: int,
 ) -> None:  # fmt: skip
-    """Through the codec, so that strides and offsets are undone as in training."""
+    """The test calls the codec, so that strides and offsets are undone as in training."""
     from adacc_hf.kernels import fp8_triton
 
     codec = get_codec("fp8", rounding=rounding, seed=seed)
@@ -245,8 +248,10 @@ def test_fp8_of_any_view_is_bit_equal(
     with patch.object(codec, "_kernels_for", lambda _: None):
         expected = codec.encode(x)
         expected_restored = codec.decode(expected)
-    for got, want in zip((*payload.tensors, restored), (*expected.tensors, expected_restored), strict=True):
-        assert torch.equal(got, want)
+    for tensor, expected_tensor in zip(
+        (*payload.tensors, restored), (*expected.tensors, expected_restored), strict=True
+    ):
+        assert torch.equal(tensor, expected_tensor)
     if rounding == "nearest":  # then the codes are those of torch's own cast
         rows = as_matrix(x).float()
         codes, peaks = (tensor.cpu() for tensor in payload.tensors)
@@ -257,7 +262,7 @@ def test_fp8_of_any_view_is_bit_equal(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_fp8_rounds_midpoints_as_torch_casts(device: str) -> None:
-    """Every number of E4M3 and every midpoint, with the float32 on both sides, next to a peak of 448."""
+    """The input has every number of E4M3 and every midpoint, with the float32 on both sides, next to a peak of 448."""
     from adacc_hf.kernels import fp8_triton
 
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -305,17 +310,17 @@ def test_channel_sums_agree(dtype: torch.dtype, device: str) -> None:
 
     x = _tensor((300, 200), dtype, device)
     expected = x.double().abs().sum(0).float()
-    # A sum of 300 float32 terms in any order: at most 300 roundings of 2^-24.
+    # A sum of 300 float32 terms in any order has at most 300 roundings of 2^-24.
     torch.testing.assert_close(outlier_int4_triton.channel_sums(x), expected, rtol=300 * 2**-24, atol=0)
 
 
 if not INTERPRETED:
 
-    @pytest.mark.timeout(900)  # all of the above, one program of a kernel after the other: a minute on an idle machine
+    @pytest.mark.timeout(900)  # all tests above, one program of a kernel after the other: a minute on an idle machine
     def test_kernels_equal_the_references_under_the_interpreter() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
         environment.pop("PYTEST_ADDOPTS", None)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-2000:]
+        assert " passed" in process.stdout

@@ -1,7 +1,7 @@
-"""What the kernels compile to, without a GPU: for every architecture, spilling nothing, moving 128 bits at once, and
-with few enough instructions to keep pace with memory.
+"""Compiled code of the kernels, checked without a GPU: for every architecture no kernel spills, accesses move 128 bits,
+and the instructions keep pace with memory.
 
-Every kernel is compiled ahead of time from the very arguments that its wrapper would launch it with.
+Every kernel is compiled ahead of time from the arguments that its wrapper would launch it with.
 """
 
 import os
@@ -80,8 +80,8 @@ class Launch:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """The launches that wrappers make meanwhile, none of which reaches a device."""
-    recorded: list[Launch] = []
+    """Return the list of the wrappers' launches, which do not reach a device."""
+    recorded_launches: list[Launch] = []
 
     def record(
         kernel: Any,
@@ -91,15 +91,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         thread_elements: int = _triton.THREAD_ELEMENTS,
         **constants: Any,
     ) -> None:
-        recorded.append(Launch(kernel, arguments, tile, thread_elements, constants))
+        recorded_launches.append(Launch(kernel, arguments, tile, thread_elements, constants))
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", record)
-    return recorded
+    return recorded_launches
 
 
 def _compile(launch: Launch, target: GPUTarget) -> Any:
-    """The kernel as Triton's launcher would specialise it: aligned pointers, multiples of 16, ones as constants."""
+    """Return the kernel as Triton's launcher would specialise it: aligned pointers, multiples of 16, ones as
+    constants."""
     names = launch.kernel.arg_names
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
@@ -127,8 +128,8 @@ def _compile(launch: Launch, target: GPUTarget) -> Any:
 
 
 def _outlier(x: Tensor, count: int) -> None:
-    chosen = choose_outliers(x.abs().sum(0, dtype=torch.float32), count, 64, x.element_size()) if count else None
-    pair = (chosen.indices, chosen.keep) if chosen else (None, None)
+    outliers = choose_outliers(x.abs().sum(0, dtype=torch.float32), count, 64, x.element_size()) if count else None
+    pair = (outliers.indices, outliers.keep) if outliers else (None, None)
     outlier_int4_triton.decode(x, -1 / 8, *outlier_int4_triton.encode(x, *pair, 64, -1 / 8, "nearest", 0))
 
 
@@ -177,7 +178,7 @@ ROUND_TRIPS: dict[str, Callable[[Tensor], None]] = {
 
 
 def _wide_accesses(code: str, kind: str) -> dict[str, int]:
-    """How many 128-bit loads and stores of global memory the code has."""
+    """Count the 128-bit loads and stores of global memory in the code."""
     patterns = {
         "cuda": (r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", r"st\.global[.\w:]*\.v4\.b32"),
         "hip": (r"(?:global|buffer)_load_dwordx4", r"(?:global|buffer)_store_dwordx4"),
@@ -187,11 +188,12 @@ def _wide_accesses(code: str, kind: str) -> dict[str, int]:
 
 
 _ALLOWED_STACK = {("sm_100", "outlier_int4-raw", torch.float32): 8} if triton.__version__.startswith("3.6.") else {}
-"""Triton 3.6's assembler puts one register of this kernel aside, once: 4 bytes of a thread's 64 elements."""
+"""Bytes of stack that a kernel may use: Triton 3.6's assembler spills one register of this kernel once, 4 bytes of a
+thread's 64 elements."""
 
 
 def _spilled(compiled: Any, target: GPUTarget, scratch: Path) -> int:
-    """Bytes of stack that the kernel uses, or registers it spills."""
+    """Return the bytes of stack that the kernel uses, or the registers that it spills."""
     if target.backend == "hip":
         return sum(int(n) for n in re.findall(r"[vs]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]))
     usage = _inspected(compiled, scratch, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
@@ -200,16 +202,17 @@ def _spilled(compiled: Any, target: GPUTarget, scratch: Path) -> int:
 
 
 def _inspected(compiled: Any, scratch: Path, *command: str) -> str:
-    """What a tool of CUDA's says of the machine code."""
+    """Return the output of a CUDA tool for the machine code."""
     cubin = scratch / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     return subprocess.run([*command, cubin], check=True, capture_output=True, text=True).stdout
 
 
 def _instructions(compiled: Any, scratch: Path) -> Counter[str]:
-    """Instructions that a thread executes, by name, each counted once: no kernel but that of long rows has a loop.
+    """Count the instructions that a thread executes, by name. Each is counted once, because only the kernel of long
+    rows has a loop.
 
-    What follows the kernel's own code is where a division goes whose result is no normal number.
+    Code after the kernel's own part is left out. It handles divisions with denormal results.
     """
     listing = _inspected(compiled, scratch, triton.knobs.nvidia.nvdisasm.path, "-c")
     own = re.split(r"^\$__internal_\S+:", listing, maxsplit=1, flags=re.MULTILINE)[0]
@@ -232,7 +235,7 @@ def test_kernels_spill_nothing_and_move_128_bits_at_once(
         kind = TARGETS[target].backend
         wide = _wide_accesses(compiled.asm["ptx" if kind == "cuda" else "amdgcn"], kind)
         main, codes = launch.arguments[0], launch.arguments[1]
-        # The first argument is the tensor, the second its codes: all their bytes must move in 128-bit accesses.
+        # The first argument is the tensor, the second its codes. All bytes of both must move in 128-bit accesses.
         encoding = "encode" in launch.kernel.__name__
         threads = launch.warps(TARGETS[target]) * TARGETS[target].warp_size
         elements = launch.tile * prod(main.shape) // prod(codes.shape)
@@ -241,14 +244,15 @@ def test_kernels_spill_nothing_and_move_128_bits_at_once(
         assert wide["stores"] >= expected["codes" if encoding else "tensor"]
 
 
-# Each of the 132 multiprocessors of an H100 issues 128 instructions of threads a clock, at 1.755 GHz, while its memory
-# moves 3.35 TB/s at most: 8.8 instructions a byte. Codecs are to reach 85 % of a copy, which reaches some 90 % of that,
-# so that 11.6 can be issued per byte. Where every slot is taken nothing hides latency: this leaves one in three free.
+# Each of the 132 multiprocessors of an H100 issues 128 instructions of threads per clock, at 1.755 GHz, while its
+# memory moves 3.35 TB/s at most: 8.8 instructions a byte. Codecs should reach 85 % of a copy, which reaches about 90 %
+# of that, so that 11.6 can be issued per byte. If every slot were taken, nothing would hide latency. This limit leaves
+# one in three free.
 MOST_INSTRUCTIONS_PER_BYTE = 7.5
 
-# Not every instruction can be issued that often. Hopper has half as many lanes for those on whole numbers, bits and
-# comparisons (64 a clock of each multiprocessor: 5.8 a byte at that rate), and an eighth for conversions between whole
-# numbers and floats and for approximations (16: 1.45 a byte). Multiplications and additions of floats have the others.
+# Some instructions are issued less often. Hopper has half as many lanes for operations on integers, bits and
+# comparisons (64 a clock of each multiprocessor: 5.8 a byte at that rate), and an eighth for conversions between
+# integers and floats and for approximations (16: 1.45 a byte). Float multiplications and additions have the full rate.
 HALF_RATE = frozenset(
     {"BFE", "BMSK", "F2FP", "FLO", "FMNMX", "FSEL", "FSETP", "I2FP", "IABS", "IADD3", "IMNMX", "ISETP", "LEA", "LOP3"}
     | {"MOV", "P2R", "PLOP3", "PRMT", "R2P", "SEL", "SGXT", "SHF", "VABSDIFF", "VIADD", "VIMNMX", "VIMNMX3"}
@@ -263,7 +267,7 @@ MOST_EIGHTH_RATE_PER_BYTE = 1.45
 def test_memory_takes_longer_than_the_instructions(
     name: str, dtype: torch.dtype, launches: list[Launch], tmp_path: Path
 ) -> None:
-    """Not with stochastic rounding, which no codec has by default: hashing takes ten instructions an element more."""
+    """Stochastic rounding is left out. No codec uses it by default, and hashing adds ten instructions an element."""
     x = torch.ones(ROWS, CHANNELS, dtype=dtype)
     ROUND_TRIPS[name](x)
     for launch in launches:
@@ -281,7 +285,8 @@ def test_memory_takes_longer_than_the_instructions(
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_arithmetic_is_rounded_as_in_the_references(target: str, name: str, launches: list[Launch]) -> None:
-    """No fused multiply-add, no flushed denormals, no approximate division: each would give other bits on a GPU."""
+    """The code has no fused multiply-add, no flushed denormals and no approximate division, because each would give
+    other bits on a GPU."""
     ROUND_TRIPS[name](torch.ones(ROWS, CHANNELS))
     for launch in launches:
         ptx = _compile(launch, TARGETS[target]).asm["ptx"]
@@ -303,7 +308,7 @@ ONE_BY_ONE["outlier_int4-raw"] = lambda x: _outlier(x, 1)
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_kernels_compile_where_sizes_are_one(name: str, launches: list[Launch]) -> None:
-    """Triton makes integers of 1 constants, on which methods of tensors fail to compile."""
+    """Triton turns an argument of 1 into an integer constant, for which methods of tensors fail to compile."""
     ONE_BY_ONE[name](torch.ones(1, 1))
     for launch in launches:
         assert _compile(launch, TARGETS["sm_80"]).asm["ptx"]
@@ -319,7 +324,8 @@ def test_group_sizes_compile_for_odd_widths(launches: list[Launch]) -> None:
 
 @pytest.mark.parametrize("argument", ["seed", "num_outliers"])
 def test_what_changes_in_a_run_is_never_a_constant_of_a_kernel(argument: str) -> None:
-    """Triton would otherwise build a kernel anew for a seed of 1, for multiples of 16, for each number of outliers."""
+    """Triton would otherwise compile a kernel again for a seed of 1, for multiples of 16, and for each number of
+    outliers."""
     kernels = [(module, kernel) for module in MODULES for name, kernel in vars(module).items() if "_kernel" in name]
     taking = [(module, kernel) for module, kernel in kernels if argument in kernel.arg_names]
     assert taking

@@ -1,4 +1,4 @@
-"""Trains one small model with the Trainer in a process that is metered, and prints as JSON what its phases took.
+"""Train one small model with the Trainer in a metered process, and print the peak of each phase as JSON.
 
 python tests/memory_meter --limit 12MiB tests/limited/train.py gpt2 --budget 12582912
 """
@@ -32,9 +32,9 @@ from transformers import (
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
 
 STEPS = 8
-"""Two before there is a policy, the first and second under it, which are recorded, and some more."""
+"""Two steps before there is a policy, two steps that are recorded under the policy, and some more."""
 FIRST_STEPS = 2
-"""Where the profile is taken, in the midst of the first or at the end of the second."""
+"""Steps with profiling, which runs during the first or at the end of the second step."""
 TOKENS, WORDS = 128, 512
 IMAGE = 64
 
@@ -62,7 +62,7 @@ MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5, "vit": vit}
 
 
 def rows(name: str, samples: int) -> list[dict[str, Any]]:
-    """The data set: not of torch's tensors, so that it is no part of what is metered."""
+    """Return the data set as numpy arrays, which the memory meter does not count."""
     generator = np.random.default_rng(0)
     if name == "vit":
         images = generator.standard_normal((samples * STEPS, 3, IMAGE, IMAGE), dtype=np.float32)
@@ -72,7 +72,7 @@ def rows(name: str, samples: int) -> list[dict[str, Any]]:
 
 
 class Phases(TrainerCallback):
-    """The most bytes live in each phase of a run."""
+    """Peak of live bytes in each phase of a run."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
@@ -80,7 +80,7 @@ class Phases(TrainerCallback):
         self._meter = MemoryMeter()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._note("between steps")  # a profile among others
+        self._note("between steps")  # including profiling
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._num_steps += 1
@@ -97,9 +97,9 @@ class Phases(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--budget", type=int, help="bytes; without it plain training")
-    parser.add_argument("--codecs", action="store_true", help="allow compression with loss, and a chunked head")
-    parser.add_argument("--samples", type=int, default=8, help="in a batch")
+    parser.add_argument("--budget", type=int, help="bytes (default: plain training)")
+    parser.add_argument("--codecs", action="store_true", help="allow lossy compression, and a chunked head")
+    parser.add_argument("--samples", type=int, default=8, help="batch size")
     options = parser.parse_args()
     logging.basicConfig()
     logging.getLogger("adacc_hf").setLevel(logging.INFO)
@@ -111,7 +111,7 @@ def main() -> None:
         adacc = AdaccCallback(memory_budget=options.budget, actions=actions, min_compress_bytes=1024)
     phases = Phases()
     callbacks = [phases] if adacc is None else [adacc, phases]
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder,
@@ -131,9 +131,9 @@ def main() -> None:
             trainer.train()
         except InfeasibleBudgetError as error:
             phases.on_train_end()
-            found["floor"] = error.smallest_budget_bytes
+            record["floor"] = error.smallest_budget_bytes
     logs = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    print(json.dumps({**found, "steps": trainer.state.global_step, "losses": logs, "peaks": phases.peaks}))
+    print(json.dumps({**record, "steps": trainer.state.global_step, "losses": logs, "peaks": phases.peaks}))
 
 
 main()

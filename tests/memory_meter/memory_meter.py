@@ -1,7 +1,8 @@
-"""Counts the bytes of torch's tensors on the CPU between libc10 and the C library, and refuses those above a limit.
+"""Meter of the bytes of torch's CPU tensors, between libc10 and the C library, with an optional limit.
 
-Independent of what torch's profiler and Adacc count. It is there in processes that `python tests/memory_meter` started,
-or that have `environment()`; what was mapped from files, or belongs to numpy, is not of the allocator and not counted.
+The meter does not depend on torch's profiler or on Adacc's counts. It works in processes that `python
+tests/memory_meter` started, or that have `environment()`. Memory mapped from files, and numpy's memory, do not come
+from torch's allocator and are not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _NO_LIMIT = 2**63 - 1
 
 
 def environment() -> dict[str, str]:
-    """What to add to the environment of a process that is to be metered. Compiles the meter if need be."""
+    """Return the environment variables of a metered process. Compile the meter if necessary."""
     library = build(Path(__file__).with_name("meter.cpp"), _FLAGS)
     others = os.environ.get("LD_PRELOAD", "").split()
     return {"LD_PRELOAD": " ".join([str(library), *(other for other in others if other != str(library))])}
@@ -26,7 +27,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class MemoryMeter:
-    """This process's meter. Raises RuntimeError where it was not preloaded."""
+    """Meter of this process. Raises RuntimeError if the meter is not preloaded."""
 
     def __post_init__(self) -> None:
         if not hasattr(ctypes.CDLL(None), "memory_meter_live"):
@@ -38,19 +39,19 @@ class MemoryMeter:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes live since the start, or since `reset_peak`."""
+        """Peak of live bytes since the start, or since `reset_peak`."""
         return self._ask("peak")
 
     @property
     def num_refusals(self) -> int:
-        """Allocations that the limit made fail."""
+        """Number of allocations that failed because of the limit."""
         return self._ask("refusals")
 
     def reset_peak(self) -> None:
         ctypes.CDLL(None).memory_meter_reset_peak()
 
     def limit(self, nbytes: int | None) -> None:
-        """From now on torch gets no memory above `nbytes` in all, and raises what it raises then; None lifts this."""
+        """Limit torch's memory to `nbytes` in total. Torch raises its usual error above it. None removes the limit."""
         ctypes.CDLL(None).memory_meter_limit(ctypes.c_int64(_NO_LIMIT if nbytes is None else nbytes))
 
     def _ask(self, name: str) -> int:

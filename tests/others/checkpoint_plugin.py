@@ -1,9 +1,9 @@
-"""A pytest plugin that runs Transformers' own gradient checkpointing tests on our executor.
+"""Pytest plugin that runs Transformers' own gradient checkpointing tests on our executor.
 
     cd transformers && PYTHONPATH=ADACC/tests/others pytest -p checkpoint_plugin -k gradient_checkpointing tests/models
 
-Transformers hands its blocks to torch.utils.checkpoint.checkpoint; here they are handed to an executor that recomputes
-all it can. See docs/TRANSFORMERS_TESTS.md.
+Transformers passes its blocks to torch.utils.checkpoint.checkpoint. The plugin passes the blocks to an executor that
+recomputes all activations that it can. See docs/TRANSFORMERS_TESTS.md.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from adacc_hf.torch_glue.compat import block_of, keyword_arguments
 
 
 class LeastMemory(PlanEntries):
-    """Entries of a plan that recomputes all that can be, whatever the block runs."""
+    """Entries of a plan that recomputes all activations that can be recomputed, for any block."""
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         return least_memory_choices(tape), True
 
 
 class RecomputeAll(BlockExecutor):
-    """The strategy that recomputes all it can, for a block that no policy knows."""
+    """Executor that recomputes all activations that it can, for a block without a policy."""
 
     def __init__(self, name: str, library: TapeCache) -> None:
         super().__init__(name, Plan(kind="", choices=()), library)
@@ -48,26 +48,26 @@ class RecomputeAll(BlockExecutor):
 
 @dataclass
 class Record:
-    """What was done in place of torch's checkpoint so far."""
+    """Executors of all blocks so far, and counts of their calls."""
 
-    library: TapeCache = field(default_factory=TapeCache)
-    strategies: WeakKeyDictionary[nn.Module, RecomputeAll] = field(default_factory=WeakKeyDictionary)
+    tape_cache: TapeCache = field(default_factory=TapeCache)
+    executors: WeakKeyDictionary[nn.Module, RecomputeAll] = field(default_factory=WeakKeyDictionary)
     num_calls: int = 0
     num_replayed: int = 0
     """Operators that backward replayed."""
     num_left: int = 0
-    """Calls left to torch's checkpoint, because what it was given is no module's forward."""
+    """Calls passed on to torch's checkpoint, because the function is not a module's forward."""
     num_untrusted: int = 0
-    """Calls of blocks that are left to torch's checkpoint once the first call has shown why."""
+    """Calls of blocks that torch's checkpoint runs, because the first call showed that replay is impossible."""
     untrusted: dict[str, str] = field(default_factory=dict)
-    """Per class of such blocks, why."""
+    """Reason by class of block, for the calls counted in `num_untrusted`."""
 
 
 RECORD = Record()
 
 
 def checkpoint_by_replay(function: Callable[..., Any], *args: Any, **_: Any) -> Any:
-    """What `function(*args)` returns. Backward replays operators; torch's checkpoint would call it again."""
+    """Return `function(*args)`. Backward replays operators, where torch's checkpoint would call `function` again."""
     if not torch.is_grad_enabled():
         return function(*args)
     real = function.side_effect if isinstance(function, mock.Mock) else function
@@ -75,15 +75,15 @@ def checkpoint_by_replay(function: Callable[..., Any], *args: Any, **_: Any) -> 
     if block is None:
         RECORD.num_left += 1
         return checkpoint(function, *args, use_reentrant=False)
-    if block not in RECORD.strategies:
-        RECORD.strategies[block] = RecomputeAll(type(block).__name__, RECORD.tape_cache)
+    if block not in RECORD.executors:
+        RECORD.executors[block] = RecomputeAll(type(block).__name__, RECORD.tape_cache)
     RECORD.num_calls += 1
-    strategy = RECORD.strategies[block]
-    result = strategy.run(block, function, args, keyword_arguments(real))
-    reasons = [tape.untrusted for tape in strategy.tapes.values() if tape.untrusted]
+    executor = RECORD.executors[block]
+    result = executor.run(block, function, args, keyword_arguments(real))
+    reasons = [tape.untrusted for tape in executor.tapes.values() if tape.untrusted]
     if reasons:
         RECORD.num_untrusted += 1
-        RECORD.untrusted[strategy.name] = reasons[0]
+        RECORD.untrusted[executor.name] = reasons[0]
     return result
 
 
@@ -107,17 +107,17 @@ PATCHES = pytest.MonkeyPatch()
 
 @pytest.fixture(autouse=True)
 def replay_is_a_second_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers tells that checkpointing is on by a second call of a block's forward; replay makes none.
+    """Accept a replay where Transformers' tests expect a second call of a block's forward.
 
-    Here the assertion that there was more than one call also holds if operators of the test were replayed, or if the
-    one call has shown that the block must be left to torch's checkpoint from then on.
+    The assertion that there was more than one call also holds if operators of the test were replayed, or if the one
+    call has shown that torch's checkpoint must run the block from then on.
     """
     if request.cls is not None and hasattr(request.cls, "assertGreater"):
-        plain, before = request.cls.assertGreater, (RECORD.num_replayed, RECORD.num_untrusted)
+        original, counts = request.cls.assertGreater, (RECORD.num_replayed, RECORD.num_untrusted)
 
         def assert_greater(self: Any, first: Any, second: Any, msg: Any = None) -> None:
-            if not (first == second == 1 and (RECORD.num_replayed, RECORD.num_untrusted) != before):
-                plain(self, first, second, msg)
+            if not (first == second == 1 and (RECORD.num_replayed, RECORD.num_untrusted) != counts):
+                original(self, first, second, msg)
 
         monkeypatch.setattr(request.cls, "assertGreater", assert_greater)
 
@@ -125,7 +125,7 @@ def replay_is_a_second_run(request: pytest.FixtureRequest, monkeypatch: pytest.M
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(
         f"adacc_hf: {RECORD.num_calls} calls of blocks in place of torch's checkpoint, {RECORD.num_replayed} operators "
-        f"replayed in backward, {RECORD.num_left} calls of other functions left to torch's checkpoint"
+        f"replayed in backward, {RECORD.num_left} calls of other functions passed on to torch's checkpoint"
     )
     for name, reason in sorted(RECORD.untrusted.items()):
-        terminalreporter.write_line(f"adacc_hf: {name} is left to torch's checkpoint: {reason}")
+        terminalreporter.write_line(f"adacc_hf: torch's checkpoint runs {name}: {reason}")

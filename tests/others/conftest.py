@@ -1,4 +1,4 @@
-"""Runs the pinned list once without and once with the callback, and prints a table of what became of it."""
+"""Fixtures that run the pinned list once without and once with the callback, and a table of the outcomes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ HEADINGS = ("case", "verdict", "peak without", "with", "last step without", "wit
 
 @pytest.fixture(scope="session")
 def outcomes() -> Callable[[str], tuple[dict[str, Any], dict[str, Any]]]:
-    """`outcomes(group)`: what the two processes of a group left; each group is run once."""
+    """Return `outcomes(group)`: the outcomes of a group without and with the callback. Each group runs once."""
     if not cases.PACKAGES.exists():
-        pytest.skip("`make test-others` fetches the packages first")
+        pytest.skip("the packages are missing: run `make test-others`, which fetches them")
     tiny.make(cases.MADE)
     return cache(processes.run_both)
 
 
 @pytest.fixture(scope="session")
 def group_of() -> dict[str, str]:
-    """The group of each case, by name."""
+    """Return the group of each case, by the case's name."""
     return {case.name: group for group, members in cases.groups().items() for case in members}
 
 

@@ -1,4 +1,4 @@
-"""What the reinforcement learning of others' scripts rewards; they import it by name."""
+"""Reward function for the reinforcement learning scripts of other packages, which import it by name."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def characters(completions: list[Any], **_: Any) -> list[float]:
-    """How many different characters there are."""
+    """Return the number of different characters in each completion."""
     return [float(len(set(str(text)))) for text in completions]

@@ -1,4 +1,4 @@
-"""The stand-in for torch's checkpoint, as Transformers calls it."""
+"""Replacement of torch's checkpoint, called by Transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = Workload(width=16, layers=2, heads=2, batch=2, tokens=8)
 
 @pytest.fixture(autouse=True)
 def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
-    """A fresh record, with the plugin switched on."""
+    """Enable the plugin with a new record."""
     monkeypatch.setattr(checkpoint_plugin, "RECORD", Record())
     checkpoint_plugin.pytest_configure()
     yield checkpoint_plugin.RECORD
@@ -32,15 +32,15 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
 
 
 def trained(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The losses and gradients of three steps."""
-    found = []
+    """Return the losses and gradients of three steps."""
+    results = []
     for seed in range(3):
         torch.manual_seed(seed)
         model.zero_grad()
         loss = model(**batch).loss
         loss.backward()
-        found += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-    return found
+        results += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    return results
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,7 +58,7 @@ def test_checkpointing_that_transformers_enables_is_ours(record: Record, family:
 
 
 def test_a_forward_behind_a_mock_is_found(record: Record) -> None:
-    """Transformers' tests put a mock around it, to count its calls."""
+    """Transformers' tests wrap the forward in a mock, to count its calls."""
     model, batch = SMALL.model(), next(SMALL.batches())
     switch_checkpointing(model, on=True)
     layer, forward_mock = model.transformer.h[0], mock.Mock()

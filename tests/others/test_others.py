@@ -1,4 +1,4 @@
-"""Others' scripts, trainers, methods and tests train as they do without the callback."""
+"""Other packages' scripts, trainers, methods and tests train equally with and without the callback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from othersrun import cases, verdicts
 
 
 @pytest.mark.others
-@pytest.mark.timeout(1800)  # the first case of a group runs all of it
+@pytest.mark.timeout(1800)  # the first case of a group runs the whole group
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_others(
     case: cases.Case, outcomes: Callable, group_of: dict[str, str], record_property: Callable[[str, object], None]

@@ -1,4 +1,4 @@
-"""The judge of others' runs sees what differs. These tests run nothing of others'."""
+"""Comparison of the runs of other packages' code. These tests run no code of other packages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ TESTS = cases.Tests(name="tests", package="theirs", folder="", files=(), refusal
 
 
 def training(**changes: Any) -> dict[str, Any]:
-    found = {"label": "one", "error": None, "logs": ["loss 1.0"], "num_steps": 2, "weights": "a", "actions": None}
-    return {**found, "step_peaks": [3, 2], **changes}
+    record = {"label": "one", "error": None, "logs": ["loss 1.0"], "num_steps": 2, "weights": "a", "actions": None}
+    return {**record, "step_peaks": [3, 2], **changes}
 
 
 def outcome(*trainings: dict[str, Any], **results: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_tests_must_end_as_without() -> None:
     with_it = {**plain, "prefix": "failed: ValueError: not for prefixes"}
     verdict = verdicts.judge(TESTS, outcome(**plain), outcome(**with_it))
     assert verdict.fault is None
-    assert verdict.words.startswith("2 tests pass as without, 0 trainings bit-equal, 1 refused")
+    assert verdict.words.startswith("2 tests pass in both runs, 0 trainings bit-equal, 1 refused")
     assert "a: passed" in verdicts.judge(TESTS, outcome(**plain), outcome(**{**with_it, "a": "failed: x"})).fault
     assert "was not run" in verdicts.judge(TESTS, outcome(**plain), outcome(a="passed", c="passed", b="failed")).fault
     assert verdicts.judge(TESTS, outcome(b="failed"), outcome(b="failed")).fault

@@ -1,4 +1,4 @@
-"""The recipes are scripts: their folder goes onto sys.path, as `python recipes/gpt2_pile.py` puts it there."""
+"""Fixtures of the recipes. The recipes' folder is put on sys.path, as `python recipes/gpt2_pile.py` does."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ sys.path.insert(0, str(RECIPES))
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No test reaches the hub, and none writes outside its temporary folder."""
+    """Block the hub, and let each test write only to its temporary folder."""
     import datasets
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -30,13 +30,13 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def texts() -> list[str]:
-    """Twelve different documents, some with several lines and characters beyond ASCII."""
+    """Return twelve different documents, some with several lines and characters beyond ASCII."""
     return [f"Document {n}: {'lorem ipsum dolor ' * (n + 3)}\nçédille № {n}\n" for n in range(12)]
 
 
 @pytest.fixture
 def jsonl_file(tmp_path: Path, texts: list[str]) -> Path:
-    """`texts` in the Pile's schema."""
+    """Return a file with `texts` in the Pile's schema."""
     import json
 
     rows = [{"text": text, "meta": {"pile_set_name": "Pile-CC"}} for text in texts]
@@ -47,7 +47,7 @@ def jsonl_file(tmp_path: Path, texts: list[str]) -> Path:
 
 @pytest.fixture
 def tokenizer(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> "PreTrainedTokenizerBase":
-    """A byte-level BPE of 290 tokens, trained on `texts` once per session."""
+    """Return a byte-level BPE of 290 tokens, trained on `texts` once per session."""
     from datasets import Dataset
     from text_tokenizer import trained_tokenizer
 
@@ -57,7 +57,8 @@ def tokenizer(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> "Pr
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """The config of a GPT-2 that trains in milliseconds; its activations are just large enough to be compressed."""
+    """Return a folder with the config of a GPT-2 that trains in milliseconds. Its activations are just large enough to
+    be compressed."""
     from transformers import GPT2Config
 
     folder = tmp_path / "tiny-gpt2"
@@ -67,7 +68,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny_run(model_folder: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
-    """The command line of a run of four steps on `jsonl_file` into tmp_path / "run"."""
+    """Return the command line of a run of four steps on `jsonl_file` into tmp_path / "run"."""
     settings = {
         "model": model_folder,
         "dataset": jsonl_file,

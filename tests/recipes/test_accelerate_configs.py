@@ -8,7 +8,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "recipes" / "accelerate").glob("*.
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_every_config(path: Path):
-    # It refuses keys that it does not know.
+    # Accelerate refuses unknown keys.
     config = load_config_from_file(str(path))
     assert config.num_processes >= 1
 

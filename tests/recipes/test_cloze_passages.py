@@ -1,4 +1,4 @@
-"""What a passage promises, for any text: its last word is a question that the passage itself answers."""
+"""Guarantees of passages of any text: the last word is a question that the passage itself answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adacc_hf.eval.tasks import lm_eval_tasks
 
-# Letters, digits, indentation, punctuation and a letter outside ASCII, in words that repeat often.
+# The texts have letters, digits, indentation, punctuation and a letter outside ASCII, in words that repeat often.
 DOCUMENTS = st.lists(
     st.lists(st.sampled_from(["self", "table", "née_", "zwölf", "x1", "if", "(", ".", "\n    "])).map(" ".join)
 )
@@ -27,11 +27,11 @@ def test_ends_in_the_last_word_that_occurs_before() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        "The table stood near the door, so she moved the chair",  # nothing comes twice
-        "The cat stood near the door, so she moved the cat",  # too short a word
+        "The table stood near the door, so she moved the chair",  # no word comes twice
+        "The cat stood near the door, so she moved the cat",  # the word is too short
         "tables stood near the door, so she moved the table",  # a part of another word
         "table; it stood near the door, so she moved it;\n    table",  # indented
-        "table; it stood near the door, so she moved it (table)",  # no space before
+        "table; it stood near the door, so she moved it (table)",  # no space before the word
     ],
     ids=["new", "short", "part", "indented", "no-space"],
 )
@@ -56,7 +56,7 @@ def test_every_passage_keeps_its_promise(documents: list[str], characters: int, 
         assert word in re.findall(r"\w+", context)
         assert characters // 2 <= len(passage) <= characters
         assert any(passage in document for document in documents)
-    # No two of them share text.
+    # No two passages share text.
     assert sum(map(len, passages)) <= sum(map(len, documents))
 
 

@@ -17,7 +17,7 @@ WITH_CALLBACK = ("quantization", "adacc", "adacc_no_outlier", "adacc_compact")
 
 
 def with_setting(argv: list[str], **settings: object) -> list[str]:
-    """`argv` with further settings; argparse lets the last one win."""
+    """Return `argv` with further settings. argparse uses the last of repeated options."""
     return [*argv, *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
 
 
@@ -32,7 +32,7 @@ def test_every_method_trains_and_leaves_its_results(
 ):
     metrics = gpt2_pile.main(with_setting(tiny_run, method=method, memory_budget="0.5", report=False))
     run = tmp_path / "run"
-    assert 5.0 < metrics["eval_loss"] < 6.5  # ln 290 = 5.7: after four steps it is still near chance
+    assert 5.0 < metrics["eval_loss"] < 6.5  # ln 290 = 5.7 is chance level; after four steps the loss is still close
     assert metrics["steps"] == 4
     assert AutoModelForCausalLM.from_pretrained(run).config.vocab_size == len(AutoTokenizer.from_pretrained(run))
     assert json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
@@ -42,18 +42,18 @@ def test_every_method_trains_and_leaves_its_results(
 
 
 def test_quantization_compresses_and_adacc_keeps_to_its_budget(tiny_run: list[str], tmp_path: Path):
-    stored = {}
+    stored_bytes = {}
     for method, budget in (("quantization", "1.0"), ("adacc", "0.5"), ("adacc", "1.0")):
         folder = tmp_path / f"{method}-{budget}"
         gpt2_pile.main(with_setting(tiny_run, method=method, memory_budget=budget, report=False, output_dir=folder))
         policy = Policy.load(folder / "adacc_policy.json")
-        stored[method, budget] = policy.predicted_stored_bytes
+        stored_bytes[method, budget] = policy.predicted_stored_bytes
         if method == "quantization":
             assert {choice.codec for plan in policy.plans for _, choice in plan.choices} >= {"token_int4"}
             assert policy.action_counts()["recompute"] == 0
-    plain = stored["adacc", "1.0"]
-    assert stored["adacc", "0.5"] <= 0.5 * plain
-    assert stored["quantization", "1.0"] < plain
+    plain = stored_bytes["adacc", "1.0"]
+    assert stored_bytes["adacc", "0.5"] <= 0.5 * plain
+    assert stored_bytes["quantization", "1.0"] < plain
 
 
 def test_recomputing_gives_the_weights_of_plain_training(tiny_run: list[str], tmp_path: Path):
@@ -67,11 +67,11 @@ def test_recomputing_gives_the_weights_of_plain_training(tiny_run: list[str], tm
 @pytest.mark.parametrize("method", ["none", "adacc"])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(method: str, tiny_run: list[str], tmp_path: Path):
     argv = with_setting(tiny_run, method=method, memory_budget="0.5", report=False, save_steps=3)
-    whole = gpt2_pile.main(argv)
+    uninterrupted = gpt2_pile.main(argv)
     resumed = gpt2_pile.main(
         with_setting(argv, output_dir=tmp_path / "resumed", resume_from_checkpoint=tmp_path / "run" / "checkpoint-3")
     )
-    assert resumed["eval_loss"] == whole["eval_loss"]
+    assert resumed["eval_loss"] == uninterrupted["eval_loss"]
 
 
 def test_a_run_of_one_step_has_a_policy(tiny_run: list[str], tmp_path: Path):
@@ -161,9 +161,11 @@ def test_a_budget_below_the_floor_ends_with_status_2(
 
 
 def test_the_script_starts_from_any_folder(tmp_path: Path):
-    done = subprocess.run([sys.executable, RECIPE, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "--memory_budget" in done.stdout
-    assert "--per_device_train_batch_size" in done.stdout
+    process = subprocess.run(
+        [sys.executable, RECIPE, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "--memory_budget" in process.stdout
+    assert "--per_device_train_batch_size" in process.stdout
 
 
 def test_a_cloze_set_comes_from_held_out_documents_only(tiny_run: list[str], texts: list[str], tmp_path: Path):

@@ -15,7 +15,7 @@ STORED_BY_PLAIN = "that plain training stores"
 
 @pytest.fixture(autouse=True)
 def _quick_devices(monkeypatch: pytest.MonkeyPatch):
-    """No rates are measured, and no device is imitated: every device of the table is traced as the CPU runs it."""
+    """Skip measuring rates and simulating devices. Every device of the table is traced as the CPU runs it."""
     monkeypatch.setattr(
         "planned_run.find_device", lambda name: replace(find_device("l4" if name == "cpu" else name), trace="cpu")
     )
@@ -23,7 +23,7 @@ def _quick_devices(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def tiny_llama(tmp_path: Path) -> Path:
-    """The config of a LLaMA that trains in milliseconds, with a context of 32 tokens."""
+    """Return the config folder of a LLaMA that trains in milliseconds, with a context of 32 tokens."""
     folder = tmp_path / "tiny-llama"
     LlamaConfig(
         num_hidden_layers=2,
@@ -40,7 +40,7 @@ def tiny_llama(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny_run(tiny_llama: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
-    """The command line of four steps of four times the context into tmp_path / "run"."""
+    """Return the command line of four steps of four times the context into tmp_path / "run"."""
     settings = {
         "model": tiny_llama,
         "dataset": jsonl_file,
@@ -61,7 +61,7 @@ def tiny_run(tiny_llama: Path, jsonl_file: Path, tmp_path: Path) -> list[str]:
 
 
 def with_setting(argv: list[str], **settings: object) -> list[str]:
-    """`argv` with further settings; argparse lets the last one win."""
+    """Return `argv` with further settings. argparse uses the last of repeated options."""
     return [*argv, *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
 
 
@@ -81,13 +81,13 @@ def test_a_run_prints_its_plan_and_keeps_to_it(
     tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert command_line(tiny_run, monkeypatch) == 0
-    title, verdict, *rest = capsys.readouterr().out.splitlines()
+    title, verdict, *lines = capsys.readouterr().out.splitlines()
     assert "2 blocks, 2 x 128 tokens per device" in title
     assert verdict.startswith("fits ")
     assert "with adacc: 2 blocks" in verdict
-    (line,) = [line for line in rest if line.startswith("4 steps, loss ")]
+    (line,) = [line for line in lines if line.startswith("4 steps, loss ")]
     share = int(line.partition("that is ")[2].partition("%")[0])
-    assert 0 < share <= 60  # half was planned for; what there is beside activations differs a little
+    assert 0 < share <= 60  # half was planned for; memory besides activations differs slightly
     assert STORED_BY_PLAIN in line
     model = LlamaForCausalLM.from_pretrained(tmp_path / "run")
     assert model.config.max_position_embeddings == 128
@@ -124,26 +124,26 @@ def test_a_plan_alone_needs_neither_the_device_nor_text(
 
 def test_pretrained_weights_are_taken_with_longer_positions(tiny_run: list[str], tmp_path: Path, tiny_llama: Path):
     torch.manual_seed(1)
-    saved = LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_llama))
-    saved.save_pretrained(tiny_llama)
+    saved_model = LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_llama))
+    saved_model.save_pretrained(tiny_llama)
     argv = with_setting(tiny_run, from_pretrained=True, rope_theta=5e5)
     recipe, training = long_context.parse_settings(argv)
     model = long_context.make_trainer(recipe, training, long_context.long_config(recipe), None).model
-    assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
+    assert torch.equal(model.lm_head.weight, saved_model.lm_head.weight)
     assert model.config.max_position_embeddings == 128
     assert model.config.rope_parameters["rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize(
-    ("name", "planned"),
+    ("name", "device_name"),
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L4", "l4")],
 )
 def test_the_gpu_that_is_here_is_planned_for_with_its_own_memory(
-    name: str, planned: str, monkeypatch: pytest.MonkeyPatch
+    name: str, device_name: str, monkeypatch: pytest.MonkeyPatch
 ):
     pretend_gpu(name, monkeypatch)
     device = local_device()
-    assert (device.name, device.memory_bytes) == (planned, 12345)
+    assert (device.name, device.memory_bytes) == (device_name, 12345)
 
 
 def test_a_gpu_without_rates_is_asked_for(monkeypatch: pytest.MonkeyPatch):

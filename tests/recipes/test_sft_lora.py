@@ -13,13 +13,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 RECIPE = Path(sft_lora.__file__)
 
-# peft 0.21 asks a model of Transformers 5.23 by the older name.
+# peft 0.21 reads the older attribute of a model of Transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 @pytest.fixture
 def tiny_run(tmp_path: Path) -> list[str]:
-    """The command line of the demo, with fewer and shorter steps, into tmp_path / "run"."""
+    """Return the command line of the demo, with fewer and shorter steps, into tmp_path / "run"."""
     settings = {
         "cache_dir": tmp_path / "cache",
         "output_dir": tmp_path / "run",
@@ -35,7 +35,7 @@ def tiny_run(tmp_path: Path) -> list[str]:
 
 
 def with_setting(argv: list[str], **settings: object) -> list[str]:
-    """`argv` with further settings; argparse lets the last one win."""
+    """Return `argv` with further settings. argparse uses the last of repeated options."""
     return [*argv, *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
 
 
@@ -54,7 +54,7 @@ def test_the_demo_trains_and_stores_half(
     tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     trainer, callback = trained(tiny_run)
-    assert "checkpointing=True" not in caplog.text  # TRL's arguments switch it on, the recipe off
+    assert "checkpointing=True" not in caplog.text  # TRL's arguments switch checkpointing on, the recipe off
     assert len(losses(trainer)) == 5
     assert callback.policy.predicted_stored_bytes <= 0.5 * callback.profile.plain_stored_bytes
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("5 steps, loss ")]
@@ -96,7 +96,7 @@ def test_a_file_of_ones_own_is_taken(kind: str, tiny_run: list[str], tmp_path: P
     callback = sft_lora.make_callback(settings[0])
     trainer = sft_lora.make_trainer(settings, [callback])
     text = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
-    assert all(said in text for said in chat_files.strings_in(CHATS[kind]))
+    assert all(content in text for content in chat_files.strings_in(CHATS[kind]))
     if kind == "messages":
         sft_lora.train(trainer, callback)
         assert len(losses(trainer)) == 3

@@ -6,7 +6,7 @@ from text_documents import load_documents, stdlib_files, stream_pile
 
 
 def cached_files(folder: Path) -> list[Path]:
-    """What a failed read must not leave: anything but datasets' empty lock files."""
+    """Return all cached files but datasets' empty lock files. A failed read must leave none."""
     return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 

@@ -30,7 +30,7 @@ def test_packing_keeps_every_token_in_order(documents: list[list[int]], seq_len:
 def test_packed_rows_hold_the_encoded_text(
     streamed: bool, tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
 ):
-    documents = Dataset.from_dict({"text": texts * 60})  # 720 documents: more than one batch of the packer
+    documents = Dataset.from_dict({"text": texts * 60})  # 720 documents, more than one batch of the packer
     expected = []
     for text in documents["text"]:
         expected += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]

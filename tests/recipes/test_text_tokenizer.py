@@ -26,16 +26,16 @@ def test_vocabulary_has_the_asked_size_and_one_special_token(tokenizer: PreTrain
 def test_a_trained_tokenizer_is_read_from_the_cache(texts: list[str], tmp_path: Path):
     documents = Dataset.from_dict({"text": texts})
     first = trained_tokenizer(documents, "key", 290, 100, tmp_path)
-    # Without documents the training would fail, so this one can only come from the cache.
+    # Training would fail without documents, so that this tokenizer must come from the cache.
     cached = trained_tokenizer(None, "key", 290, 100, tmp_path)
     assert cached.get_vocab() == first.get_vocab()
 
 
-@pytest.mark.parametrize("changed", [("other", 290, 100), ("key", 280, 100), ("key", 290, 5)])
-def test_text_and_settings_are_part_of_the_key(changed: tuple[str, int, int], texts: list[str], tmp_path: Path):
+@pytest.mark.parametrize("changed_key", [("other", 290, 100), ("key", 280, 100), ("key", 290, 5)])
+def test_text_and_settings_are_part_of_the_key(changed_key: tuple[str, int, int], texts: list[str], tmp_path: Path):
     documents = Dataset.from_dict({"text": texts})
     trained_tokenizer(documents, "key", 290, 100, tmp_path)
-    trained_tokenizer(documents, *changed, tmp_path)
+    trained_tokenizer(documents, *changed_key, tmp_path)
     assert len(os.listdir(tmp_path / "tokenizers")) == 2
 
 

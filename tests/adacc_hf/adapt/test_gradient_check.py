@@ -1,4 +1,4 @@
-"""The error of a gradient against its definition, on tensors of any number and layout, and where it has no meaning."""
+"""The error of a gradient against its definition, on tensors of any number and layout, and where it is undefined."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_error_and_cosine_are_those_of_all_gradients_as_one_vector(sizes, scale,
     generator = torch.Generator().manual_seed(seed)
     exact = [torch.randn(size, generator=generator).t() * scale for size in sizes]
     other = [e + torch.randn(e.shape, generator=generator) * noise * scale for e in exact]
-    found = GradientError.between([*exact, None], [*other, None])
+    gradient_error = GradientError.between([*exact, None], [*other, None])
     e, o = (torch.cat([t.reshape(-1) for t in tensors]).double() for tensors in (exact, other))
     # Double precision, summed in another order.
-    assert math.isclose(found.error, float((o - e).norm() / e.norm()), rel_tol=1e-12)
-    assert math.isclose(found.cosine, float((o @ e) / (o.norm() * e.norm())), rel_tol=1e-12, abs_tol=1e-12)
+    assert math.isclose(gradient_error.error, float((o - e).norm() / e.norm()), rel_tol=1e-12)
+    assert math.isclose(gradient_error.cosine, float((o @ e) / (o.norm() * e.norm())), rel_tol=1e-12, abs_tol=1e-12)
 
 
 @pytest.mark.parametrize("exact", [[], [None], [torch.zeros(3)], [torch.tensor([1.0, math.nan])]])
@@ -38,8 +38,10 @@ def test_a_gradient_that_is_zero_or_not_finite_anyway_says_nothing(exact):
 
 @pytest.mark.parametrize("degraded", [math.nan, math.inf])
 def test_a_gradient_that_only_compression_makes_non_finite_is_infinitely_wrong(degraded):
-    found = GradientError.between([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.tensor([1.0, degraded, 1.0])])
-    assert found == GradientError(error=math.inf, cosine=0.0)
+    gradient_error = GradientError.between(
+        [torch.ones(2), torch.ones(3)], [torch.ones(2), torch.tensor([1.0, degraded, 1.0])]
+    )
+    assert gradient_error == GradientError(error=math.inf, cosine=0.0)
 
 
 def test_a_gradient_that_vanished_under_compression_points_nowhere():

@@ -1,4 +1,4 @@
-"""Comparing a block's gradient runs the block again, and leaves no trace: gradients, counts, generators, lists."""
+"""A gradient comparison runs the block again without side effects on gradients, counters, generators or lists."""
 
 import itertools
 import logging
@@ -19,7 +19,7 @@ SEEN = []
 
 
 class OwnBackward(torch.autograd.Function):
-    """Runs a function part by part in backward, where weights get their gradients by a backward of its own."""
+    """A Function that runs a module in parts in backward, where an inner backward computes the weights' gradients."""
 
     @staticmethod
     def forward(ctx, x, run):
@@ -87,10 +87,10 @@ def setup(block):
 
 
 def traces(model):
-    found = {name: buffer.tolist() for name, buffer in model.named_buffers()}
-    found |= {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
+    state = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    state |= {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
     for index, block in enumerate(model.layers):
-        found[index] = [
+        state[index] = [
             block.num_calls,
             None if block.load is None else float(block.load),
             list(block.loads),
@@ -99,7 +99,7 @@ def traces(model):
             block.dice.getstate(),
             block.mean.tolist(),
         ]
-    return found, list(SEEN), torch.get_rng_state().tolist(), random.getstate()
+    return state, list(SEEN), torch.get_rng_state().tolist(), random.getstate()
 
 
 @pytest.mark.parametrize("is_zeroed", [False, True])
@@ -124,7 +124,7 @@ def test_a_compared_gradient_leaves_no_trace(toy_model, toy_batch, forward, is_z
 
 
 def test_gradients_made_by_an_inner_backward_are_compared_too(toy_model, toy_batch):
-    """Those of weights that the function is not given: `torch.autograd.grad` sees none of them."""
+    """Gradients from an inner backward are compared too, although `torch.autograd.grad` does not see these weights."""
     model, batch = toy_model(tiled), toy_batch()
     profile = profile_model(model, batch, CONFIG)
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
@@ -140,7 +140,8 @@ def cross(block, hidden, memory, table):
 
 
 def test_keyword_arguments_with_a_gradient_lead_nowhere(toy_model, toy_batch):
-    """As the output of an encoder, whose graph is gone after the step, does in each layer of a decoder."""
+    """Gradients of keyword arguments are not followed, such as an encoder's output, whose graph is freed after the
+    step."""
     outside, batch = nn.Linear(8, 8), toy_batch()
 
     def kwargs_of(x):
@@ -159,7 +160,10 @@ def test_keyword_arguments_with_a_gradient_lead_nowhere(toy_model, toy_batch):
 
 @pytest.mark.parametrize("uses_saved", [False, True])
 def test_a_graph_from_before_the_block_is_left_alone(toy_model, toy_batch, caplog, uses_saved):
-    """Parameters outside keep their gradients; where that graph is gone, a warning says why nothing is compared."""
+    """The graph before the block is not run: outside parameters keep their gradients.
+
+    If that graph is freed, a warning says why nothing is compared.
+    """
     outside, batch = nn.Linear(8, 8), toy_batch()
 
     def reads_context(block, hidden):

@@ -1,4 +1,4 @@
-"""Suspicious figures in logs, and how long they stay suspicious."""
+"""Suspicious figures in logs, and the number of logs for which they stay suspicious."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def test_a_spike_is_found_and_what_came_before_is_not():
 
 
 def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
-    """Otherwise, after a change of the data, each further log of the run would cause a check of all blocks."""
+    """A loss that stays high is normal after half a window.
+
+    Otherwise, after a change of the data, each further log would cause a check of all blocks.
+    """
     results = reasons([*STEADY, *[9.0] * 20])
     assert all(results[20 : 20 + WINDOW // 2])
     assert not any(results[20 + WINDOW // 2 + 1 :])
@@ -40,7 +43,7 @@ def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
 
 @given(st.lists(st.floats(-1.0, 1.0), min_size=MIN_LOSSES, max_size=WINDOW), st.floats(1.0, 4.0))
 def test_nothing_within_the_range_of_noise_around_zero_is_a_spike(losses, scale):
-    """The noise of losses that alternate in sign is their size, whatever their median is."""
+    """Values within the noise around zero are no spike: if losses alternate in sign, the noise is their size."""
     signs = [scale * (-1) ** number + loss / 4 for number, loss in enumerate(losses)]
     assert LossSpikeDetector(2.0, signs).check(1.5 * scale, None) is None
 

@@ -17,6 +17,6 @@ def test_a_policy_that_ran_out_of_memory_may_have_nine_tenths_of_what_it_kept_to
     tighter = tighter_budget(Replanner(profile, policy, config))
     if form == "fraction":
         stored_share = policy.predicted_stored_bytes / profile.plain_stored_bytes
-        assert tighter == pytest.approx(0.9 * stored_share, abs=1e-6)  # it is rounded down to a millionth
+        assert tighter == pytest.approx(0.9 * stored_share, abs=1e-6)  # rounded down to a millionth
     else:
         assert tighter == int(0.9 * policy.predicted_peak_bytes)

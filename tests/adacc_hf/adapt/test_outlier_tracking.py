@@ -1,4 +1,4 @@
-"""When a tracking step is due, and what codecs measure in it."""
+"""Tracking steps: when they are due, and what codecs measure in them."""
 
 from __future__ import annotations
 
@@ -53,39 +53,39 @@ def with_outliers(channels):
 
 def test_what_is_measured_is_the_error_of_what_is_stored():
     tensor = with_outliers([])
-    found, decoded = measure(tensor, get_codec("outlier_int4"), [option("outlier_int4")])
-    assert found.num_outliers == {(0, 3): 0}
-    assert found.errors == {(0, 3): pytest.approx(float((decoded - tensor).norm() / tensor.norm()), rel=1e-5)}
-    assert found.option_errors == {(0, 3, "outlier_int4"): found.errors[0, 3]}
+    observation, decoded = measure(tensor, get_codec("outlier_int4"), [option("outlier_int4")])
+    assert observation.num_outliers == {(0, 3): 0}
+    assert observation.errors == {(0, 3): pytest.approx(float((decoded - tensor).norm() / tensor.norm()), rel=1e-5)}
+    assert observation.option_errors == {(0, 3, "outlier_int4"): observation.errors[0, 3]}
 
 
 def test_under_a_bound_an_option_is_priced_with_the_channels_that_were_found():
     arguments = with_outliers([5, 9]), get_codec("outlier_int4"), [option("outlier_int4")]
-    found, _ = measure(*arguments)
-    assert found.num_outliers == {(0, 3): 2}
-    assert found.option_errors[0, 3, "outlier_int4"] == found.errors[0, 3]
-    found, _ = measure(*arguments, max_error=0.1)
-    # Raw channels hold almost all of the norm, so that what the rest loses counts for little.
-    assert found.option_errors[0, 3, "outlier_int4"] < 0.1 * found.errors[0, 3]
+    observation, _ = measure(*arguments)
+    assert observation.num_outliers == {(0, 3): 2}
+    assert observation.option_errors[0, 3, "outlier_int4"] == observation.errors[0, 3]
+    observation, _ = measure(*arguments, max_error=0.1)
+    # Raw channels hold almost all of the norm, so that the error in the other channels counts for little.
+    assert observation.option_errors[0, 3, "outlier_int4"] < 0.1 * observation.errors[0, 3]
 
 
 def test_with_a_bound_the_finer_codec_is_priced_too():
     options = [option("outlier_int4"), option("int8")]
-    found, _ = measure(with_outliers([]), get_codec("outlier_int4"), options, max_error=0.1)
-    assert 0 < found.option_errors[0, 3, "int8"] < 0.1 * found.errors[0, 3]
-    found, _ = measure(with_outliers([]), get_codec("outlier_int4"), options)
-    assert set(found.option_errors) == {(0, 3, "outlier_int4")}
+    observation, _ = measure(with_outliers([]), get_codec("outlier_int4"), options, max_error=0.1)
+    assert 0 < observation.option_errors[0, 3, "int8"] < 0.1 * observation.errors[0, 3]
+    observation, _ = measure(with_outliers([]), get_codec("outlier_int4"), options)
+    assert set(observation.option_errors) == {(0, 3, "outlier_int4")}
 
 
 def test_without_the_guard_outliers_alone_are_counted():
-    found, _ = measure(with_outliers([5]), get_codec("outlier_int4"), [option("outlier_int4")], guard=False)
-    assert found.num_outliers == {(0, 3): 1}
-    assert not found.errors
+    observation, _ = measure(with_outliers([5]), get_codec("outlier_int4"), [option("outlier_int4")], guard=False)
+    assert observation.num_outliers == {(0, 3): 1}
+    assert not observation.errors
 
 
 def test_lossless_codecs_have_no_error():
-    found, _ = measure(torch.rand(4, 64) > 0.5, get_codec("bitmask"), [option("bitmask")])
-    assert found == Observation(
+    observation, _ = measure(torch.rand(4, 64) > 0.5, get_codec("bitmask"), [option("bitmask")])
+    assert observation == Observation(
         num_outliers={}, errors={}, option_errors={}, gradients={}, degrading_codecs=frozenset()
     )
 
@@ -115,11 +115,11 @@ def test_the_worst_of_all_ranks_counts():
     assert merged.degrading_codecs == {(0, 1, "int8"), (0, 2, "int8")}
 
 
-# Observations of one size of batch, put into the profile of another.
+# Observations of one batch size, transferred to the profile of another.
 
 
 def profile_of(blocks, kinds):
-    """A profile with blocks (name, kind), and kinds that are lists of the names of their values."""
+    """Return a profile with blocks (name, kind); a kind is the list of its values' names."""
     return SimpleNamespace(
         blocks=[SimpleNamespace(name=name, kind=kind) for name, kind in blocks],
         kinds=[
@@ -158,27 +158,27 @@ def test_the_same_profile_gets_its_observation_back():
 )
 def test_another_profile_gets_what_is_of_its_activations(blocks, kinds, num_outliers, gradients):
     other = profile_of(blocks, kinds)
-    found = FOUND.by_name(PAIRS).for_profile(other)
-    assert found.num_outliers == num_outliers
-    assert found.errors == {key: {3: 0.25, 5: 0.5}[count] for key, count in num_outliers.items()}
+    observation = FOUND.by_name(PAIRS).for_profile(other)
+    assert observation.num_outliers == num_outliers
+    assert observation.errors == {key: {3: 0.25, 5: 0.5}[count] for key, count in num_outliers.items()}
     codecs = {3: "int8", 5: "int4"}
-    assert found.option_errors.keys() == {(*key, codecs[count]) for key, count in num_outliers.items()}
-    assert found.degrading_codecs == found.option_errors.keys()
-    assert found.gradients.keys() == gradients
+    assert observation.option_errors.keys() == {(*key, codecs[count]) for key, count in num_outliers.items()}
+    assert observation.degrading_codecs == observation.option_errors.keys()
+    assert observation.gradients.keys() == gradients
 
 
 def test_the_worst_of_two_sizes_counts():
     single = profile_of([("a", 0)], [["y"]])
-    seen = Observation(
+    single_observation = Observation(
         num_outliers={(0, 0): 9},
         errors={(0, 0): 0.01},
         option_errors={},
         gradients={0: GradientError(error=0.9, cosine=0.1)},
         degrading_codecs=frozenset(),
     )
-    merged = NamedObservation.merged([FOUND.by_name(PAIRS), seen.by_name(single)])
-    found = merged.for_profile(PAIRS)
-    assert found.num_outliers == {(0, 1): 9, (1, 0): 5}
-    assert found.errors == FOUND.errors
-    assert found.gradients[0] == GradientError(error=0.9, cosine=0.1)
+    merged = NamedObservation.merged([FOUND.by_name(PAIRS), single_observation.by_name(single)])
+    observation = merged.for_profile(PAIRS)
+    assert observation.num_outliers == {(0, 1): 9, (1, 0): 5}
+    assert observation.errors == FOUND.errors
+    assert observation.gradients[0] == GradientError(error=0.9, cosine=0.1)
     assert merged.for_profile(single).num_outliers == {(0, 0): 9}

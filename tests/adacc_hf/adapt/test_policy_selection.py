@@ -1,4 +1,4 @@
-"""When the solver runs again, and that no gain is missed when it does not."""
+"""When the solver runs again, and that no gain is missed if it does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def profile(tiny_gpt2, token_batch):
 
 
 def with_channels(profile, count):
-    """`profile` with `count` outlier channels in every activation that may have some and is wide enough."""
+    """Return `profile` with `count` outlier channels in every activation that allows them and is wide enough."""
     wide = [v.index for v in profile.kinds[0].values if v.encoded_shape[-1:] > (8,)]
     return with_outlier_counts(profile, {(0, value): count for value in wide})
 
@@ -35,14 +35,14 @@ def test_no_policy_can_save_more_than_was_freed(profile, before, after, seed):
     earlier, later = with_channels(profile, before), with_channels(profile, after)
     policy = random_policy(earlier, seed, ("retain", "compress", "recompute"))
     then, now = (current_policy(prices, policy).predicted_stored_bytes for prices in (earlier, later))
-    freed = freed_bytes(earlier, later, CONFIG)
-    assert then - now <= freed
-    assert (freed > 0) == (after < before)
+    num_freed_bytes = freed_bytes(earlier, later, CONFIG)
+    assert then - now <= num_freed_bytes
+    assert (num_freed_bytes > 0) == (after < before)
 
 
 @pytest.fixture
 def searches(monkeypatch):
-    """The profiles that the solver was called with. A stand-in for the solver compresses nothing."""
+    """The profiles that the solver was called with. Its stand-in compresses nothing."""
     profiles = []
 
     def solve(profile, *_):
@@ -65,9 +65,9 @@ def test_the_solver_is_asked_once_enough_was_freed_however_slowly(profile, searc
         if result.has_solved:
             break
         policy = result.policy
-    freed = freed_bytes(last_solved, prices, CONFIG)
+    num_freed_bytes = freed_bytes(last_solved, prices, CONFIG)
     assert searches == [prices]
-    assert MIN_FREED * current_policy(prices, policy).predicted_stored_bytes <= freed
+    assert MIN_FREED * current_policy(prices, policy).predicted_stored_bytes <= num_freed_bytes
     assert result.reason.endswith("predicted overhead")
 
 
@@ -92,7 +92,10 @@ def test_a_codec_that_keeps_to_the_bound_again_is_memory_freed(profile):
 def test_what_a_faster_head_saves_is_no_part_of_what_a_gain_is_compared_with(
     gpt2_like_profile, add_chunked_head, monkeypatch, gain, is_taken
 ):
-    """The overhead is below 0, and no gain at all would be more than a share of it."""
+    """The time that a faster head saves is not part of the overhead that a gain is compared with.
+
+    Otherwise the overhead is below 0, and a gain of 0 is more than a share of it.
+    """
     profile = add_chunked_head(gpt2_like_profile(num_blocks=2), 100, ms=-15.0)
     policy, other = (solve_policy(profile, fraction) for fraction in (0.6, 0.7))
     assert (policy.head, policy.predicted_overhead_ms < 0) == ("chunked", True)

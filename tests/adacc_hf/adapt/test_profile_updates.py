@@ -1,4 +1,4 @@
-"""Codecs that are switched off at one size of batch are so at every other one, and for nothing else."""
+"""A codec that is switched off at one batch size is off at every size, and for no other activation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 @pytest.fixture(scope="module")
 def profiles(tiny_gpt2, token_batch):
-    """Of one model at two sizes. Eager attention clones four times: queries, keys, values and its result."""
+    """Profiles of one model at two sizes. Eager attention clones four times: queries, keys, values and its result."""
     model = tiny_gpt2("eager", attn_pdrop=0.0)
     return [profile_model(model, token_batch(tokens=tokens), CONFIG) for tokens in (12, 7)]
 
@@ -37,10 +37,10 @@ def test_one_of_four_activations_of_a_name_is_told_from_the_others_at_every_size
     blocks = ["transformer.h.0", "transformer.h.1"]
     assert switched_off == {(block, "attn:clone#2", "channel_int4") for block in blocks}
     for profile in profiles:
-        left = without_codecs(profile, switched_off)
+        remaining_profile = without_codecs(profile, switched_off)
         others = [value for value in profile.kinds[0].values if value.index != clones(profile)[1].index]
-        assert clones(left)[1].codecs == ()
-        assert [left.kinds[0].values[value.index] for value in others] == others
+        assert clones(remaining_profile)[1].codecs == ()
+        assert [remaining_profile.kinds[0].values[value.index] for value in others] == others
         assert switched_off_options(profile, switched_off) == {(0, clones(profile)[1].index, "channel_int4")}
 
 
@@ -55,9 +55,9 @@ def test_what_is_switched_off_in_one_block_is_so_for_its_kind(profiles):
 def test_all_lossy_options_are_those_of_the_kinds_of_some_blocks(profiles):
     profile = profiles[0]
     options = lossy_options(profile, ["transformer.h.1"])
-    left = without_codecs(profile, in_all_blocks(profile, options))
-    assert all(option.lossless for kind in left.kinds for value in kind.values for option in value.codecs)
-    assert any(value.codecs for value in left.kinds[0].values), "dropout's masks lose nothing"
+    remaining_profile = without_codecs(profile, in_all_blocks(profile, options))
+    assert all(option.lossless for kind in remaining_profile.kinds for value in kind.values for option in value.codecs)
+    assert any(value.codecs for value in remaining_profile.kinds[0].values), "dropout's masks lose nothing"
     assert lossy_options(profile, ["elsewhere"]) == frozenset()
 
 
@@ -81,5 +81,5 @@ def test_a_finer_codec_stands_in_at_every_size_and_not_twice(profiles):
 def test_nothing_stands_in_where_all_that_is_lossy_ends(profiles):
     profile = profiles[0]
     switched_off = in_all_blocks(profile, lossy_options(profile, ["transformer.h.0"]))
-    left = without_codecs(with_finer(profile, switched_off, CONFIG), switched_off)
-    assert all(option.lossless for kind in left.kinds for value in kind.values for option in value.codecs)
+    remaining_profile = without_codecs(with_finer(profile, switched_off, CONFIG), switched_off)
+    assert all(option.lossless for kind in remaining_profile.kinds for value in kind.values for option in value.codecs)

@@ -1,4 +1,4 @@
-"""The replanner: when it looks, what it counts, and when it changes the policy."""
+"""The replanner: when a tracking step is due, its measurements, and when the policy changes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NORM = "GPT2Block.ln_2:native_layer_norm"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 COMPRESS = AdaccConfig(actions=("retain", "compress"), min_compress_bytes=4096, memory_budget=0.45)
-"""Compresses everything of the tiny model but the norms' statistics."""
+"""Settings that compress everything in the tiny model but the norms' statistics."""
 
 
 @pytest.fixture
 def model():
-    """No dropout: which channels are outliers must not depend on a draw."""
+    """A model without dropout, because outlier channels must not depend on a random draw."""
     torch.manual_seed(0)
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", "use_cache": False}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -48,7 +48,7 @@ def batch():
 
 
 class Session:
-    """A model under a policy with its replanner, driven step by step."""
+    """A model under a policy with its replanner, run step by step."""
 
     def __init__(self, model, batch, config, policy=None):
         self.model, self.batch = model, batch
@@ -56,7 +56,7 @@ class Session:
         self.policy = policy(self.profile) if policy else solve_policy(self.profile, config=config)
         self.handle = apply_policy(model, self.policy)
         self.replanner = Replanner(self.profile, self.policy, config)
-        self.step()  # records the tapes: a block's first call is stored before there are codecs to count with
+        self.step()  # record the tapes: codecs do not encode a block's first call
 
     def step(self):
         self.model(**self.batch).loss.backward()
@@ -70,15 +70,15 @@ class Session:
         return self.replanner.finish_tracking()
 
     def track(self):
-        """What a tracking step found, and the ReplanResult that followed."""
-        found = self.observe()
-        if not found.needs_solving:
-            return found, ReplanResult(policy=None, reason=found.reason, has_solved=False)
+        """Return the result of a tracking step, and the ReplanResult that followed."""
+        tracking = self.observe()
+        if not tracking.needs_solving:
+            return tracking, ReplanResult(policy=None, reason=tracking.reason, has_solved=False)
         self.replanner.start_solving()
-        rectified = self.replanner.take_over()
-        if rectified.policy is not None:
-            self.handle.replace(rectified.policy)
-        return found, rectified
+        result = self.replanner.take_over()
+        if result.policy is not None:
+            self.handle.replace(result.policy)
+        return tracking, result
 
 
 def compress_all(profile):
@@ -86,14 +86,14 @@ def compress_all(profile):
 
 
 def plant(model, channels):
-    """Make `channels` of both blocks' ln_2 outliers, and no others; K equal ones of 64 have Z = sqrt(64/K - 1)."""
+    """Make `channels` the only outliers of both blocks' ln_2. K equal ones of 64 have Z = sqrt(64/K - 1)."""
     for block in model.transformer.h:
         block.ln_2.bias.data.zero_()
         block.ln_2.bias.data[list(channels)] = 30.0
 
 
 def norm_options(profile, policy):
-    """The profile's codec for ln_2's output, and the options that the policy has for it."""
+    """Return the profile's codec for ln_2's output, and the options that the policy uses for it."""
     (value,) = (value for value in profile.kinds[0].values if value.name == NORM.partition(".")[2] and value.codecs)
     return value.codecs[0], dict(policy.plans[0].choice(value.index).options)
 
@@ -105,27 +105,27 @@ def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, 
     assert before["num_outliers"] == 0
     for channels in ([5, 40], [5], []):
         plant(model, channels)
-        found, rectified = session.track()
-        assert found.num_outliers[NORM] == len(channels)
-        repriced, followed = norm_options(session.replanner.profile, rectified.policy)
-        assert followed["num_outliers"] == len(channels)
+        tracking, result = session.track()
+        assert tracking.num_outliers[NORM] == len(channels)
+        repriced_option, policy_options = norm_options(session.replanner.profile, result.policy)
+        assert policy_options["num_outliers"] == len(channels)
         # A raw channel takes 4 bytes for each of 4 x 32 tokens, and 4 for its index.
-        assert repriced.nbytes == option.nbytes + len(channels) * (4 * 32 * 4 + 4)
-        assert dict(repriced.options)["num_outliers"] == len(channels)
+        assert repriced_option.nbytes == option.nbytes + len(channels) * (4 * 32 * 4 + 4)
+        assert dict(repriced_option.options)["num_outliers"] == len(channels)
 
 
 def test_the_policy_in_force_gets_as_many_channels_as_were_found(model, batch, monkeypatch):
     config = replace(COMPRESS, memory_budget=0.9)
     session = Session(model, batch, config, policy=compress_all)
-    # The solver's answer is no faster: actions stay, channels follow.
+    # The solver's answer is not faster: actions stay, outlier channels are updated.
     monkeypatch.setattr(selection_module, "solve_policy", lambda *_: slower(session.policy))
     for channels in ([5, 40], []):
         plant(model, channels)
-        _, found = session.track()
-        assert found.reason == "the same actions, with the current outlier channels"
-        assert norm_options(session.profile, found.policy)[1]["num_outliers"] == len(channels)
-        assert found.policy.action_counts() == session.policy.action_counts()
-        assert found.policy is session.replanner.policy
+        _, result = session.track()
+        assert result.reason == "the same actions, with the current outlier channels"
+        assert norm_options(session.profile, result.policy)[1]["num_outliers"] == len(channels)
+        assert result.policy.action_counts() == session.policy.action_counts()
+        assert result.policy is session.replanner.policy
     assert session.track()[1].reason == "outlier channels unchanged, errors within the bound"
 
 
@@ -149,13 +149,14 @@ def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
     stored_bytes = session.policy.predicted_stored_bytes
     session.replanner.memory_budget = stored_bytes / session.profile.plain_stored_bytes
     plant(model, range(4))
-    _, found = session.track()
-    assert found.reason.startswith("over budget: the old actions need ")
-    assert found.policy.predicted_stored_bytes <= stored_bytes
+    _, result = session.track()
+    assert result.reason.startswith("over budget: the old actions need ")
+    assert result.policy.predicted_stored_bytes <= stored_bytes
 
 
 def compress_all_but_the_wide(profile):
-    """Everything compressed but the MLP's inner activations, which the solver may still compress."""
+    """Return a policy that compresses everything but the MLP's inner activations, which the solver may still
+    compress."""
     wide = {value.index for value in profile.kinds[0].activations if value.shape[-1] == 256}
     plans = [
         replace(plan, choices=tuple((v, RETAIN if v in wide else choice) for v, choice in plan.choices))
@@ -178,12 +179,12 @@ def test_only_a_gain_or_a_burst_budget_changes_the_actions(model, batch, monkeyp
     if over:
         session.replanner.memory_budget = session.policy.predicted_stored_bytes
     plant(model, [5] if over else [])
-    _, found = session.track()
-    assert (found.policy.plans == other.plans) == (over or gain > MIN_GAIN)
+    _, result = session.track()
+    assert (result.policy.plans == other.plans) == (over or gain > MIN_GAIN)
 
 
 def changed_in_one(plans):
-    """`plans` with the first activation retained instead."""
+    """Return `plans` with the first activation retained."""
     return tuple(
         replace(plan, choices=tuple((v, RETAIN if c.action is Action.COMPRESS else c) for v, c in plan.choices))
         for plan in plans
@@ -198,15 +199,16 @@ def test_a_budget_that_nothing_fits_any_more_keeps_the_policy(model, batch, monk
     monkeypatch.setattr(selection_module, "solve_policy", infeasible)
     session.replanner.memory_budget = session.policy.predicted_stored_bytes
     plant(model, [5])
-    _, found = session.track()
-    assert found.policy is None
-    assert found.reason == "no policy fits the budget any more, the policy is unchanged: too small"
+    _, result = session.track()
+    assert result.policy is None
+    assert result.reason == "no policy fits the budget any more, the policy is unchanged: too small"
     assert session.replanner.policy is session.policy
 
 
 @pytest.mark.parametrize("is_fraction", [True, False], ids=["fraction", "bytes"])
 def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, batch, is_fraction):
-    """Bytes may be all that there are."""
+    """If codecs with degraded gradients alone keep within a fraction, the fraction gives way. A limit in bytes does
+    not."""
     config = replace(COMPRESS, codecs=("channel_int4",))
     session = Session(model, batch, replace(config, memory_budget=1.0), policy=compress_all)
     least, plain = session.policy.predicted_stored_bytes, session.profile.plain_stored_bytes
@@ -214,17 +216,17 @@ def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, ba
     assert session.observe().degrading_codecs
     session.replanner.memory_budget = least / plain if is_fraction else session.policy.predicted_peak_bytes
     session.replanner.start_solving()
-    found = session.replanner.take_over()
+    result = session.replanner.take_over()
     if is_fraction:
-        assert found.policy.predicted_stored_bytes > least
-        assert f"; {NOTHING_FITS}, the policy that stores least is used: memory_budget={least / plain}" in found.reason
-        session.handle.replace(found.policy)
+        assert result.policy.predicted_stored_bytes > least
+        assert f"; {NOTHING_FITS}, the policy that stores least is used: memory_budget={least / plain}" in result.reason
+        session.handle.replace(result.policy)
         again, then = session.track()
         assert again.gradients[0].error < DEGRADED_ERROR
         assert then.policy is None
     else:
-        assert found.policy is None
-        assert found.reason.startswith(f"{NOTHING_FITS}, the policy is unchanged: memory_budget=")
+        assert result.policy is None
+        assert result.reason.startswith(f"{NOTHING_FITS}, the policy is unchanged: memory_budget=")
 
 
 @pytest.mark.parametrize(
@@ -233,17 +235,17 @@ def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, ba
 )
 def test_only_tracked_modules_are_counted(model, batch, patterns, expected):
     config = replace(COMPRESS, memory_budget=1.0, tracked_modules=patterns)
-    found = Session(model, batch, config, policy=compress_all).observe()
-    modules = {name.partition(".")[2].partition(":")[0].partition(".")[0] for name in found.num_outliers}
+    tracking = Session(model, batch, config, policy=compress_all).observe()
+    modules = {name.partition(".")[2].partition(":")[0].partition(".")[0] for name in tracking.num_outliers}
     assert modules <= expected
     assert bool(modules) == bool(expected)
 
 
 def test_every_outlier_codec_is_counted_by_default(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    found = session.observe()
+    tracking = session.observe()
     choices = [choice for _, choice in session.policy.plans[0].choices]
-    assert len(found.num_outliers) == sum(choice.codec == "outlier_int4" for choice in choices) > 3
+    assert len(tracking.num_outliers) == sum(choice.codec == "outlier_int4" for choice in choices) > 3
 
 
 def test_the_most_of_all_blocks_and_calls_counts(model, batch):
@@ -288,7 +290,7 @@ def test_max_error_bounds_the_solved_policy(model, batch):
     bounded = chosen_errors(profile, solve_policy(profile, 0.8, replace(COMPRESS, max_error=bound)))
     assert max(errors) > bound
     assert max(bounded, default=0.0) <= bound
-    with pytest.raises(InfeasibleBudgetError):  # without dropout there are no masks, which alone lose nothing
+    with pytest.raises(InfeasibleBudgetError):  # no dropout, so no lossless masks
         solve_policy(profile, 0.95, replace(COMPRESS, max_error=0.0))
 
 
@@ -304,30 +306,30 @@ def chosen_errors(profile, policy):
 def test_errors_of_round_trips_and_of_a_gradient_are_measured(model, batch):
     plant(model, [5, 40])
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    found = session.observe()
+    tracking = session.observe()
     compressed = [c for _, c in session.policy.plans[0].choices if c.codec is not None]
-    assert len(found.errors) == len(compressed)
+    assert len(tracking.errors) == len(compressed)
     # INT4 in groups of 64 leaves a relative error of 0.05 to 0.2 on data without outliers; 8 bits leave 16 times less.
-    assert all(0.001 < error < 0.3 for error in found.errors.values())
-    assert 0.0 < found.gradients[0].error < 0.5
-    assert 0.85 < found.gradients[0].cosine <= 1.0
+    assert all(0.001 < error < 0.3 for error in tracking.errors.values())
+    assert 0.0 < tracking.gradients[0].error < 0.5
+    assert 0.85 < tracking.gradients[0].cosine <= 1.0
 
 
 def test_sampled_blocks_take_turns_and_tracking_leaves_no_trace(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    seen = []
+    sample_names = []
     for _ in range(3):
         session.replanner.start_tracking(session.handle.plans)
-        seen += session.replanner._samples
+        sample_names += session.replanner._samples
         session.step()
         session.replanner.finish_tracking()
         strategies = session.handle.plans.strategies.values()
         assert all(strategy.wrap_codec is None and strategy.observer is None for strategy in strategies)
-    assert seen == ["transformer.h.0", "transformer.h.1", "transformer.h.0"]
+    assert sample_names == ["transformer.h.0", "transformer.h.1", "transformer.h.0"]
 
 
 def test_measuring_changes_no_gradient(model, batch):
-    """Without outliers to choose anew, a tracking step trains as any other."""
+    """A tracking step without new outliers has the gradients of any other step."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, outliers=False), policy=compress_all)
     session.step()
     before = session.step()
@@ -341,18 +343,20 @@ def test_measuring_changes_no_gradient(model, batch):
 
 @pytest.mark.parametrize("num_steps", [0, 20], ids=["not-checked-yet", "before-a-check"])
 def test_comparing_a_gradient_is_no_call_of_the_block(model, batch, num_steps):
-    """Calls are recorded by their number, and whoever makes room for that counts batches to know when."""
+    """Comparing a gradient does not count as a call of the block. Recorded calls go by that number."""
     session = Session(model, batch, replace(COMPRESS, max_error=0.05), policy=compress_all)
     for _ in range(num_steps):
         session.step()
-    found = session.observe()
-    assert found.gradients, "compared, several times for the bound"
-    known = [known for plan in session.handle.plans.strategies.values() for known in plan.known_shapes.values()]
-    assert [shape.num_calls for shape in known] == [num_steps + 2] * 2
+    tracking = session.observe()
+    assert tracking.gradients, "compared, several times for the bound"
+    known_shapes = [
+        known_shapes for plan in session.handle.plans.strategies.values() for known_shapes in plan.known_shapes.values()
+    ]
+    assert [shape.num_calls for shape in known_shapes] == [num_steps + 2] * 2
 
 
 def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypatch, caplog):
-    """It runs after the optimizer's step, where nothing else can be tried again: training goes on without it."""
+    """A comparison that runs out of memory is left out with a warning, and training continues."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     session.replanner.start_tracking(session.handle.plans)
     session.step()
@@ -361,36 +365,36 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypa
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(gradient_module, "_gradient", full)
-    found = session.replanner.finish_tracking()
-    assert (found.gradients, bool(found.errors)) == ({}, True)
+    tracking = session.replanner.finish_tracking()
+    assert (tracking.gradients, bool(tracking.errors)) == ({}, True)
     assert "not enough memory to compare the gradient of transformer.h.0" in caplog.text
     assert all(strategy.wrap_codec is None for strategy in session.handle.plans.strategies.values())
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9], ids=["half-the-largest", "nine-tenths"])
 def test_an_activation_above_its_bound_is_promoted(model, batch, share):
-    """INT4 over the bound becomes INT8, or is not compressed; the solver could not know from the profiled batch."""
+    """INT4 above its error bound becomes INT8 or is not compressed. The profiled batch alone does not show this."""
     free = replace(COMPRESS, memory_budget=0.95)
-    found = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all).observe()
-    bound = share * max(found.errors.values())
+    tracking = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all).observe()
+    bound = share * max(tracking.errors.values())
     config = replace(free, max_error=bound)
     session = Session(model, batch, config, policy=compress_all)
-    found, rectified = session.track()
-    assert "above the bound" in found.reason
-    assert rectified.reason.startswith("the codec is no longer allowed for ")
+    tracking, result = session.track()
+    assert "above the bound" in tracking.reason
+    assert result.reason.startswith("the codec is no longer allowed for ")
     later = session.observe()
     assert max(later.errors.values(), default=0.0) <= bound
     assert all(error.error <= bound for error in later.gradients.values())
-    kept = chosen_errors(session.replanner.profile, session.replanner.policy)
-    assert max(kept, default=0.0) <= bound * (1 - ERROR_MARGIN)
+    errors = chosen_errors(session.replanner.profile, session.replanner.policy)
+    assert max(errors, default=0.0) <= bound * (1 - ERROR_MARGIN)
 
 
 def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, batch):
     config = replace(COMPRESS, memory_budget=1.0)
-    found = Session(model, batch, config, policy=compress_all).observe()
-    largest, gradient = max(found.errors.values()), found.gradients[0].error
+    tracking = Session(model, batch, config, policy=compress_all).observe()
+    largest, gradient = max(tracking.errors.values()), tracking.gradients[0].error
     assert gradient < largest, "pick another bound: it must lie above each round trip and below the gradient's error"
-    assert not found.degrading_codecs, "0.5 is the bound where none is given"
+    assert not tracking.degrading_codecs, "0.5 is the bound where none is given"
     session = Session(model, batch, replace(config, max_error=gradient * 0.9), policy=compress_all)
     bound = gradient_bound(session.replanner.config)
     session.replanner.start_tracking(session.handle.plans)
@@ -398,18 +402,18 @@ def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, bat
     ((name, sample),) = session.replanner._samples.items()
     session.replanner._stop_measuring()
     bypassed = {value for _, value, _ in session.replanner._find_degrading(name, 0, sample, True)}
-    assert 0 < len(bypassed) < len(found.errors) / 2
+    assert 0 < len(bypassed) < len(tracking.errors) / 2
     assert sample.compare(frozenset(bypassed)).error <= bound
     assert all(sample.compare(frozenset(bypassed - {value})).error > bound for value in bypassed)
     session.replanner.cancel_tracking()
 
 
 QKV = "attn.c_attn:addmm"
-"""The queries, keys and values of fused attention, which backward makes its softmax of."""
+"""The queries, keys and values of fused attention, from which backward recomputes its softmax."""
 
 
 def sharpen(model, factor=20.0):
-    """Make queries and keys so large that attention looks at few tokens, as trained models do."""
+    """Scale queries and keys so that attention concentrates on few tokens, as in trained models."""
     for block in model.transformer.h:
         block.attn.c_attn.weight.data[:, : 2 * block.attn.split_size] *= factor
 
@@ -417,20 +421,20 @@ def sharpen(model, factor=20.0):
 def test_a_degraded_gradient_ends_the_codec_that_degrades_it_and_no_other(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     sharpen(model)
-    found, rectified = session.track()
-    ((_, value, codec),) = found.degrading_codecs
+    tracking, result = session.track()
+    ((_, value, codec),) = tracking.degrading_codecs
     assert session.profile.kinds[0].values[value].name == QKV
     assert codec == "channel_int4"
-    assert found.gradients[0].error > DEGRADED_ERROR
-    assert rectified.reason.startswith(f"the codec is no longer allowed for GPT2Block.{QKV}")
-    # The solver need not compress at all within this budget. What may not be, it cannot.
+    assert tracking.gradients[0].error > DEGRADED_ERROR
+    assert result.reason.startswith(f"the codec is no longer allowed for GPT2Block.{QKV}")
+    # The solver can meet this budget without compression, so forbidden codecs do not matter.
     everything = compress_all(session.replanner._allowed_profile())
     assert [plan.choice(value).codec for plan in everything.plans] == ["int8"]
     session.handle.replace(everything)
     session.replanner.policy = everything
     later = session.observe()
     assert later.gradients[0].error < DEGRADED_ERROR
-    assert later.errors.keys() == found.errors.keys()
+    assert later.errors.keys() == tracking.errors.keys()
     assert not later.degrading_codecs
 
 
@@ -452,25 +456,25 @@ def test_a_finer_codec_that_degrades_a_gradient_too_ends_as_well(model, batch):
     assert not session.replanner._allowed_profile().kinds[0].values[value].codecs
 
 
-class Offs:
-    """A sample whose gradient's error is made up of what each activation adds."""
+class ErrorSample:
+    """A sample whose gradient error is composed of one contribution for each activation."""
 
-    def __init__(self, offs):
-        self.offs = offs
+    def __init__(self, errors):
+        self.errors = errors
 
     def compare(self, bypassed=frozenset()):
-        squares = (off**2 for value, off in self.offs.items() if value not in bypassed)
+        squares = (off**2 for value, off in self.errors.items() if value not in bypassed)
         return GradientError(error=math.sqrt(sum(squares)), cosine=1.0)
 
 
 @pytest.mark.parametrize(("max_error", "expected"), [(None, 2), (0.4, 2), (0.1, 3)], ids=str)
 def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batch, max_error, expected):
-    """Without any one of the first two it would be 0.48 off, and blocks add up."""
+    """Leaving out only one of the first two activations leaves an error of 0.48, and errors of blocks add up."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
     lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
-    offs = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
-    found = session.replanner._find_degrading("transformer.h.0", 0, Offs(offs), was_compared=True)
-    assert {value for _, value, _ in found} == set(lossy[:expected])
+    errors = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
+    tracking = session.replanner._find_degrading("transformer.h.0", 0, ErrorSample(errors), was_compared=True)
+    assert {value for _, value, _ in tracking} == set(lossy[:expected])
 
 
 def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
@@ -496,16 +500,19 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
         return original(call, run_call)
 
     monkeypatch.setattr(gradient_module, "_gradient", counting)
-    found = session.replanner.finish_tracking()
-    assert found.degrading_codecs
+    tracking = session.replanner.finish_tracking()
+    assert tracking.degrading_codecs
     assert max(num_held) == 1
     assert not any(sample._exact for sample in samples)
-    # One is exact, one under the plan, and one for each activation that is compressed alone and then again.
-    assert [calls.count(block) for block in model.transformer.h] == [2 + 2 * len(found.errors) - 1] * 2
+    # One run is exact, one under the plan, and one for each activation compressed alone and then again.
+    assert [calls.count(block) for block in model.transformer.h] == [2 + 2 * len(tracking.errors) - 1] * 2
 
 
 def test_what_was_switched_off_is_not_searched_for_again(model, batch, monkeypatch):
-    """Until another policy is in force, if one ever fits, every tracking step finds the same gradient degraded."""
+    """The search for degrading codecs runs once, although every tracking step finds the same degraded gradient.
+
+    This holds until another policy is in force.
+    """
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, guard_blocks=2), policy=compress_all)
     sharpen(model)
     first = session.observe()
@@ -533,8 +540,8 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
         return original(*args)
 
     monkeypatch.setattr(gradient_module, "_gradient", full)
-    found = session.replanner.finish_tracking()
-    assert found.degrading_codecs == lossy_options(session.profile, ["transformer.h.0"])
+    tracking = session.replanner.finish_tracking()
+    assert tracking.degrading_codecs == lossy_options(session.profile, ["transformer.h.0"])
     assert "the codecs that degrade the gradient of transformer.h.0 cannot be determined" in caplog.text
     session.replanner.start_solving()
     assert session.replanner.take_over().policy is not None
@@ -542,15 +549,18 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
 
 
 def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips(model, batch):
-    """Under a bound INT8 follows, and tracking goes on measuring what INT4 would do to the same activation."""
+    """A codec that degraded a gradient is not selected again for its small round-trip error.
+
+    INT8 follows under a bound, while tracking keeps measuring INT4 on the same activation.
+    """
     session = Session(model, batch, replace(COMPRESS, memory_budget=0.27, max_error=0.2), policy=compress_all)
     sharpen(model, factor=12.0)
-    found, _ = session.track()
-    ((_, value, codec),) = found.degrading_codecs
+    tracking, _ = session.track()
+    ((_, value, codec),) = tracking.degrading_codecs
     assert codec == "channel_int4"
     for channels in ([5], [5, 40], []):
         assert {plan.choice(value).codec for plan in session.replanner.policy.plans} == {"int8"}
-        plant(model, channels)  # or nobody would ask the solver again
+        plant(model, channels)  # otherwise the solver would not run again
         session.track()
     (option, *_) = session.replanner.profile.kinds[0].values[value].codecs
     assert option.codec == "channel_int4"
@@ -577,7 +587,7 @@ def test_a_kind_that_may_not_be_compressed_is_not(model, batch):
     blocks = ["transformer.h.0"]
     session.replanner.switch_off(in_all_blocks(session.profile, lossy_options(session.profile, blocks)))
     session.replanner.start_solving()
-    rectified = session.replanner.take_over()
-    assert rectified.policy is not None
+    result = session.replanner.take_over()
+    assert result.policy is not None
     assert not session.replanner.lossy_blocks()
     assert not session.replanner.has_work()

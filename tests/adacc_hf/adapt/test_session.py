@@ -1,4 +1,4 @@
-"""AdaccSession in loops of the user's own: bit-equal to plain training, within the budget, gone without a trace."""
+"""AdaccSession in a user's own loop: bit-equal to plain training, within the budget, and removed without traces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCHES = [batch_of(seed) for seed in range(12)]
 
 
 class NoSession:
-    """Stands for a session in plain training."""
+    """A stand-in for a session in plain training."""
 
     def __init__(self, model, optimizer, **settings):
         self.state = SimpleNamespace(num_steps=0)
@@ -58,7 +58,7 @@ class NoSession:
 
 
 class Run:
-    """What a loop came to."""
+    """The results of a loop: losses, final weights, session and model."""
 
     def __init__(self, model, losses, session):
         self.weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -90,7 +90,7 @@ def by_run(session, model, optimizer, batch, losses):
 
 
 def halves(batch):
-    return [{name: given[half::2] for name, given in batch.items()} for half in range(2)]
+    return [{name: values[half::2] for name, values in batch.items()} for half in range(2)]
 
 
 def two_micro_batches(session, model, optimizer, batch, losses):
@@ -105,7 +105,7 @@ def two_micro_batches(session, model, optimizer, batch, losses):
 
 
 def accumulating(session, model, optimizer, batch, losses):
-    """As with Accelerate's `accumulate`: the optimizer steps within the last micro-batch."""
+    """The optimizer steps within the last micro-batch, as with Accelerate's `accumulate`."""
     for half, part in enumerate(halves(batch)):
         with session.micro_batch(part):
             loss = model(**part).loss
@@ -117,7 +117,7 @@ def accumulating(session, model, optimizer, batch, losses):
 
 
 def stepping_after(session, model, optimizer, batch, losses):
-    """The optimizer steps after the last micro-batch, where no context is open."""
+    """The optimizer steps after the last micro-batch, outside of any context."""
     for part in halves(batch):
         with session.micro_batch(part):
             loss = model(**part).loss
@@ -205,7 +205,7 @@ def test_an_error_within_leaves_no_trace_either():
 
 
 def test_a_step_that_was_broken_off_may_be_left_out():
-    """The loop goes on with the next batch, as plain training does."""
+    """After an exception in a step, the loop continues with the next batch, as in plain training."""
 
     def step(session, model, optimizer, batch, losses):
         try:
@@ -228,7 +228,7 @@ def test_a_step_that_was_broken_off_may_be_left_out():
 
 @pytest.fixture
 def budget():
-    """Half-way between the least peak of a step and plain training's, of batches of 16 times 32."""
+    """The midpoint of a step's least peak and plain training's peak, for batches of 16 x 32 tokens."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wide = AdaccSession(model, optimizer, memory_budget="1GiB", **LOSSLESS)
@@ -241,17 +241,17 @@ def budget():
 
 
 def test_batches_of_larger_sizes_keep_to_the_budget(budget):
-    """They get policies of their own, and a step that was counted took what was planned."""
+    """Larger batches get their own policies, and a measured step peaks as planned."""
     sizes = [(8, 16)] * 6 + [(16, 32)] * 10
     batches = [batch_of(seed, *size) for seed, size in enumerate(sizes)]
     plain = train(one_step, batches, NoSession)
     run = train(one_step, batches, memory_budget=budget, **LOSSLESS)
     run.assert_equals(plain)
-    measured = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
-    assert measured
-    assert max(measured) <= budget
-    planned = [event["peak_bytes"] for event in run.session.history if event["event"] in ("policy", "change")]
-    assert max(planned) <= budget
+    measured_peaks = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
+    assert measured_peaks
+    assert max(measured_peaks) <= budget
+    planned_peaks = [event["peak_bytes"] for event in run.session.history if event["event"] in ("policy", "change")]
+    assert max(planned_peaks) <= budget
     assert run.session.policy.action_counts()["recompute"] > 0
 
 
@@ -378,8 +378,8 @@ def test_what_makes_a_loss_is_given_a_mapping():
 
 
 def test_a_saved_session_goes_on(tmp_path):
-    """As the uninterrupted one would, without another profile."""
-    whole = train(one_step, **HALF)
+    """A resumed session equals the uninterrupted one, without another profile."""
+    uninterrupted = train(one_step, **HALF)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(1)
@@ -396,7 +396,7 @@ def test_a_saved_session_goes_on(tmp_path):
         one_step(session, model, optimizer, batch, losses)
     session.close()
     assert session.num_steps == len(BATCHES)
-    Run(model, losses, session).assert_equals(whole)
+    Run(model, losses, session).assert_equals(uninterrupted)
     assert [event["step"] for event in session.history if event["event"] == "policy"][-1] == 7
 
 
@@ -424,14 +424,14 @@ def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
 
 
 @pytest.mark.parametrize("budget", [0.3, "100KiB", 200_000])
-@pytest.mark.parametrize("made", [False, True], ids=["given", "by a function"])
-def test_a_policy_above_the_budget_beside_it_is_refused(budget, made):
+@pytest.mark.parametrize("is_function", [False, True], ids=["given", "by a function"])
+def test_a_policy_above_the_budget_beside_it_is_refused(budget, is_function):
     policy = train(one_step, **HALF).session.policy
-    given = (lambda profile: policy) if made else policy
+    policy_or_function = (lambda profile: policy) if is_function else policy
     with pytest.raises(ValueError, match=r"memory_budget=.* allows .*, and the policy that was passed with it"):
-        train(one_step, policy=given, **(LOSSLESS | {"memory_budget": budget}))
-    train(one_step, policy=given, **(LOSSLESS | {"memory_budget": 0.6}))
-    train(one_step, policy=given, **(LOSSLESS | {"memory_budget": policy.predicted_peak_bytes}))
+        train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": budget}))
+    train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": 0.6}))
+    train(one_step, policy=policy_or_function, **(LOSSLESS | {"memory_budget": policy.predicted_peak_bytes}))
 
 
 def test_figures_are_those_of_the_callback():
@@ -441,8 +441,8 @@ def test_figures_are_those_of_the_callback():
         assert session.metrics() == {}
         for batch in BATCHES:
             one_step(session, model, optimizer, batch, [])
-        found = session.metrics({"loss": 3.0, "grad_norm": 1.0})
-    assert {"adacc/stored_gib", "adacc/peak_gib", "adacc/overhead_ms", "adacc/fallback_steps"} <= found.keys()
+        metrics = session.metrics({"loss": 3.0, "grad_norm": 1.0})
+    assert {"adacc/stored_gib", "adacc/peak_gib", "adacc/overhead_ms", "adacc/fallback_steps"} <= metrics.keys()
 
 
 def test_files_for_reports_go_into_the_folder(tmp_path):
@@ -451,7 +451,7 @@ def test_files_for_reports_go_into_the_folder(tmp_path):
 
 
 def test_blocks_that_are_trained_later_get_plans():
-    """The first blocks are frozen for some steps."""
+    """Blocks that are frozen in the first steps get plans once they train."""
 
     def step(session, model, optimizer, batch, losses):
         for parameter in model.transformer.h[0].parameters():
@@ -471,7 +471,7 @@ def test_blocks_that_are_trained_later_get_plans():
 
 
 def test_other_optimizers_steps_are_not_the_runs():
-    """A second optimizer, as of a discriminator, ends no step."""
+    """Steps of a second optimizer, such as a discriminator's, do not end the session's step."""
 
     def step(session, model, optimizer, batch, losses):
         other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -501,7 +501,7 @@ def test_steps_do_not_nest():
 
 
 def skipping(session, model, optimizer, batch, losses):
-    """Every third batch is left out within the context, the first one among them."""
+    """Skip every third batch within the context, the first one included."""
     with session.step(batch):
         if len(losses) % 3:
             model(**batch).loss.backward()
@@ -537,7 +537,7 @@ def stepping_outside(session, model, optimizer, batch, losses):
 
 
 def test_an_optimizer_that_is_not_seen_is_asked_for(caplog):
-    """The step is counted all the same, and its memory, so that the policy for the budget follows."""
+    """Without a visible optimizer, the session warns, counts the step and its memory, and still follows the budget."""
     plain = train(stepping_outside, session_class=NoSession)
     with caplog.at_level(logging.WARNING):
         run = train(stepping_outside, memory_budget="1GiB", **LOSSLESS)
@@ -548,7 +548,8 @@ def test_an_optimizer_that_is_not_seen_is_asked_for(caplog):
 
 
 def test_a_model_has_one_session(caplog):
-    """The second takes the place of the first, which nobody may have kept: a notebook's cell that is run again."""
+    """A second session on the model replaces the first, as when a notebook cell runs again without the first's
+    handle."""
     plain = train(one_step, session_class=NoSession)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -576,7 +577,7 @@ def test_a_model_has_one_session(caplog):
 
 
 def test_copies_have_no_session(tmp_path):
-    """As of a moving average, or of the best model so far."""
+    """Copies of the model, such as a moving average or the best model so far, have no session."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with AdaccSession(model, optimizer, **HALF) as session:
@@ -584,8 +585,8 @@ def test_copies_have_no_session(tmp_path):
             one_step(session, model, optimizer, batch, [])
             copied = copy.deepcopy(model)
             torch.save(model, tmp_path / "model.pt")
-        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    for other in (copied, loaded):
+        loaded_model = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copied, loaded_model):
         torch.manual_seed(0)
         expected = model(**BATCHES[0]).loss
         torch.manual_seed(0)
@@ -636,7 +637,7 @@ def make_t5():
 
 
 def pair_of(seed, samples=4):
-    """Texts of 24 to 150 tokens with labels of 8 to 20: no two batches have the same sizes."""
+    """Return texts of 24 to 150 tokens with labels of 8 to 20, so that no two batches have the same sizes."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = (int(torch.randint(*bounds, (1,), generator=generator)) for bounds in ((24, 150), (8, 20)))
     ids = [torch.randint(1, 61, (samples, length), generator=generator) for length in (tokens, labels)]
@@ -645,22 +646,27 @@ def pair_of(seed, samples=4):
 
 @pytest.mark.parametrize("part", [0.6, 0.75])
 def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
-    """No batch is profiled whole, whatever comes first: the budget that one fits may be too small for the next."""
+    """No batch is profiled whole, whichever comes first: the budget may be too small for the next one."""
     batches = [pair_of(seed) for seed in range(16)]
     plain = train(one_step, batches, NoSession, make_t5)
-    whole = train(one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF)
-    most = uniform_policy(whole.session.profile, "retain").predicted_peak_bytes
+    largest_run = train(
+        one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF
+    )
+    most = uniform_policy(largest_run.session.profile, "retain").predicted_peak_bytes
     monkeypatch.setattr(run_profiler, "profile_model", None)
     run = train(one_step, batches, make=make_t5, memory_budget=int(part * most), **LOSSLESS)
     run.assert_equals(plain)
-    measured = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
-    assert len(measured) >= 2
-    assert max(measured) <= part * most
+    measured_peaks = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]
+    assert len(measured_peaks) >= 2
+    assert max(measured_peaks) <= part * most
     assert run.session.history[0]["step"] == 0
 
 
 def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_off():
-    """Its policy of least memory is another one than the first size's."""
+    """Switched-off codecs are off at a size that first occurs before a step was measured.
+
+    The least-memory policy of that size differs from the first size's.
+    """
     probe = train(one_step, [batch_of(0, 8, 40)] * 4, **HALF).session.profile
     budget = int(1.2 * uniform_policy(probe, "retain").predicted_peak_bytes)
     config = {"memory_budget": budget, "head": "plain", "min_compress_bytes": 0}
@@ -688,7 +694,7 @@ def train_on(session, model, optimizer, batches):
 
 
 def test_a_run_that_resumes_keeps_the_profile_that_tells_of_all_sizes(tmp_path):
-    """Although a size that it was told of comes first: that of the batch before the checkpoint."""
+    """A resumed run keeps the profile that predicts all sizes, although the first batch has a size predicted before."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     session = AdaccSession(model, optimizer, **HALF)
@@ -736,12 +742,12 @@ def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     session = AdaccSession(model, optimizer, **HALF)
-    failed = []
+    failed_steps = []
 
     def step(batch):
         loss = model(**batch).loss
-        if not failed:
-            failed.append(1)
+        if not failed_steps:
+            failed_steps.append(1)
             raise torch.OutOfMemoryError("no room")
         loss.backward()
         optimizer.step()
@@ -754,16 +760,16 @@ def test_out_of_memory_in_the_very_first_micro_batch_is_tried_again():
 
 
 def test_a_smaller_size_runs_under_a_policy_whose_codecs_it_is_too_small_for():
-    """Codecs are for values of `min_compress_bytes` and more; at a smaller size a policy may have some for others."""
+    """A smaller size may run under the policy of a larger one, whose codecs are skipped below `min_compress_bytes`."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     nbytes = 8 * 32 * 32 * 4  # the hidden states of the first batch
     session = AdaccSession(model, optimizer, memory_budget="1.6MiB", min_compress_bytes=nbytes // 4, head="plain")
     train_on(session, model, optimizer, [batch_of(0, tokens=32), batch_of(1, tokens=6), batch_of(2, tokens=32)])
-    used = [choice.codec for plan in session.policy.plans for _, choice in plan.choices if choice.codec]
+    codec_names = [choice.codec for plan in session.policy.plans for _, choice in plan.choices if choice.codec]
     train_on(
         session, model, optimizer, [batch_of(seed, tokens=tokens) for seed, tokens in enumerate((6, 9, 32, 5, 12))]
     )
     session.close()
-    assert used
+    assert codec_names
     assert session.num_steps == 8

@@ -1,4 +1,4 @@
-"""Settings outside their range are refused by name, with the range."""
+"""Settings outside their range are refused with their name and range."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ def test_other_budgets_are_refused(budget):
 
 
 @pytest.mark.parametrize(
-    ("budget", "meant"),
+    ("budget", "suggestion"),
     [
         (1, r'as 1\.0, all that plain training stores, or "1GiB": use'),
         ("1", r'as 1\.0, all that plain training stores, or "1GiB": use'),
@@ -41,9 +41,11 @@ def test_other_budgets_are_refused(budget):
         (40_000, 'as "40000MiB": use'),
     ],
 )
-def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budget, meant):
-    written = re.escape(repr(budget))
-    with pytest.raises(ValueError, match=rf"memory_budget={written} is outside \[65536, \d+\] bytes, .* {meant}"):
+def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budget, suggestion):
+    escaped_budget = re.escape(repr(budget))
+    with pytest.raises(
+        ValueError, match=rf"memory_budget={escaped_budget} is outside \[65536, \d+\] bytes, .* {suggestion}"
+    ):
         AdaccConfig(memory_budget=budget)
 
 
@@ -83,7 +85,8 @@ def test_a_wrong_setting_is_named(name, value, message):
 
 
 def test_what_settings_allow_codecs_take():
-    """A setting that a codec refuses would be told steps later, when the first batch is profiled."""
+    """Codecs accept every value that settings allow. Otherwise the error would come steps later, when a batch is
+    profiled."""
     for size in range(1, 2050):
         try:
             AdaccConfig(group_size=size)
@@ -109,7 +112,7 @@ def test_overrides_are_checked_like_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("memory_buget", "memory_budget"),
         ("groups", "group_size"),
@@ -117,6 +120,6 @@ def test_overrides_are_checked_like_the_rest():
         ("zzz", "memory_budget, m"),
     ],
 )
-def test_a_setting_that_does_not_exist_is_named_with_the_nearest(name, meant):
-    with pytest.raises(TypeError, match=f"{name}=3 is not a setting of AdaccConfig: choose {meant}"):
+def test_a_setting_that_does_not_exist_is_named_with_the_nearest(name, suggestion):
+    with pytest.raises(TypeError, match=f"{name}=3 is not a setting of AdaccConfig: choose {suggestion}"):
         AdaccConfig().with_overrides(**{name: 3})

@@ -1,4 +1,4 @@
-"""Indices and statistics of rows: never made anew from numbers that a codec changed."""
+"""Indices and statistics of rows are never recomputed from values that a codec changed."""
 
 import logging
 from dataclasses import replace
@@ -28,12 +28,12 @@ CONFIG = AdaccConfig(min_compress_bytes=0, codecs=("token_int4",))
     ],
 )
 def test_an_index_is_decided_by_numbers_that_may_come_out_otherwise(operators, stored, expected):
-    """Value 0 is stored with loss; those from 10 on are indices."""
+    """Indices that depend on lossy values may change. Value 0 is stored with loss; values from 10 on are indices."""
     assert index_values(operators, lambda value: value >= 10, {0}, stored) == expected
 
 
 def rows_in_order(block, hidden):
-    """Rows sorted by a score, as experts take tokens: each order has weights of its own."""
+    """Sort rows by a score, as experts select tokens; each rank has its own weights."""
     scores = block.score(block.up(hidden).tanh()).squeeze(-1)
     order = scores.argsort(dim=-1)
     rows = hidden.gather(1, order.unsqueeze(-1).expand_as(hidden))
@@ -59,7 +59,7 @@ def sorting(toy_model, toy_batch):
     return model, batch, profile, gradients(model, batch)
 
 
-# INT4 with a scale for each token is off by 0.04 at most here; with rows in another order it is 0.2.
+# INT4 with a scale for each token has an error of 0.04 at most here; with rows in another order it is 0.2.
 TOLERANCE = 0.1
 
 
@@ -101,9 +101,11 @@ def test_lossless_policies_may_recompute_them(sorting):
 
 
 @pytest.fixture
-def norming(toy_model, toy_batch, untried):
-    """(model, batch, its profile, its gradients): a norm with an epsilon like BERT's, and a row that is small beside
-    the others in its group of codes."""
+def norming(toy_model, toy_batch, measurement_without_errors):
+    """(model, batch, its profile, its gradients) of a norm with BERT's epsilon.
+
+    One row is small next to the others in its group of codes.
+    """
 
     def forward(block, hidden):
         small = hidden * torch.tensor([1.0, 1, 1e-3, 1, 1, 1]).unsqueeze(-1)
@@ -112,25 +114,26 @@ def norming(toy_model, toy_batch, untried):
     model = toy_model(forward, setup=lambda block: setattr(block, "norm", nn.LayerNorm(8, eps=1e-12)))
     batch = toy_batch(8)
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
-    # It is left to rules what no replay may make: the codec of these rows would not be offered.
-    profile = profile_model(model, batch, config, measurement=untried)
+    # The profile leaves this to the rules. Otherwise it would not offer the codec of these rows.
+    profile = profile_model(model, batch, config, measurement=measurement_without_errors)
     return model, batch, profile, gradients(model, batch)
 
 
 @pytest.mark.parametrize("seed", ["least", *range(8)])
 def test_a_row_of_which_a_codec_leaves_nothing_has_a_gradient_of_its_size(norming, seed):
-    """It comes back as zeros, whose deviation is an epsilon."""
+    """A row that its codec turns into zeros, whose deviation is an epsilon, still has a gradient of the right size."""
     model, batch, profile, plain = norming
     config = AdaccConfig(min_compress_bytes=0, codecs=("int8",))
-    solved = seed == "least"
-    policy = least_policy(profile, config) if solved else random_policy(profile, seed, ("compress", "recompute"))
+    is_solved = seed == "least"
+    policy = least_policy(profile, config) if is_solved else random_policy(profile, seed, ("compress", "recompute"))
     with apply_policy(model, policy, config):
         # The small row's share of the gradient is missing.
         assert (gradients(model, batch) - plain).norm() < 2 * plain.norm()
 
 
 def test_the_statistics_of_coded_rows_are_stored(norming):
-    """Whatever way a policy is found; those of rows that are recomputed are recomputed with them."""
+    """The statistics of coded rows are stored, in every way to find a policy. Those of recomputed rows are
+    recomputed."""
     *_, profile, _ = norming
     kind = profile.kinds[0]
     ((first, rows), (second, same)) = kind.exactness_dependents.items()
@@ -139,8 +142,8 @@ def test_the_statistics_of_coded_rows_are_stored(norming):
     model = build_block_model(kind, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
     (lossy,) = [store.choice for store in model.menus[row] if not store.is_lossless]
     recomputed = dict(uniform_policy(profile, Action.RECOMPUTE).plans[0].choices)
-    kept = dict(price(model, recomputed | {row: lossy}).plan.choices)
-    assert (kept[first], kept[second]) == (RETAIN, RETAIN)
+    choices = dict(price(model, recomputed | {row: lossy}).plan.choices)
+    assert (choices[first], choices[second]) == (RETAIN, RETAIN)
     recomputed = dict(price(model, recomputed).plan.choices)
     assert (recomputed[first], recomputed[second]) == (RECOMPUTE, RECOMPUTE)
 
@@ -157,7 +160,10 @@ def test_the_executor_stores_them_whatever_a_policy_says(norming, caplog):
 
 
 def test_a_statistic_is_stored_beside_its_own_rows_alone_however_far_off_it_would_be(tape_builder):
-    """Where these are recomputed from further up, an exact one does not suit them."""
+    """A statistic is stored if its own rows are coded only, whatever its recomputation error.
+
+    An exact statistic does not match rows that are recomputed from earlier coded values.
+    """
     tape = tape_builder()
     start = tape.value("input", 16)
     (rows,) = tape.operator("product", [start], [("rows", 16)], 1.0, save=[-1])

@@ -1,4 +1,4 @@
-"""JSON files are whole or absent."""
+"""JSON files are complete or absent."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The simulator against steps worked out by hand, and against the totals that the solver computes in its own way."""
+"""The simulator against steps calculated by hand, and against the totals that the solver computes in another way."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from adacc_hf.solve.simple_policies import uniform_policy
 
 
 def plan_of(kind, **choices):
-    """The plan that treats the values with these names so and retains the others."""
+    """Return the plan with the given choices for the named values; the others are retained."""
     return Plan(
         kind=kind.digest, choices=tuple((value.index, choices.get(value.name, RETAIN)) for value in kind.activations)
     )
@@ -25,7 +25,7 @@ def plan_of(kind, **choices):
 
 @pytest.fixture
 def kind(tape_builder, make_codec):
-    """input(100) -> a(10), copy(3) -> b(20) -> c(40); a, b and c are saved, each by the operator that made it."""
+    """input(100) -> a(10), copy(3) -> b(20) -> c(40); a, b and c are saved, each by its own operator."""
     tape = tape_builder()
     start = tape.value("input", 100)
     a, _ = tape.operator("f", [start], [("a", 10), ("copy", 3)], ms=1.0, save=[-2])
@@ -46,28 +46,29 @@ def test_what_autograd_does_not_save_is_stored_only_if_a_replay_reads_it(kind):
 
 def test_retained_values_die_when_their_slot_is_released(kind):
     outcome = run_block(kind, plan_of(kind))
-    # Unpack and after it, release; for c, b, a.
+    # Unpack and then release; for c, b, a.
     assert outcome.moments == (70, 70, 30, 30, 30, 10, 10, 10, 0)
     assert outcome.overhead_ms == 0.0
 
 
 def test_a_replayed_value_serves_a_later_slot_and_then_dies(kind):
     outcome = run_block(kind, plan_of(kind, b=RECOMPUTE, c=RECOMPUTE))
-    # c asks: g makes b beside the root a, h makes c. b is needed again by its own slot, c dies at its release.
+    # c unpacks: g computes b next to the root a, h computes c. b is needed again by its own slot, c dies at its
+    # release.
     assert outcome.moments == (30, 70, 70, 70, 30, 30, 30, 10, 10, 10, 0)
     assert outcome.overhead_ms == 6.0
 
 
 def test_outputs_that_nobody_reads_are_allocated_and_dropped_at_once(kind):
     outcome = run_block(kind, plan_of(kind, a=RECOMPUTE))
-    # The root input(100) stays until a, the last slot that needs it, is released; f makes a(10) and copy(3).
+    # The root input(100) stays until a, the last slot that needs it, is released; f computes a(10) and copy(3).
     assert outcome.moments == (160, 160, 120, 120, 120, 100, 113, 110, 110, 0)
     assert outcome.overhead_ms == 1.0
 
 
 def test_a_payload_is_decoded_once_and_lives_as_long_as_a_slot_needs_it(kind):
     outcome = run_block(kind, plan_of(kind, b=INT4, c=RECOMPUTE))
-    # c asks: b is decoded (20) beside its payload (5) for h; it is kept for its own slot.
+    # c unpacks: b is decoded (20) next to its payload (5) for h; it is kept for its own slot.
     assert outcome.moments == (75, 75, 75, 35, 35, 35, 10, 10, 10, 0)
     assert outcome.overhead_ms == 4.0 + 0.25 + 0.5
     assert outcome.stored_bytes == 15
@@ -79,7 +80,7 @@ def test_a_stored_output_of_a_replayed_operator_is_a_copy_that_dies_at_once(tape
     tape.operator("split", [start], [("left", 10), ("right", 20)], ms=1.0, save=[-2, -1])
     kind = tape.kind()
     outcome = run_block(kind, plan_of(kind, left=RECOMPUTE))
-    # Roots input and right (120); the replay makes left (10) and right again (20), which is dropped. Only left needs
+    # Roots input and right (120); the replay computes left (10) and right again (20), which is dropped. Only left needs
     # the input.
     assert outcome.moments == (150, 130, 130, 130, 130, 20, 0)
 
@@ -93,7 +94,7 @@ def test_a_value_handed_out_twice_lives_until_both_slots_are_released(tape_build
     kind = tape.kind()
     outcome = run_block(kind, plan_of(kind, a=RECOMPUTE))
     assert outcome.overhead_ms == 1.0
-    # Made for h's slot; the root lives as long as a slot needs it, though a is there already.
+    # Computed for h's slot; the root lives as long as a slot needs it, although a is live already.
     assert outcome.moments == (110, 110, 110, 110, 110, 110, 0)
 
 
@@ -127,7 +128,8 @@ def test_the_step_adds_up(kind, profile_of):
 
 
 def test_a_stored_cast_counts_once_forward_has_let_go_of_its_cache(kind, profile_of):
-    """Autocast's cache has every cast while forward runs, so a block that stores one takes no more until then."""
+    """A cast stored by a block counts only after forward has freed autocast's cache, which holds all casts until
+    then."""
     values = tuple(replace(value, cached=value.name == "b") for value in kind.values)
     cast = next(value for value in values if value.cached)
     profile = profile_of([replace(kind, values=values)], [0], loss_peak_bytes=1300)
@@ -144,10 +146,10 @@ def test_shared_tensors_count_once_if_saved_or_read(tape_builder, profile_of):
     kind = tape.kind()
     for saved, read_bytes in ((False, 30), (True, 0)):
         profile = profile_of([kind], [0, 0, 0], [Shared(name="mask", nbytes=30, saved=saved)])
-        kept = simulate(profile, [plan_of(kind)] * 3).stored_bytes
-        assert kept == profile.plain_stored_bytes
+        retained_bytes = simulate(profile, [plan_of(kind)] * 3).stored_bytes
+        assert retained_bytes == profile.plain_stored_bytes
         recomputed = simulate(profile, [plan_of(kind, a=RECOMPUTE)] * 3).stored_bytes
-        assert recomputed - kept == 3 * 90 + read_bytes
+        assert recomputed - retained_bytes == 3 * 90 + read_bytes
 
 
 def test_a_shared_tensor_is_live_from_the_first_block_whose_replay_reads_it_on(tape_builder, profile_of):
@@ -161,7 +163,7 @@ def test_a_shared_tensor_is_live_from_the_first_block_whose_replay_reads_it_on(t
         [kind], [0, 0, 0], [Shared(name="mask", nbytes=30, saved=False)], gradient_bytes=40, outside_live_bytes=25
     )
     keep, recompute = plan_of(kind), plan_of(kind, a=RECOMPUTE)
-    # In each measured base, of 1040, 1080 and 1120 bytes, the mask is there.
+    # Each measured base, of 1040, 1080 and 1120 bytes, includes the mask.
     for plans, unread in (
         ((keep, keep, keep), (30, 30, 30, 30, 25)),
         ((keep, recompute, keep), (30, 0, 0, 0, 0)),

@@ -82,7 +82,8 @@ def test_a_policy_names_its_plans_and_counts_its_actions(policy):
 
 
 def test_masks_that_become_bits_are_not_counted_as_compressed(profile):
-    """Two of each block's activations are dropout masks, which nothing is lost of."""
+    """Masks stored as bits are lossless and do not count as compressed. Two activations of each block are dropout
+    masks."""
     lossless = uniform_policy(profile, "recompute")
     assert ", 0 compress, " in lossless.summary()
     assert ", 6 masks as bits; stored" in lossless.summary()

@@ -1,4 +1,4 @@
-"""Profiles as records: what plain training stores, and files that are whole or refused."""
+"""Profiles as records: the stored bytes of plain training, and files that are complete or refused."""
 
 import json
 

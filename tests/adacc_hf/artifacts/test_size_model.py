@@ -26,7 +26,8 @@ def test_few_samples_have_size_classes_of_their_own(samples):
 
 
 def test_one_sample_gets_the_memory_of_two():
-    """A batch of one sample often runs other operators, which may need more memory than predicted."""
+    """A batch of one sample gets the memory of two, because it often runs other operators, which may need more
+    memory."""
     assert ONE_TEXT.size_class(texts(1, 40)) == texts(2, 40)
     assert PAIRS.size_class(texts(1, 40, 30)) == texts(2, 40, 30)
     alone = sizes_of(texts(1, 40), texts(1, 20), texts(1, 10))
@@ -38,7 +39,7 @@ def test_lengths_have_few_size_classes_and_each_bounds_its_batches():
     classes = [ONE_TEXT.size_class(texts(4, length))[0][1][1] for length in lengths]
     assert all(length <= bound < SIZE_CLASS_RATIO * length + 1 for length, bound in zip(lengths, classes, strict=True))
     assert 40 in classes  # the profiled one
-    # A quarter apart: from 17 to 1000 there are log(1000 / 17) / log(1.25) = 18.3 steps.
+    # Factors of 1.25: from 17 to 1000 there are log(1000 / 17) / log(1.25) = 18.3 steps.
     assert len(set(classes)) <= 20
 
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Byte sizes as text."""
 
 import pytest
 

@@ -101,6 +101,6 @@ def test_two_ranks_are_one_process(tmp_path, worker):
     script = tmp_path / "worker.py"
     script.write_text(worker)
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", str(script)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal") == 2
+    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("equal") == 2

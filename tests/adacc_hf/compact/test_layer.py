@@ -1,4 +1,5 @@
-"""What a compact layer gives and gets is a plain one's, but for the gradient of its weight, which is in a subspace."""
+"""A compact layer equals a plain one in outputs and gradients, but for its weight's gradient, which is in a
+subspace."""
 
 import copy
 import shutil
@@ -59,9 +60,9 @@ def test_the_gradient_of_a_core_is_that_of_the_weight_projected(kind, orthonorma
     gradients(layer, x, dy)
     gradients(ours, x, dy)
     of_weight = layer.weight.grad if kind is nn.Linear else layer.weight.grad.t()
-    drawn = ours.group.projection(INPUTS, 8, torch.float64, x.device)
+    matrix = ours.group.projection(INPUTS, 8, torch.float64, x.device)
     # Sums of 21 products of the order of 1, in float64.
-    torch.testing.assert_close(ours.core.grad, of_weight @ drawn, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(ours.core.grad, of_weight @ matrix, atol=1e-12, rtol=1e-12)
     assert ours.weight.grad is None
 
 
@@ -70,21 +71,25 @@ def test_the_gradient_of_a_core_is_that_of_the_weight_projected(kind, orthonorma
 )
 @pytest.mark.parametrize("rank", [32, 64, 128, 256])
 def test_one_draw_is_unbiased_and_as_noisy_as_it_has_to_be(orthonormal, expected, rank):
-    """The mean squared error of dW P P^T over |dW|^2, and the mean of |dW P|^2, which max_grad_norm goes by."""
+    """One draw of P is unbiased, and its noise is the expected one.
+
+    Expected are the mean squared error of dW P P^T relative to |dW|^2, and the mean of |dW P|^2, which max_grad_norm is
+    relative to.
+    """
     n, rows = 256, 64
     gradient = torch.randn(rows, n, generator=torch.Generator().manual_seed(0))
     errors, sizes, mean, draws = [], [], torch.zeros(rows, n), 60
     for number in range(draws):
-        drawn = projection(
+        matrix = projection(
             torch.tensor([derive_seed("test", number), 0]), n, rank, orthonormal, torch.float32, torch.device("cpu")
         )
-        small = gradient @ drawn
-        back = small @ drawn.t()
+        small = gradient @ matrix
+        back = small @ matrix.t()
         mean += back / draws
         errors.append(float((back - gradient).square().sum() / gradient.square().sum()))
         sizes.append(float(small.square().sum() / gradient.square().sum()))
     noise = expected(n, rank)
-    # 60 draws of 64 rows: the mean of 3840 numbers that vary by about as much as they are large.
+    # 60 draws of 64 rows: the mean of 3840 numbers whose deviation is about their size.
     assert sum(errors) / draws == pytest.approx(noise, rel=0.03, abs=1e-5)
     assert sum(sizes) / draws == pytest.approx(1.0, rel=0.03)
     unbiased = float((mean - gradient).square().sum() / gradient.square().sum())
@@ -99,16 +104,16 @@ def test_periods_seeds_and_groups_draw_other_subspaces_and_no_generator_is_touch
 
     before = torch.get_rng_state()
     seeds = (derive_seed(0, "a"), derive_seed(1, "a"), derive_seed(0, "b"))
-    drawn = [draw(seed, period) for seed in seeds for period in (0, 1)]
+    matrices = [draw(seed, period) for seed in seeds for period in (0, 1)]
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(drawn[0], draw(derive_seed(0, "a"), 0))
-    # Independent ones of 64 numbers do not correlate by a half.
-    flat = torch.stack([one.flatten() for one in drawn])
+    assert torch.equal(matrices[0], draw(derive_seed(0, "a"), 0))
+    # Independent vectors of 64 numbers do not correlate by a half.
+    flat = torch.stack([one.flatten() for one in matrices])
     assert torch.corrcoef(flat).fill_diagonal_(0).abs().max() < 0.5
 
 
 class Saved:
-    """The storages that a forward saves, parameters left out."""
+    """Storages that a forward saves, parameters excluded."""
 
     def __init__(self, *layers):
         self._own = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
@@ -199,7 +204,7 @@ def test_an_output_may_be_changed_in_place():
     assert layer.core.grad is not None
 
 
-# Dynamo instantiates what stands for a function's context.
+# Dynamo instantiates the stand-in for a function's context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_layer_has_the_same_gradients():
     layer = compact(linear(nn.Linear))
@@ -210,7 +215,7 @@ def test_a_compiled_layer_has_the_same_gradients():
     assert torch.equal(compiled.core.grad, layer.core.grad)
 
 
-# Dynamo instantiates what stands for a function's context, and Inductor scripts helpers of its own.
+# Dynamo instantiates the stand-in for a function's context, and Inductor scripts helpers of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with a C++ compiler")
 def test_a_layer_that_inductor_compiled_has_the_same_gradients():

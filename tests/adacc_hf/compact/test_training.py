@@ -1,4 +1,5 @@
-"""CompAct in training: the optimizer's algebra, resuming, checkpointing, Adacc beside it, and what is refused."""
+"""CompAct in training: the optimizer's algebra, resuming, checkpointing, Adacc at the same time, and refused
+settings."""
 
 import copy
 from collections import Counter
@@ -30,7 +31,7 @@ RANK = 8
 
 @pytest.fixture(autouse=True)
 def one_thread(one_thread):
-    """Sums in one order."""
+    """One thread, so that sums are in one order."""
 
 
 def llama(seed=0, **settings):
@@ -77,14 +78,14 @@ def assert_equal(left, right):
 def test_blocks_linear_layers_are_compact_but_for_attentions_output(build, caplog):
     model = build()
     optimizer = optimizer_of(model)
-    found = {
+    module_names = {
         name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (CompactLinear, CompactConv1D))
     }
     if build is llama:
-        assert found == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
+        assert module_names == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
         assert "layers not compact, trained in full: model.layers.*.self_attn.o_proj" in caplog.text
     else:
-        assert found == {"c_attn", "c_fc", "c_proj"}
+        assert module_names == {"c_attn", "c_fc", "c_proj"}
         assert not isinstance(model.transformer.h[0].attn.c_proj, CompactConv1D)
     groups = {id(m.group) for m in model.modules() if isinstance(m, (CompactLinear, CompactConv1D))}
     # q, k and v; gate and up; down: and c_attn; c_fc; c_proj.
@@ -131,15 +132,15 @@ def test_less_is_stored_than_by_plain_training():
     optimizer_of(model)
     saved = measure_step(model, batch()).stored_bytes
     tokens, width, blocks = 4 * 12, 32, 2
-    # In each block the inputs of q, k and v, of gate and up, and of down go, which nobody else saves, and z come.
+    # In each block the inputs of q, k and v, of gate and up, and of down are no longer saved, and the products z are.
     assert plain - saved == 4 * tokens * blocks * (2 * width + 64 - 3 * RANK)
 
 
 def test_micro_batches_are_one_batch():
-    whole, parts = llama().double(), llama().double()
-    optimizers = [optimizer_of(model) for model in (whole, parts)]
+    model_of_tensors, parts = llama().double(), llama().double()
+    optimizers = [optimizer_of(model) for model in (model_of_tensors, parts)]
     one = batch(rows=4)
-    whole(**one).loss.backward()
+    model_of_tensors(**one).loss.backward()
     for half in (slice(0, 2), slice(2, 4)):
         (parts(**{name: tensor[half] for name, tensor in one.items()}).loss / 2).backward()
     for mine, theirs in zip(optimizers[0].layers, optimizers[1].layers, strict=True):
@@ -161,21 +162,21 @@ def test_under_a_checkpoint_or_a_policy_of_adacc_training_is_the_same_bit_for_bi
         policy = uniform_policy(profile, "recompute") if budget is None else solve_policy(profile, budget, config)
         with apply_policy(ours, policy):
             train(ours, second, range(8))
-            stored = measure_step(ours, batch()).stored_bytes
+            stored_bytes = measure_step(ours, batch()).stored_bytes
             ours.zero_grad()
-        assert stored == policy.predicted_stored_bytes
+        assert stored_bytes == policy.predicted_stored_bytes
         assert "under torch's checkpoint" not in caplog.text
     train(plain, first, range(8))
     assert_equal(weights(ours), weights(plain))
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_across_a_new_subspace(tmp_path):
-    whole = llama()
-    train(whole, optimizer_of(whole), range(8))
-    begun = llama()
-    optimizer = optimizer_of(begun)
-    train(begun, optimizer, range(5))
-    torch.save({"model": begun.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    uninterrupted = llama()
+    train(uninterrupted, optimizer_of(uninterrupted), range(8))
+    interrupted = llama()
+    optimizer = optimizer_of(interrupted)
+    train(interrupted, optimizer, range(5))
+    torch.save({"model": interrupted.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed = llama(seed=9)
     resumed.load_state_dict(saved["model"])
@@ -183,7 +184,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_across_a_new_subspace(tmp_path):
     optimizer.load_state_dict(saved["optimizer"])
     assert {layer.group.period for layer in optimizer.layers} == {5 // 3}
     train(resumed, optimizer, range(5, 8))
-    assert_equal(weights(resumed), weights(whole))
+    assert_equal(weights(resumed), weights(uninterrupted))
 
 
 def test_another_subspace_is_drawn_every_so_many_steps():
@@ -224,7 +225,7 @@ def test_a_step_that_grad_scaler_leaves_out_changes_nothing(fused):
 
 
 def test_other_optimizers_hooks_run_once():
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from then on its class has hooks around its step
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from then on, its class has hooks around its step
     model = llama()
     optimizer, calls = optimizer_of(model), []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
@@ -244,31 +245,31 @@ def trainer(model, tmp_path, callbacks=(), **settings):
     )
 
 
-class Kept(TrainerCallback):
+class KeepOptimizer(TrainerCallback):
     def on_train_end(self, args, state, control, optimizer=None, **kwargs):
         self.optimizer = optimizer
 
 
 def test_the_trainer_takes_it_alone_and_with_adacc(tmp_path):
-    trained = []
+    weights_of_runs = []
     for callbacks in ([], [AdaccCallback(memory_budget=0.6, actions=("retain", "recompute"))]):
         run = trainer(llama(), tmp_path, callbacks, gradient_accumulation_steps=2, max_grad_norm=0.5)
         run.train()
-        trained.append(weights(run.model))
-    assert_equal(*trained)
+        weights_of_runs.append(weights(run.model))
+    assert_equal(*weights_of_runs)
     (callback,) = callbacks
     assert not callback.policy.is_plain
     assert isinstance(run.optimizer.optimizer, CompactAdamW)
 
 
 def test_a_checkpoint_of_the_trainers_resumes_bit_for_bit(tmp_path):
-    whole = trainer(llama(), tmp_path / "whole")
-    whole.train()
-    begun = trainer(llama(), tmp_path / "begun", save_strategy="steps", save_steps=5)
-    begun.train()
+    uninterrupted = trainer(llama(), tmp_path / "whole")
+    uninterrupted.train()
+    interrupted = trainer(llama(), tmp_path / "begun", save_strategy="steps", save_steps=5)
+    interrupted.train()
     resumed = trainer(llama(seed=4), tmp_path / "begun")
     resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-5"))
-    assert_equal(weights(resumed.model), weights(whole.model))
+    assert_equal(weights(resumed.model), weights(uninterrupted.model))
 
 
 def test_a_copy_of_a_model_trains_as_it_does():
@@ -318,7 +319,7 @@ def test_tied_weights_and_adapters_are_refused():
 
 @pytest.mark.parametrize("mark", ["ds_id", "to_local"])
 def test_weights_in_parts_are_refused(mark):
-    """As DeepSpeed's ZeRO 3 marks them, and as tensor parallelism and FSDP make them."""
+    """Weights in parts are refused: DeepSpeed's ZeRO 3 marks them, tensor parallelism and FSDP create them."""
     model = llama()
     setattr(model.model.layers[1].mlp.up_proj.weight, mark, 0)
     with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj .*sharded over several ranks .*: train with DDP, or"):
@@ -338,7 +339,8 @@ def test_quantized_weights_are_refused():
 
 
 def test_cores_that_were_replaced_are_told():
-    """`fully_shard` puts other parameters into the layers, and DeepSpeed flat ones into the optimizer."""
+    """The optimizer reports replaced parameters. `fully_shard` replaces them in the layers, DeepSpeed in the
+    optimizer."""
     model = llama()
     optimizer = optimizer_of(model)
     layer = optimizer.layers[0]
@@ -349,7 +351,7 @@ def test_cores_that_were_replaced_are_told():
 
 
 class Products(TorchDispatchMode):
-    """What is computed anew: shapes of matrices, views of parameters left out; and how often P is drawn."""
+    """A counter of newly computed matrices by shape, views of parameters excluded, and of draws of P."""
 
     def __init__(self, model):
         super().__init__()
@@ -357,42 +359,42 @@ class Products(TorchDispatchMode):
         self.shapes, self.products, self.drawn = Counter(), Counter(), 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         self.drawn += function is torch.ops.adacc_hf.projection.default
-        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._own:
                 self.shapes[tuple(tensor.shape)] += 1
                 self.products[tuple(tensor.shape)] += function is torch.ops.aten.mm.default
-        return made
+        return result
 
 
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_no_gradient_of_a_weights_size_is_ever_made(is_compact):
-    """Over whole steps, in forward, backward and the optimizer."""
+    """No matrix of a weight's size is computed in forward, backward or the optimizer of whole steps."""
     model = llama(num_key_value_heads=2)
     every_layer = r"model\.layers\..*proj"
     linear = [layer for layer in model.model.layers.modules() if isinstance(layer, nn.Linear)]
     optimizer = optimizer_of(model, target_modules=every_layer) if is_compact else torch.optim.AdamW(model.parameters())
-    with Products(model) as seen:
+    with Products(model) as products:
         train(model, optimizer, range(2))
     of_weights = {shape for layer in linear for shape in (layer.weight.shape, layer.weight.shape[::-1])}
-    made = {shape for shape in of_weights if seen.shapes[tuple(shape)]}
+    gradient_shapes = {shape for shape in of_weights if products.shapes[tuple(shape)]}
     if is_compact:
-        assert not made
+        assert not gradient_shapes
     else:
-        assert made >= {layer.weight.shape for layer in linear}
+        assert gradient_shapes >= {layer.weight.shape for layer in linear}
 
 
 def test_layers_that_read_one_input_take_one_product():
-    """q, k and v; gate and up; down: of two blocks."""
+    """Layers with the same input share one product: q, k and v; gate and up; down; in each of two blocks."""
     model, tokens = llama(), 4 * 12
     optimizer = optimizer_of(model, rank=6)
-    with Products(model) as seen:
+    with Products(model) as products:
         loss = model(**batch()).loss
-    assert seen.drawn == seen.products[tokens, 6] == 2 * 3
-    with Products(model) as seen:
+    assert products.drawn == products.products[tokens, 6] == 2 * 3
+    with Products(model) as products:
         loss.backward()
-    assert seen.drawn == 0
+    assert products.drawn == 0
     assert {layer.core.grad.shape for layer in optimizer.layers} == {(32, 6), (64, 6)}
 
 
@@ -404,11 +406,12 @@ def test_targets_can_be_named():
 
 
 def validation_loss(how):
-    """After 400 steps on bytes of the standard library's text; `how` has CompAct's settings, or is None for AdamW."""
+    """Return the loss after 400 steps on the standard library's text; `how` has CompAct's settings, None means
+    AdamW."""
     text = library_bytes().long()
-    seen, held_out = text[:-200_000], text[-200_000:]
+    training_text, held_out = text[:-200_000], text[-200_000:]
 
-    def drawn(source, rows, generator):
+    def random_batch(source, rows, generator):
         starts = torch.randint(len(source) - 64, (rows,), generator=generator)
         ids = torch.stack([source[start : start + 64] for start in starts.tolist()])
         return {"input_ids": ids, "labels": ids}
@@ -421,21 +424,22 @@ def validation_loss(how):
     steps, generator = 400, torch.Generator().manual_seed(0)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 40) * (1 - 0.9 * n / steps))
     for _ in range(steps):
-        model(**drawn(seen, 16, generator)).loss.backward()
+        model(**random_batch(training_text, 16, generator)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         rate.step()
         optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
-        return model(**drawn(held_out, 64, torch.Generator().manual_seed(1))).loss.item()
+        return model(**random_batch(held_out, 64, torch.Generator().manual_seed(1))).loss.item()
 
 
 def test_it_trains_and_a_subspace_lasts():
-    """Resampled at every step, moments are of no one direction: that this is worse shows that it happens.
+    """CompAct trains as well as AdamW, and keeping a subspace for many steps helps.
 
-    Measured: AdamW 1.774 and 1.801 (seeds 0 and 1), a quarter of the inputs 1.748 and 1.760, resampled at every step
-    2.016 and 2.050. The bounds leave what two seeds are apart.
+    Resampling at every step leaves the moments without a common direction, and the loss is worse. Measured: AdamW 1.774
+    and 1.801 (seeds 0 and 1), a quarter of the inputs 1.748 and 1.760, resampled at every step 2.016 and 2.050. The
+    bounds allow for the difference between two seeds.
     """
     full, quarter, every_step = map(validation_loss, (None, {"rank": 0.25}, {"rank": 0.25, "update_proj_gap": 1}))
     assert quarter < full + 0.06

@@ -20,7 +20,7 @@ from adacc_hf.estimate.fake_device import fake_tensors
 
 
 class Attention(nn.Module):
-    """Layer norm, attention with dropout, a gated product: what the blocks of transformers are made of.
+    """Layer norm, attention with dropout and a gated product, the parts of a transformer block.
 
     Scores are `sharpness` squared times as large as at random.
     """
@@ -43,16 +43,16 @@ class Attention(nn.Module):
         qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv[0], qkv[1], qkv[2]
         if self.is_fused:
-            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p)
+            context = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p)
         else:
-            mixed = self.dropout((q @ k.transpose(-1, -2) / width**0.5).softmax(-1)) @ v
-        x = x + mixed.transpose(1, 2).reshape(batch, length, width)
+            context = self.dropout((q @ k.transpose(-1, -2) / width**0.5).softmax(-1)) @ v
+        x = x + context.transpose(1, 2).reshape(batch, length, width)
         return x + self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step gave."""
+    """Results of one training step: loss, gradients and both graphs."""
 
     loss: Tensor
     gradients: list[Tensor]
@@ -60,7 +60,7 @@ class Step:
     backward: fx.GraphModule
 
     def saved(self, num_outputs: int = 1) -> list[Any]:
-        """What forward makes and hands to backward, as the nodes' example tensors."""
+        """Return the example tensors of the nodes that forward passes to backward."""
         results = self.forward.graph.find_nodes(op="output")[0].args[0][num_outputs:]
         return [node.meta["val"] for node in results if node.op == "call_function"]
 
@@ -71,7 +71,7 @@ TrainFunction = Callable[..., list[Tensor]]
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """No compiled code before or after."""
+    """Drop compiled code before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -79,7 +79,8 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def train_step(fresh_dynamo: None) -> TrainStep:
-    """Trains the small model for one step, its graphs cut by the partitioner it is given and run as they are."""
+    """A function that trains the small model for one step. The given partitioner cuts its graphs, which run
+    uncompiled."""
 
     def train(
         partition: Any,
@@ -113,16 +114,16 @@ def train_step(fresh_dynamo: None) -> TrainStep:
 
 @pytest.fixture
 def joint_graph_of(fresh_dynamo: None) -> Callable[..., JointGraph]:
-    """`joint_graph_of(module, *inputs)`: the graph of its forward and of the backward of its sum."""
+    """`joint_graph_of(module, *inputs)`: the joint graph of its forward and of the backward of its outputs' sum."""
 
     def read(module: nn.Module, *inputs: Tensor) -> JointGraph:
-        found: list[JointGraph] = []
+        graphs: list[JointGraph] = []
 
         def partition(module: Any, inputs: Any, **kwargs: Any) -> Any:
             num_outputs = kwargs["num_fwd_outputs"]
             info = functorch.classify(module, kwargs.get("static_lifetime_input_indices") or (), num_outputs)
-            held = functorch.held_inputs(module, info, num_outputs)
-            found.append(read_joint_graph(module, info, held))
+            held_inputs = functorch.held_inputs(module, info, num_outputs)
+            graphs.append(read_joint_graph(module, info, held_inputs))
             return min_cut_rematerialization_partition(module, inputs, **kwargs)
 
         def keep(module: fx.GraphModule, _: Any) -> Any:
@@ -133,14 +134,14 @@ def joint_graph_of(fresh_dynamo: None) -> Callable[..., JointGraph]:
             fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=decompositions
         )
         torch.compile(module, backend=backend)(*inputs).sum().backward()
-        return found[0]
+        return graphs[0]
 
     return read
 
 
 @pytest.fixture
 def attention_graph(joint_graph_of: Callable[..., JointGraph]) -> Callable[..., JointGraph]:
-    """`attention_graph(is_fused)`: that of one small block without dropout."""
+    """`attention_graph(is_fused)`: the joint graph of one small block without dropout."""
 
     def read(is_fused: bool) -> JointGraph:
         block = Attention(dropout=0.0, is_fused=is_fused)
@@ -151,7 +152,8 @@ def attention_graph(joint_graph_of: Callable[..., JointGraph]) -> Callable[..., 
 
 @pytest.fixture
 def train_function(fresh_dynamo: None) -> TrainFunction:
-    """Gradients of a function's mean square, its graphs cut by the partitioner it is given and run as they are."""
+    """A function that returns the gradients of a function's mean square, with graphs cut by a partitioner and run
+    uncompiled."""
 
     def train(
         partition: Any, function: Callable[..., Tensor], inputs: list[Tensor], dynamic: bool | None = None
@@ -162,7 +164,7 @@ def train_function(fresh_dynamo: None) -> TrainFunction:
             fw_compiler=lambda graph, _: make_boxed_func(graph),
             partition_fn=partition,
             decompositions=select_decomp_table(),
-            keep_inference_input_mutations=True,  # as Inductor has it: inputs are written to inside the graph
+            keep_inference_input_mutations=True,  # as in Inductor: inputs are written to inside the graph
         )
         compiled = function if partition is None else torch.compile(function, backend=backend, dynamic=dynamic)
         leaves = [one.clone().requires_grad_(one.is_floating_point() or one.is_complex()) for one in inputs]
@@ -174,12 +176,12 @@ def train_function(fresh_dynamo: None) -> TrainFunction:
 
 @dataclass(frozen=True)
 class CodedValue:
-    """A value that is encoded in forward, in bfloat16, and what comes before and after it."""
+    """A value that is encoded in forward, in bfloat16, and the operators before and after it."""
 
     forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """From what it is made of and a square matrix to it and what is made of it."""
+    """Function of an input and a square matrix that returns the value and a result computed from the value."""
     is_passed_over: bool
-    """Whether a kernel of a GPU goes over it element by element, or over groups of elements as well."""
+    """True if a kernel of a GPU handles it element by element, false if by groups of elements too."""
     is_read_by_product: bool = True
 
 
@@ -208,7 +210,7 @@ def coded_value(request: pytest.FixtureRequest) -> CodedValue:
 
 @pytest.fixture
 def forward_graph() -> Callable[[Callable[..., Any], str], fx.Graph]:
-    """`forward_graph(function, device)`: of the operators that Inductor lowers, on tensors without memory."""
+    """`forward_graph(function, device)`: a graph of the operators that Inductor lowers, on fake tensors."""
 
     def trace(function: Callable[..., Any], device: str) -> fx.Graph:
         with fake_tensors(device):

@@ -1,4 +1,4 @@
-"""torch.compile with our backend, through Inductor to machine code."""
+"""torch.compile with the `adacc` backend, through Inductor to machine code."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +11,13 @@ from torch._functorch import config as functorch_config
 
 from adacc_hf.compiler.backend import adacc
 
-# Importing Inductor makes torch warn of torch.
+# Importing Inductor makes torch warn about itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 
 
 @pytest.fixture
 def empty_cache() -> Iterator[None]:
-    """No code of Inductor's before or after."""
+    """Drop Inductor's code before and after the test."""
     from torch._inductor.utils import fresh_cache
 
     with fresh_cache():
@@ -34,13 +34,13 @@ def _gradients(model: nn.Module, call: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.usefixtures("fresh_dynamo", "empty_cache")
 def test_a_model_trains_under_the_backend_and_its_code_is_found_again() -> None:
     torch.manual_seed(0)
-    # The mask of what lies above zero is handed over as bits.
+    # The mask of positive elements is passed as bits.
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.ReLU())
     x = torch.randn(128, 64)
     options = {"memory_budget": 0.4, "min_compress_bytes": 0, "codecs": ("int8",)}
 
     def compiled_gradients(enable_autograd_cache: bool) -> list[Tensor]:
-        """Gradients by code that is compiled, or found, as a new process would."""
+        """Return gradients by code that is compiled or found in the cache, as in a new process."""
         torch._dynamo.reset()
         counters.clear()
         with functorch_config.patch(enable_autograd_cache=enable_autograd_cache):
@@ -48,7 +48,7 @@ def test_a_model_trains_under_the_backend_and_its_code_is_found_again() -> None:
 
     first = compiled_gradients(enable_autograd_cache=True)
     for gradient, expected in zip(first, _gradients(model, model, x), strict=True):
-        # INT8 in groups of 64 is off by 0.006 on normal noise; a few such tensors enter each gradient.
+        # INT8 in groups of 64 has an error of 0.006 on normal noise; a few of these tensors enter each gradient.
         assert (gradient - expected).norm() < 0.03 * expected.norm()
     again = compiled_gradients(enable_autograd_cache=True)
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
@@ -60,17 +60,17 @@ def test_a_model_trains_under_the_backend_and_its_code_is_found_again() -> None:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Inductor is asked for each time; it compiles nothing."""
+    """Settings of each call of Inductor, which compiles nothing here."""
     from torch._inductor import compile_fx
 
-    asked: list[dict[str, Any]] = []
+    options: list[dict[str, Any]] = []
 
     def compile_nothing(module: fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> fx.GraphModule:
-        asked.append(config_patches)
+        options.append(config_patches)
         return module
 
     monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
-    return asked
+    return options
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -84,12 +84,12 @@ def test_a_cache_does_not_bring_back_a_cut_for_other_sizes(settings: list[dict[s
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    "asked",
+    "compile_options",
     [{"mode": "max-autotune-no-cudagraphs"}, {"options": {"memory_budget": 0.5, "max_autotune": True}}],
     ids=str,
 )
-def test_inductor_gets_its_own_settings(settings: list[dict[str, Any]], asked: dict[str, Any]) -> None:
-    torch.compile(nn.Linear(4, 4), backend=adacc, **asked)(torch.randn(2, 4))
+def test_inductor_gets_its_own_settings(settings: list[dict[str, Any]], compile_options: dict[str, Any]) -> None:
+    torch.compile(nn.Linear(4, 4), backend=adacc, **compile_options)(torch.randn(2, 4))
     assert settings[0]["max_autotune"] is True
     assert settings[0]["custom_partitioner_fn"].config.memory_budget == 0.5
 

@@ -1,4 +1,4 @@
-"""The file of what was decided for compiled regions."""
+"""The file of decisions for compiled regions."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_policy_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_a_region_compiled_for_two_sizes_counts_once() -> None:
-    assert [plan.digest for plan in POLICY.in_force] == ["c", "b"]
+    assert [plan.digest for plan in POLICY.call_plans] == ["c", "b"]
     assert (POLICY.plain_bytes, POLICY.stored_bytes) == (60, 40)
 
 

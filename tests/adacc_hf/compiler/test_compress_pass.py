@@ -29,7 +29,7 @@ def test_backward_gets_what_the_eager_codec_gives(codec: str, order: tuple[int, 
     name, options = codec.partition("-")[0], CODECS[codec]
     with FakeTensorMode():
         x = torch.empty(SIZE).permute(order)
-        # Forward returns a result and saves a value; backward takes the value and a gradient.
+        # Forward returns a result and saves a value; backward reads the value and a gradient.
         forward = make_fx(lambda x: (x.sum(), x.sin().as_strided(x.shape, x.stride())))(x)
         gradient = torch.empty(SIZE).permute(order)
         backward = make_fx(lambda saved, gradient: (saved * gradient,))(x, gradient)

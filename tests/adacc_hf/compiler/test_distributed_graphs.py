@@ -1,6 +1,6 @@
-"""Two gloo ranks whose compiled graphs our partitioner cuts; this file is the script of each rank.
+"""Two gloo ranks whose compiled graphs our partitioner cuts. This file is also the script of each rank.
 
-DDP splits a graph where a bucket of gradients ends, so that one step has several regions; under FSDP2 blocks are
+DDP splits a graph at the end of a gradient bucket, so that one step has several regions. Under FSDP2 blocks are
 compiled one by one, and share one graph.
 """
 
@@ -32,7 +32,7 @@ BUDGET = 0.7
 
 
 class Block(nn.Module):
-    """What DDP's and FSDP2's wrapping needs of a transformer's block: it is repeated, and has parameters."""
+    """A block with the two properties that DDP's and FSDP2's wrapping needs: it is repeated, and has parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def build() -> nn.Sequential:
 
 
 def ddp(model: nn.Sequential, backend: Any) -> nn.Module:
-    # Two buckets and more: a block has 2.5 MiB of parameters.
+    # More than two buckets: a block has 2.5 MiB of parameters.
     return torch.compile(DistributedDataParallel(model, bucket_cap_mb=3), backend=backend)
 
 
@@ -61,7 +61,7 @@ def fsdp2(model: nn.Sequential, backend: Any) -> nn.Module:
 
 
 def as_it_is(partition: Any) -> Any:
-    """A backend that runs the graphs that `partition` cuts."""
+    """Return a backend that runs the graphs that `partition` cuts."""
     keep = lambda module, _: make_boxed_func(module)  # noqa: E731
     return aot_autograd(
         fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=select_decomp_table()
@@ -69,17 +69,17 @@ def as_it_is(partition: Any) -> Any:
 
 
 def train(model: nn.Module, partitioner: AdaccPartitioner | None = None) -> list[Tensor]:
-    """Losses and gradients of two steps, each rank with its own data."""
-    found = []
+    """Return losses and gradients of two steps, each rank with its own data."""
+    results = []
     for step in range(2):
         torch.manual_seed(10 * step + dist.get_rank())
         loss = model(torch.randn(4, WIDTH)).square().mean()
         if partitioner is not None and step == 0:
             partitioner.count_calls(loss)
         loss.backward()
-        found += [loss.detach(), *(_local(p.grad).clone() for p in model.parameters())]
+        results += [loss.detach(), *(_local(p.grad).clone() for p in model.parameters())]
         model.zero_grad()
-    return found
+    return results
 
 
 def _local(tensor: Any) -> Tensor:
@@ -103,26 +103,26 @@ def compare(wrap: Callable[[nn.Sequential, Any], nn.Module]) -> dict[str, Any]:
 def run_rank(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {wrap.__name__: compare(wrap) for wrap in (ddp, fsdp2)}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    results = {wrap.__name__: compare(wrap) for wrap in (ddp, fsdp2)}
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 def test_two_ranks_train_as_under_the_plain_partition(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for name in ("ddp", "fsdp2"):
         for rank in ranks:
             assert rank[name]["different"] == 0
-            stored, plain = rank[name]["bytes"]
-            assert 0 < stored <= BUDGET * plain
+            stored_bytes, plain_bytes = rank[name]["bytes"]
+            assert 0 < stored_bytes <= BUDGET * plain_bytes
     split = ranks[0]["ddp"]
     num_buckets = len(set(split["regions"]))
     assert num_buckets > 1, "a bucket ends inside the model"
     assert split["calls"][:num_buckets] == [1] * num_buckets
-    # The input of the first block wants no gradient, which makes it another graph.
+    # The input of the first block needs no gradient, which makes it another graph.
     assert ranks[0]["fsdp2"]["calls"] == [1, NUM_BLOCKS - 1]
 
 

@@ -1,7 +1,7 @@
-"""The bytes that Inductor's kernels for a GPU move to encode and decode, which prices go by. No GPU is needed.
+"""Bytes moved by Inductor's GPU kernels to encode and decode, the basis of prices. No GPU is needed.
 
-Inductor lowers a graph of tensors without memory for an H100 that is not there, and counts what its kernels read and
-write. Nothing is compiled or run.
+Inductor lowers a graph of fake tensors for a simulated H100 and counts the bytes that its kernels read and write.
+Nothing is compiled or run.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ H100 = SimpleNamespace(
 
 
 class Interface(device_interface.DeviceInterface):
-    """As much of a device as choosing kernels asks for."""
+    """The part of a device interface that kernel selection calls."""
 
     class Worker:
         @staticmethod
@@ -63,8 +63,8 @@ class Interface(device_interface.DeviceInterface):
 
 @pytest.fixture(autouse=True)
 def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inductor finds an H100, and a Triton that can compile for it."""
-    device_interface.get_interface_for_device("cpu")  # after which all that there are have been registered
+    """Have Inductor find an H100, and a Triton that can compile for it."""
+    device_interface.get_interface_for_device("cpu")  # afterwards, all existing interfaces are registered
     for name in ("cuda", "cuda:0"):
         monkeypatch.setitem(device_interface.device_interfaces, name, Interface)
     monkeypatch.setattr("torch._inductor.scheduler.has_triton", lambda: True)
@@ -74,11 +74,11 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
     triton.runtime.driver.set_active(driver)
     yield
-    triton.runtime.driver.set_active(None)  # found when it is next asked for, if there is one
+    triton.runtime.driver.set_active(None)  # read again on the next request, if a driver exists
 
 
 def _moved(graph: fx.Graph) -> float:
-    """Bytes that the kernels of `graph` read and write."""
+    """Return the bytes that the kernels of `graph` read and write."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     lowering = GraphLowering(module, example_inputs=inputs)
@@ -103,12 +103,13 @@ def test_encoding_moves_what_it_is_priced_at(
     payload_bytes = codec.predicted_bytes((8, 512, 1024), torch.bfloat16)
     is_read_again = name not in ("fp8", "int8") or not coded_value.is_passed_over
     added = _moved(forward_graph(encoded, "cuda")) - _moved(plain)
-    # Peaks may be written once by themselves, and read by the kernel that makes codes: three in a hundred of the value.
+    # A separate kernel may write the peaks, and the coding kernel read them: 3 % of the value.
     assert added == pytest.approx(payload_bytes + nbytes * is_read_again, abs=0.07 * nbytes)
 
 
 def test_packing_a_mask_moves_what_it_is_priced_at(forward_graph: Callable[..., fx.Graph]) -> None:
-    """The mask is written and read once, and no random number that it is made of reaches memory."""
+    """Packing a mask moves the bytes in its price: one write and one read of the mask, and no random numbers in
+    memory."""
 
     def dropped(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         seed = inductor_prims.lookup_seed(inductor_prims.seeds(1, x.device), 0)
@@ -119,7 +120,7 @@ def test_packing_a_mask_moves_what_it_is_priced_at(forward_graph: Callable[..., 
         mask, result = dropped(x, w)
         return result, *get_codec("bitmask").encode_traceable(mask)
 
-    kept = forward_graph(dropped, "cuda")
-    nbytes = kept.find_nodes(op="output")[0].args[0][0].meta["val"].nbytes
-    added = _moved(forward_graph(packed, "cuda")) - _moved(kept)
+    dropped_graph = forward_graph(dropped, "cuda")
+    nbytes = dropped_graph.find_nodes(op="output")[0].args[0][0].meta["val"].nbytes
+    added = _moved(forward_graph(packed, "cuda")) - _moved(dropped_graph)
     assert added == pytest.approx(nbytes + nbytes // 8, abs=0.01 * nbytes)

@@ -1,4 +1,5 @@
-"""What coding takes in compiled graphs, in bytes moved. What Inductor's kernels move is counted in test_gpu_code.py."""
+"""Costs of coding in compiled graphs, in bytes moved. test_gpu_code.py counts the bytes that Inductor's kernels
+move."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +10,22 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from adacc_hf.compiler import graph_codecs
 from adacc_hf.compiler import graph_cost as coding_cost
-from adacc_hf.compiler.graph_cost import POINTWISE_FRACTION, DeviceSpeed, coding_ms, is_attention_bias
+from adacc_hf.compiler.graph_codecs import is_attention_bias
+from adacc_hf.compiler.graph_cost import POINTWISE_FRACTION, DeviceSpeed, coding_ms
 from adacc_hf.compiler.joint_graph import root_of
 from adacc_hf.kernels.codecs import get_codec
 
 
 @pytest.fixture(autouse=True)
 def a_byte_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else there is, starting and compiling kernels, takes less than the time of a byte."""
+    """Set a price of 1 ms per byte. Starting and compiling kernels takes less than one byte."""
     monkeypatch.setattr(coding_cost, "device_speed", lambda device: DeviceSpeed(1.0, POINTWISE_FRACTION[device.type]))
 
 
 def _value(graph: fx.Graph) -> fx.Node:
-    """What the graph returns first, and returns no more."""
+    """Return the graph's first output, which is removed from the outputs."""
     output = graph.find_nodes(op="output")[0]
     value, result = output.args[0]
     output.args = (result,)
@@ -30,7 +33,7 @@ def _value(graph: fx.Graph) -> fx.Node:
 
 
 def _coding(name: str, value: fx.Node, **options: Any) -> tuple[int, float, float]:
-    """(bytes of the payload, what else encoding moves, what else decoding moves)"""
+    """Return (bytes of the payload, other bytes moved in encoding, other bytes moved in decoding)."""
     codec, tensor = get_codec(name, **options), value.meta["val"]
     payload_bytes = codec.predicted_bytes(tuple(tensor.shape), tensor.dtype)
     times = coding_ms(codec, value, payload_bytes, frozenset(value.graph.nodes))
@@ -84,7 +87,7 @@ def test_a_cpu_takes_arithmetic_whoever_reads_the_value(
     assert payload_bytes < value.meta["val"].nbytes / 3
 
 
-# Which values codecs may have.
+# Codecs allowed for each value.
 
 
 def test_what_attention_adds_to_its_scores_is_known_through_views() -> None:
@@ -101,8 +104,11 @@ def test_what_attention_adds_to_its_scores_is_known_through_views() -> None:
 
 
 def test_codecs_are_tried_on_the_cpu_whatever_the_default_device() -> None:
-    """A script may have set another, and graphs are cut inside it: torch.set_default_device("cuda")."""
-    expected = coding_cost._typical_error("int8", 64)
-    coding_cost._typical_error.cache_clear()
+    """Codecs are tried on the CPU whatever the default device is.
+
+    Graphs may be cut inside a script that called torch.set_default_device("cuda").
+    """
+    expected = graph_codecs._typical_error("int8", 64)
+    graph_codecs._typical_error.cache_clear()
     with torch.device("meta"):
-        assert coding_cost._typical_error("int8", 64) == expected
+        assert graph_codecs._typical_error("int8", 64) == expected

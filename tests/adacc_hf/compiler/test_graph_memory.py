@@ -1,4 +1,4 @@
-"""What graphs have live, against counts by hand."""
+"""Live bytes of graphs, against counts by hand."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ SQUARE = 4 * 8 * 8
 
 
 def _most(function: object, *elsewhere: str) -> int:
-    given = [torch.zeros(8, 8) for _ in range(2)]
-    return most_live_bytes(make_fx(function)(*given).graph, set(elsewhere))
+    inputs = [torch.zeros(8, 8) for _ in range(2)]
+    return most_live_bytes(make_fx(function)(*inputs).graph, set(elsewhere))
 
 
 def test_what_is_fused_takes_nothing_and_a_result_is_written_over_what_dies() -> None:
@@ -19,9 +19,9 @@ def test_what_is_fused_takes_nothing_and_a_result_is_written_over_what_dies() ->
 
 
 def test_products_lie_in_memory_with_what_they_read() -> None:
-    # Given x, y; x.sin() is written over x, and its product beside both.
+    # Inputs x, y; x.sin() is written over x, and the product lives next to both.
     assert _most(lambda x, y: (x.sin() @ y,)) == 3 * SQUARE
-    # The first product outlives x; with the second one, x and y have gone.
+    # The first product outlives x; with the second one, x and y are freed.
     assert _most(lambda x, y: (x @ y @ y,)) == 3 * SQUARE
 
 
@@ -35,7 +35,7 @@ def test_gradients_live_until_the_end() -> None:
         first, second = x @ y, y @ x
         return first, second, (x + y) @ y
 
-    # Both inputs, two results, and for the third x + y, written over x, and itself.
+    # Both inputs, two results, and for the third x + y, written over x, and the third itself.
     assert _most(graph) == 5 * SQUARE
 
 

@@ -1,4 +1,4 @@
-"""What a graph may choose."""
+"""The integer program of a compiled graph: the choices it allows."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _value(index: int, nbytes: int, is_read: bool) -> Value:
 
 
 def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] | None = None) -> GraphModel:
-    """Operators one after the other, each reading what the last one made; value 0 is given.
+    """Return a chain of operators, each of which reads the last one's result; value 0 is the input.
 
-    Backward reads what `is_read` says of what they make, or all.
+    Backward reads the results marked in `is_read`, or all.
     """
     read = [True, *(is_read or [True] * len(sizes))]
     operators = tuple(
@@ -52,7 +52,8 @@ def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] 
 
 @given(st.integers(2, 5))
 def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> None:
-    """Else the first question of backward could have all of forward recomputed at once."""
+    """A boundary value is stored at any price. Otherwise the start of backward could recompute all of forward at
+    once."""
     graph = _chain([*BLOCK] * blocks, run_ms=0.0, keep_ms=1.0)
     choice = least_time(graph, 10**6, SolverLog(), limits_peak=False)
     assert choice is not None
@@ -62,9 +63,9 @@ def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> Non
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.booleans()), min_size=2, max_size=8))
-def test_what_is_named_as_the_least_is_enough(made: list[tuple[int, bool]]) -> None:
-    """Of values that backward reads or does not: nothing is stored across a boundary that nobody reads."""
-    graph = _chain([nbytes for nbytes, _ in made], 1.0, 0.0, [is_read for _, is_read in made])
+def test_what_is_named_as_the_least_is_enough(sizes_and_reads: list[tuple[int, bool]]) -> None:
+    """The budget named as the least one has a solution. Boundary values that backward does not read are not stored."""
+    graph = _chain([nbytes for nbytes, _ in sizes_and_reads], 1.0, 0.0, [is_read for _, is_read in sizes_and_reads])
     for limits_peak in (False, True):
         least = least_bytes(graph, SolverLog(), limits_peak=limits_peak)
         assert least_time(
@@ -82,7 +83,7 @@ def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
     least = least_bytes(graph, SolverLog(), limits_peak=True)
     everything_recomputed = retaining_choice(graph, {0, *graph.segments.boundary})
     assert least.peak_bytes == everything_recomputed.peak_bytes
-    # The last segment is there when backward begins, whether it was stored or is recomputed.
+    # The last segment is live when backward begins, stored or recomputed.
     last = [value for value, segment in enumerate(graph.segments.of_value) if segment == graph.segments.count - 1]
     assert set(last) <= least.stored.keys()
 
@@ -96,7 +97,7 @@ def test_what_torch_would_keep_has_a_price_too() -> None:
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", {0}), ("int64", {0, 1})])
 def test_indices_are_not_made_anew_from_what_was_coded(dtype: str, expected: set[int]) -> None:
-    """Numbers come back nearly the same; an order of rows that were nearly equal may be another one."""
+    """Indices are not recomputed from coded values, because rounding may change the order of nearly equal rows."""
     lossy = CodecOption(codec="int8", options=(), nbytes=4, encode_ms=0.0, decode_ms=0.0, error=0.01, lossless=False)
     chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
     values = tuple(replace(value, dtype=of) for value, of in zip(chain.values, ("float32", dtype), strict=True))
@@ -117,17 +118,24 @@ def test_statistics_are_stored_beside_rows_that_were_coded(shape: tuple[int, ...
 
 @st.composite
 def _random_graphs(draw: st.DrawFn) -> GraphModel:
-    """Operators that read one or two of the values before them; any value may be coarse, fine, precise or none."""
-    made = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.floats(0.0, 4.0)), min_size=2, max_size=4))
+    """Draw operators that read one or two earlier values. Any value may be coarse, fine, precise or none of these."""
+    drawn_operators = draw(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.floats(0.0, 4.0)), min_size=2, max_size=4)
+    )
     operators = tuple(
         Operator(
             index=j, name="", module="", inputs=tuple({a % (j + 1), b % (j + 1)}), outputs=(j + 1,), ms=ms,
             replayable=True,
         )
-        for j, (a, b, ms) in enumerate(made)
+        for j, (a, b, ms) in enumerate(drawn_operators)
     )  # fmt: skip
-    chain = _chain([1024] * len(made), 1.0, 0.0, draw(st.lists(st.booleans(), min_size=len(made), max_size=len(made))))
-    indices = range(len(made) + 1)
+    chain = _chain(
+        [1024] * len(drawn_operators),
+        1.0,
+        0.0,
+        draw(st.lists(st.booleans(), min_size=len(drawn_operators), max_size=len(drawn_operators))),
+    )
+    indices = range(len(drawn_operators) + 1)
     precise = frozenset(draw(st.sets(st.sampled_from(indices))))
     names = ["outlier_int4", "int8"]
     codecs = {
@@ -139,12 +147,12 @@ def _random_graphs(draw: st.DrawFn) -> GraphModel:
         for value in indices
     }
     kind = replace(chain.model.kind, operators=operators)
-    return graph_model(kind, dict.fromkeys(indices, 0.05), codecs, [8, *[1024] * len(made)], precise)
+    return graph_model(kind, dict.fromkeys(indices, 0.05), codecs, [8, *[1024] * len(drawn_operators)], precise)
 
 
 @dataclass
 class _Replayed:
-    """What a graph's backward reads where `stored` is handed over."""
+    """The values that a graph's backward reads if forward stores `stored`."""
 
     graph: GraphModel
     stored: Mapping[int, StoredForm]
@@ -169,7 +177,7 @@ class _Replayed:
         return can_be and not any(self._is_coarse(value) for value in self.read & self.graph.precise)
 
     def _is_coarse(self, value: int) -> bool:
-        """Whether what is read for a value comes from a coarse codec."""
+        """Return True if the value that backward reads comes from a coarse codec."""
         if value in self.stored:
             return self.stored[value].choice.codec == "outlier_int4"
         return any(map(self._is_coarse, self._sources(value)))
@@ -194,8 +202,8 @@ def test_no_choice_that_is_precise_where_it_must_be_takes_less(graph: GraphModel
     assert least.nbytes == min(replayed.nbytes for replayed in allowed)
     within = [replayed.ms for replayed in allowed if replayed.nbytes <= least.nbytes + more_bytes]
     assert choice.ms == pytest.approx(min(within))
-    taken = {v: next(s for s in graph.model.menus[v] if s.choice == how) for v, how in choice.stored.items()}
-    assert _Replayed(graph, taken).is_allowed
+    stored_options = {v: next(s for s in graph.model.menus[v] if s.choice == how) for v, how in choice.stored.items()}
+    assert _Replayed(graph, stored_options).is_allowed
 
 
 @pytest.mark.parametrize(("precise", "codec"), [(set(), "outlier_int4"), ({1}, "int8")])
@@ -211,11 +219,11 @@ def test_a_finer_codec_is_taken_where_a_replay_has_to_be_precise(precise: set[in
     assert least_bytes(graph, SolverLog(), limits_peak=False).stored[0].codec == codec
 
 
-# Where it is cut into segments.
+# Boundaries of segments.
 
 
 def test_blocks_are_cut_where_little_lives() -> None:
-    """Four blocks whose insides are large, and whose results are small."""
+    """Four blocks with large intermediates and small results are cut at the results."""
     kind = _chain([100, 100, 100, 1] * 4, run_ms=1.0, keep_ms=0.0).model.kind
     segments = cut_into_segments(kind, [value.nbytes for value in kind.values])
     assert segments.boundary == {4, 8, 12}
@@ -230,13 +238,13 @@ def test_a_graph_with_nothing_small_in_it_stays_whole() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40))
 def test_no_replay_crosses_a_boundary(sizes: list[int]) -> None:
     kind = _chain(sizes, run_ms=1.0, keep_ms=0.0).model.kind
-    held = [value.nbytes for value in kind.values]
-    segments = cut_into_segments(kind, held)
+    nbytes_of_values = [value.nbytes for value in kind.values]
+    segments = cut_into_segments(kind, nbytes_of_values)
     for operator in kind.operators:
-        (read,), (made,) = operator.inputs, operator.outputs
-        assert segments.of_value[read] == segments.of_value[made] or read in segments.boundary
+        (input_value,), (output_value,) = operator.inputs, operator.outputs
+        assert segments.of_value[input_value] == segments.of_value[output_value] or input_value in segments.boundary
     made_bytes = [0] * segments.count
     for value, segment in enumerate(segments.of_value):
-        made_bytes[segment] += held[value]
-    kept = sum(kind.values[value].nbytes for value in segments.boundary)
-    assert kept + max(made_bytes) <= sum(held)
+        made_bytes[segment] += nbytes_of_values[value]
+    boundary_bytes = sum(kind.values[value].nbytes for value in segments.boundary)
+    assert boundary_bytes + max(made_bytes) <= sum(nbytes_of_values)

@@ -1,4 +1,4 @@
-"""What must not be compressed in a graph."""
+"""Values of a graph that must not be compressed."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from adacc_hf.compiler.joint_graph import JointGraph
 
 
 class Masked(nn.Module):
-    """Scores with a float mask made of an integer one, and a norm before them."""
+    """Scores with a float mask computed from an integer one, and a norm before them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,13 +22,13 @@ class Masked(nn.Module):
         mask = torch.where(attended.bool(), 0.0, torch.finfo(x.dtype).min)
         hidden = self.linear(self.norm(x))
         weights = (hidden @ hidden.transpose(-1, -2) + mask).softmax(-1)
-        # What is chosen by a mask is no mask, wherever the truth of it comes from.
+        # Values selected by a mask are no masks, whatever the mask is computed from.
         weights = torch.where((mask == 0.0).any(), weights, 0.0)
         return weights @ hidden.tanh()
 
 
 class Classifier(nn.Module):
-    """A cross-entropy over what a linear layer gives."""
+    """A cross-entropy on a linear layer's outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,10 @@ def test_masks_and_what_they_are_added_to_are_degraded(joint: JointGraph) -> Non
 
 
 def test_what_is_chosen_by_the_look_of_a_mask_is_not(joint: JointGraph) -> None:
-    (chosen,) = [i for i, n in enumerate(joint.nodes) if "where" in str(n.target) and "div" in str(n.all_input_nodes)]
-    assert chosen not in precision_sensitive_nodes(joint)
+    (selected_node,) = [
+        i for i, n in enumerate(joint.nodes) if "where" in str(n.target) and "div" in str(n.all_input_nodes)
+    ]
+    assert selected_node not in precision_sensitive_nodes(joint)
 
 
 def test_statistics_of_norms_are_degraded(joint: JointGraph) -> None:
@@ -73,7 +75,10 @@ def test_scores_are_degraded_before_softmax_and_not_after(joint: JointGraph) -> 
 
 
 def test_logits_and_what_a_loss_takes_the_exponential_of_are_degraded(joint_graph_of: Any) -> None:
-    """An INT4 logarithm of a probability is off by 1 or more where most are -20: the gradient by a factor."""
+    """Logits and other inputs of a loss's exponential are degraded by INT4.
+
+    A log probability would have an error of 1 or more where most are -20: a factor in the gradient.
+    """
     joint = joint_graph_of(Classifier(), torch.randn(64, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64))
     degraded = precision_sensitive_nodes(joint)
     assert {"addmm", "sub"} <= _targets(joint, degraded)
@@ -92,7 +97,8 @@ def test_logits_and_what_a_loss_takes_the_exponential_of_are_degraded(joint_grap
     ids=["log", "sqrt", "div", "root", "made of it"],
 )
 def test_what_backward_divides_by_is_degraded(joint_graph_of: Any, function: Any, divisor: str) -> None:
-    """INT4 makes a small element 0 beside large ones, and a gradient infinite."""
+    """Divisors in backward are degraded: INT4 rounds an element to 0 next to large ones, and a gradient becomes
+    infinite."""
 
     class Divided(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +116,7 @@ def test_activations_and_attention_weights_are_not(joint: JointGraph) -> None:
 
 
 class Gated(nn.Module):
-    """A gate through SiLU, which Inductor takes apart into x / (1 + exp(-x)), or through the exponential alone too."""
+    """A gate through SiLU, which Inductor decomposes into x / (1 + exp(-x)), or through the exponential itself."""
 
     def __init__(self, is_bounded: bool) -> None:
         super().__init__()

@@ -94,4 +94,4 @@ def test_command_tells_the_file_by_what_it_says_it_is(policy: CompiledPolicy, tm
     assert main(["report", str(file), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.md").is_file()
     assert main(["explain", str(file), "--profile", "profile.json"]) == 2
-    assert "is of compiled graphs, which have no profile" in capsys.readouterr().err
+    assert "is for compiled graphs, which have no profile" in capsys.readouterr().err

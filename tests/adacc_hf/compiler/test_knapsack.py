@@ -23,16 +23,16 @@ def test_nothing_better_fits(items: list[tuple[int, int]], room: int) -> None:
     saved = best_saved(memory, times, room)
     assert sum(memory[i] for i in saved) <= room
     best = max(
-        sum(times[i] for i in chosen)
+        sum(times[i] for i in subset)
         for count in range(len(items) + 1)
-        for chosen in combinations(range(len(items)), count)
-        if sum(memory[i] for i in chosen) <= room
+        for subset in combinations(range(len(items)), count)
+        if sum(memory[i] for i in subset) <= room
     )
     assert sum(times[i] for i in saved) == pytest.approx(best)
 
 
 def test_torch_asks_it_and_trains_the_same(train_step: Any) -> None:
-    # Without dropout: under a memory budget, torch draws random numbers in another order than without.
+    # No dropout, because under a memory budget torch draws random numbers in another order than without.
     plain = train_step(min_cut_rematerialization_partition, dropout=0.0)
     solver = AdaccKnapsack()
     with functorch_config.patch(activation_memory_budget=0.4, activation_memory_budget_solver=solver):

@@ -1,4 +1,4 @@
-"""Partitioned graphs: exact without a lossy codec, within the budget, and of the bytes that were promised."""
+"""Partitioned graphs: exact without a lossy codec, within the budget, and with the predicted stored bytes."""
 
 import logging
 from dataclasses import fields, replace
@@ -29,7 +29,7 @@ def _partitioner(budget: float | int | str, **overrides: Any) -> AdaccPartitione
 
 
 def _attention(graph: fx.GraphModule) -> list[str]:
-    """The operators of fused attention, forward's and backward's."""
+    """Return the operators of fused attention in forward and backward."""
     return [str(node.target) for node in graph.graph.nodes if "dot_product" in str(node.target)]
 
 
@@ -59,7 +59,7 @@ def test_what_forward_hands_over_is_what_was_predicted(
     (region,) = partitioner.policy.regions
     assert _bytes(step.saved()) == region.stored_bytes
     assert region.stored_bytes <= budget * region.plain_bytes
-    # Backward begins with what is stored, and ends with the gradients.
+    # Backward begins with the stored tensors, and ends with the gradients.
     assert region.backward_bytes > max(region.stored_bytes, _bytes(step.gradients))
 
 
@@ -72,7 +72,7 @@ def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) 
     assert _bytes(step.saved()) == region.stored_bytes
     assert torch.equal(step.loss, plain.loss)
     difference = sum(((a - b) ** 2).sum() for a, b in zip(step.gradients, plain.gradients, strict=True)) ** 0.5
-    # INT4 in groups of 64 is off by 0.1 on normal noise, and each gradient takes in a few such tensors.
+    # INT4 in groups of 64 has an error of 0.1 on normal noise, and each gradient adds up a few of these tensors.
     assert 0 < difference < 0.3 * sum((g**2).sum() for g in plain.gradients) ** 0.5
 
 
@@ -81,8 +81,11 @@ def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) 
 def test_gradients_of_sharp_attention_come_through_codecs(
     train_step: Any, is_fused: bool, actions: tuple[str, ...]
 ) -> None:
-    """Four bits of queries and keys, stored or read by a replay, leave nothing of them where sums of fused attention
-    are those of the exact ones."""
+    """Gradients of sharp attention stay close to plain ones under codecs, which need more than 4 bits for queries and
+    keys.
+
+    Fused attention's sums are those of the exact queries and keys.
+    """
     options = {"dropout": 0.0, "is_fused": is_fused, "sharpness": 6.0}
     partitioner = _partitioner(0.01, actions=actions)
     plain, step = train_step(min_cut_rematerialization_partition, **options), train_step(partitioner, **options)
@@ -99,9 +102,9 @@ def test_gradients_of_sharp_attention_come_through_codecs(
 def test_codecs_keep_to_the_largest_error(train_step: Any, max_error: float | None, codecs: set[str]) -> None:
     partitioner = _partitioner(0.5, actions=("retain", "compress"), max_error=max_error)
     train_step(partitioner, dropout=0.0)
-    found = {choice.codec for _, choice in partitioner.policy.regions[0].stored if choice.codec is not None}
-    assert found <= codecs
-    assert bool(found) == bool(codecs)
+    codec_names = {choice.codec for _, choice in partitioner.policy.regions[0].stored if choice.codec is not None}
+    assert codec_names <= codecs
+    assert bool(codec_names) == bool(codecs)
 
 
 @pytest.mark.parametrize("codec", sorted(set(list_codecs()) - {"bitmask"}))
@@ -115,7 +118,7 @@ def test_every_codec_can_be_asked_for(train_step: Any, codec: str) -> None:
 
 @pytest.mark.parametrize(("share", "outliers", "number"), [(0.01, True, 1), (0.01, False, 0), (0.0, True, 0)])
 def test_a_share_of_the_channels_is_kept_raw(train_step: Any, share: float, outliers: bool, number: int) -> None:
-    """Of 32 or 16 channels, rounded up."""
+    """The share of raw channels is of 32 or 16 channels, rounded up."""
     settings = {"actions": ("retain", "compress"), "codecs": ("outlier_int4",)}
     partitioner = _partitioner(0.5, **settings, compiled_outliers=share, outliers=outliers)
     step = train_step(partitioner)
@@ -132,10 +135,13 @@ def test_random_operators_stay_in_forward(train_step: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by what dynamo imports where there is a GPU
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # from Dynamo's imports on a machine with a GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fused_attention_with_dropout_stays_in_forward(train_step: Any, dtype: torch.dtype) -> None:
-    """Its seeds too, which nothing but backward reads. A CPU runs it step by step."""
+    """Fused attention with dropout runs in forward only. Its seeds are stored, which only backward reads.
+
+    On a CPU it runs as single operators.
+    """
     options = {"dtype": dtype, "dropout": 0.5, "device": "cuda", "is_fused": True}
     step = train_step(_partitioner(0.2, actions=LOSSLESS), **options)
     assert all("backward" in name for name in _attention(step.backward))
@@ -143,7 +149,10 @@ def test_fused_attention_with_dropout_stays_in_forward(train_step: Any, dtype: t
 
 
 def test_what_attention_makes_for_backward_alone_is_handed_over(train_step: Any) -> None:
-    """Else attention itself would run again in backward, under any plan and at no price."""
+    """Outputs of attention that only backward reads are stored.
+
+    Otherwise attention would run again in backward, under any plan and at no price.
+    """
     step = train_step(_partitioner(0.9, actions=("retain", "compress")), dropout=0.0, is_fused=True)
     assert len(_attention(step.backward)) == 2
     assert all("backward" in name for name in _attention(step.backward))
@@ -197,14 +206,14 @@ def test_a_budget_that_needs_steps_measured_is_refused() -> None:
 
 
 def test_bytes_bound_what_a_region_holds(train_step: Any) -> None:
-    whole = _partitioner(1.0)
-    train_step(whole)
-    budget = whole.policy.plain_bytes * 3 // 4
+    unlimited = _partitioner(1.0)
+    train_step(unlimited)
+    budget = unlimited.policy.plain_bytes * 3 // 4
     partitioner = _partitioner(f"{budget}B", actions=LOSSLESS)
     step = train_step(partitioner)
     (region,) = partitioner.policy.regions
     assert _bytes(step.saved()) == region.stored_bytes <= region.peak_bytes <= budget
-    ample = _partitioner(whole.policy.plain_bytes)
+    ample = _partitioner(unlimited.policy.plain_bytes)
     train_step(ample)
     assert ample.policy.regions[0].reason == "everything fits"
 
@@ -213,9 +222,9 @@ def test_bytes_bound_what_a_region_holds(train_step: Any) -> None:
 def test_bytes_that_a_region_cannot_keep_to_are_refused_with_the_least(train_step: Any) -> None:
     with pytest.raises(
         BackendCompilerFailed, match=r"bounds what each compiled region may hold .* needs at least"
-    ) as failed:
+    ) as error_info:
         train_step(_partitioner(1000, actions=LOSSLESS))
-    infeasible = failed.value.inner_exception
+    infeasible = error_info.value.inner_exception
     assert isinstance(infeasible, InfeasibleBudgetError)
     least = _partitioner(infeasible.smallest_budget_bytes, actions=LOSSLESS)
     train_step(least)
@@ -234,7 +243,10 @@ def test_a_plan_says_what_becomes_of_each_tensor(train_step: Any) -> None:
 
 @pytest.mark.parametrize("budget", [0.01, 1.0], ids=["least", "all"])
 def test_backward_reads_what_an_input_held_before_forward_wrote_to_it(train_function: Any, budget: float) -> None:
-    """As fp8's history of scales or a running mean does; torch's own partitioner reads what was written."""
+    """Backward reads an input's value before forward's write, as for fp8's scale history or a running mean.
+
+    torch's own partitioner reads the value after the write.
+    """
 
     def function(x: torch.Tensor, weight: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         scale = 1.0 / (1.0 + count)
@@ -245,7 +257,7 @@ def test_backward_reads_what_an_input_held_before_forward_wrote_to_it(train_func
     inputs = [torch.randn(8, 16), torch.randn(16, 16)]
     expected = train_function(None, function, [*inputs, torch.arange(16)])
     gradients = train_function(_partitioner(budget, actions=LOSSLESS), function, [*inputs, torch.arange(16)])
-    # Eager gradients take other formulas for tanh.
+    # Eager gradients use other formulas for tanh.
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(gradients, expected, strict=True))
 
 
@@ -276,7 +288,7 @@ def test_graphs_that_torch_can_cut_can_be_cut(train_function: Any, function: Any
 
 
 def test_a_view_is_never_stored_for_what_it_shows(train_function: Any) -> None:
-    """It would hold all of that."""
+    """A view is never stored in place of its values, because it keeps its whole base alive."""
 
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide, narrow, rest = (x @ weight).split_with_sizes([8, 4, 4], dim=-1)
@@ -305,13 +317,13 @@ def test_a_region_is_left_alone_where_nothing_takes_less(train_function: Any) ->
     (region,) = partitioner.policy.regions
     assert region.reason == "no choice stores less"
     assert region.stored_bytes == region.plain_bytes
-    with pytest.raises(BackendCompilerFailed) as failed:
+    with pytest.raises(BackendCompilerFailed) as error_info:
         train_function(_partitioner(1, actions=("retain",)), _gelu, inputs)
-    assert failed.value.inner_exception.smallest_budget_bytes <= region.plain_bytes
+    assert error_info.value.inner_exception.smallest_budget_bytes <= region.plain_bytes
 
 
 def test_a_stored_plan_is_for_the_sizes_of_the_example(train_function: Any, tmp_path: Path) -> None:
-    """Its bytes are, and so is whether it keeps to a budget in bytes."""
+    """A stored plan applies to the example's sizes only: its bytes depend on them, and the fit to a budget in bytes."""
     regions = []
     for batch in (8, 32, 8):
         partitioner = AdaccPartitioner(AdaccConfig(memory_budget=0.5, actions=LOSSLESS), store=PlanStore(tmp_path))
@@ -327,7 +339,7 @@ def _gelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_region_inside_another_is_left_alone(train_function: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """It is not told which of its inputs are parameters."""
+    """A region inside another one is left alone, because its graph does not mark parameters among its inputs."""
     inner = torch.compiler.nested_compile_region(_gelu)
     function = lambda x, weight: inner(inner(x, weight), weight)  # noqa: E731
     inputs = [torch.randn(8, 16), torch.randn(16, 16)]
@@ -342,7 +354,7 @@ def test_a_region_inside_another_is_left_alone(train_function: Any, caplog: pyte
 
 
 class _Watched(AdaccConfig):
-    """Settings that note which of them are looked at."""
+    """Settings that record the names of the settings that are read."""
 
     looked_at: ClassVar[set[str]] = set()
 
@@ -354,7 +366,7 @@ class _Watched(AdaccConfig):
 def test_graphs_are_cut_by_the_settings_that_options_may_have(train_step: Any) -> None:
     settings = {"actions": ("retain", "compress"), "codecs": ("int8", "outlier_int4"), "min_compress_bytes": 0}
     partitioner = AdaccPartitioner(_Watched(memory_budget=0.5, compiled_outliers=0.01, **settings))
-    _Watched.looked_at.clear()  # of them all a copy was made, and of the budget the policy
+    _Watched.looked_at.clear()  # one copy of the settings, and the policy's read of the budget
     train_step(partitioner)
     names = {field.name for field in fields(AdaccConfig)}
     assert _Watched.looked_at & names == {*GRAPH_SETTINGS} - {"memory_budget"}
@@ -368,7 +380,7 @@ def test_caches_tell_settings_apart() -> None:
 
 def test_sizes_may_be_unknown_until_it_runs(train_step: Any) -> None:
     settings = {"actions": ("retain", "compress"), "codecs": ("int8",)}
-    # The choice that stores least does not depend on prices, which are measured.
+    # The choice with the least stored bytes does not depend on prices, which are measured.
     config, least = AdaccConfig(min_compress_bytes=0, memory_budget=0.5, **settings), CompiledPolicy(share=None)
     static = train_step(AdaccPartitioner(config, least))
     dynamic = train_step(AdaccPartitioner(config, least), dynamic=True)
@@ -383,10 +395,10 @@ def test_regions_that_are_given_a_plan_follow_it(train_step: Any, tmp_path: Path
     first = _partitioner(0.3)
     step = train_step(first)
     first.policy.save(tmp_path / "compiled.json")
-    given = CompiledPolicy.load(tmp_path / "compiled.json")
-    assert given == first.policy
-    # Another budget would decide otherwise; what is given goes before it.
-    again = train_step(AdaccPartitioner(AdaccConfig(memory_budget=0.9), given))
+    loaded_policy = CompiledPolicy.load(tmp_path / "compiled.json")
+    assert loaded_policy == first.policy
+    # Another budget leads to another plan. A plan that is passed in takes precedence.
+    again = train_step(AdaccPartitioner(AdaccConfig(memory_budget=0.9), loaded_policy))
     assert [node.name for node in again.backward.graph.nodes] == [node.name for node in step.backward.graph.nodes]
     assert all(torch.equal(a, b) for a, b in zip(again.gradients, step.gradients, strict=True))
 

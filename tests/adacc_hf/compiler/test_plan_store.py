@@ -1,4 +1,4 @@
-"""Plans that a later run finds again."""
+"""Stored plans that a later run reuses."""
 
 from pathlib import Path
 from typing import Any

@@ -11,41 +11,44 @@ from adacc_hf.torch_glue.memory import measure_step
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
-def planned(request, tiny_gpt2, token_batch):
+def profiled_model(request, tiny_gpt2, token_batch):
     model, batch = tiny_gpt2(request.param, layers=3), token_batch()
     config = AdaccConfig(min_compress_bytes=0, actions=("retain", "recompute"))
     return model, batch, profile_model(model, batch, config), config
 
 
-def test_torch_saves_what_the_policy_stores_and_trains_the_same(planned, run_steps, assert_same_steps):
-    model, batch, profile, config = planned
+def test_torch_saves_what_the_policy_stores_and_trains_the_same(profiled_model, run_steps, assert_same_steps):
+    model, batch, profile, config = profiled_model
     plain, plain_bytes = run_steps(model, batch), measure_step(model, batch).stored_bytes
-    stored = []
+    stored_bytes = []
     for share in (0.3, 0.6):
         contexts = selective_contexts(profile, solve_policy(profile, share, config))
         switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
         assert_same_steps(run_steps(model, batch), plain)
-        stored.append(measure_step(model, batch).stored_bytes)
+        stored_bytes.append(measure_step(model, batch).stored_bytes)
         switch_checkpointing(model, on=False)
-    assert 0 < stored[0] < stored[1] < plain_bytes
+    assert 0 < stored_bytes[0] < stored_bytes[1] < plain_bytes
 
 
-def test_everything_or_nothing_may_be_saved(planned):
-    model, batch, profile, _ = planned
-    stored = {}
+def test_everything_or_nothing_may_be_saved(profiled_model):
+    model, batch, profile, _ = profiled_model
+    stored_bytes = {}
     for action in ("retain", "recompute"):
         contexts = selective_contexts(profile, uniform_policy(profile, action))
         switch_checkpointing(model, on=True, torch_options={"use_reentrant": False, "context_fn": contexts})
-        stored[action] = measure_step(model, batch).stored_bytes
+        stored_bytes[action] = measure_step(model, batch).stored_bytes
         switch_checkpointing(model, on=False)
     switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
-    stored["torch"] = measure_step(model, batch).stored_bytes
+    stored_bytes["torch"] = measure_step(model, batch).stored_bytes
     switch_checkpointing(model, on=False)
-    assert stored["torch"] <= stored["recompute"] < stored["retain"]
+    assert stored_bytes["torch"] <= stored_bytes["recompute"] < stored_bytes["retain"]
 
 
 def test_every_call_of_a_block_has_its_own_decisions(tiny_gpt2, token_batch, run_steps, assert_same_steps):
-    """A loss that calls the model twice: torch asks for a context per call, in the order of the policy."""
+    """Every call of a block has its own decisions, under a loss that calls the model twice.
+
+    torch asks for a context per call, in the order of the policy.
+    """
 
     def twice(model, batch):
         return model(**batch).loss + model(**batch).loss
@@ -62,8 +65,8 @@ def test_every_call_of_a_block_has_its_own_decisions(tiny_gpt2, token_batch, run
     switch_checkpointing(model, on=False)
 
 
-def test_policies_of_other_models_are_refused(planned, tiny_gpt2, token_batch):
-    _, _, profile, config = planned
+def test_policies_of_other_models_are_refused(profiled_model, tiny_gpt2, token_batch):
+    _, _, profile, config = profiled_model
     other = profile_model(tiny_gpt2("eager", layers=2, width=48), token_batch(), config)
     with pytest.raises(PolicyMismatchError, match="is not in the profile"):
         selective_contexts(profile, uniform_policy(other, "retain"))

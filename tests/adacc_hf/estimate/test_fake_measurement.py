@@ -1,4 +1,4 @@
-"""What is read off tensors without memory against what real runs give, for the same model on the same device."""
+"""Profiles from fake tensors against profiles from real runs, for the same model on the same device."""
 
 from collections import Counter
 from typing import Any
@@ -30,11 +30,10 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
 
 SCALAR_BYTES = 512
-"""Numbers of 8 bytes that real runs keep here and there (a scale, a token count) are Python numbers on fake tensors; in
-BERT and GPT-2 a handful per block."""
+"""Bytes per block of 8-byte scalars in real runs (a scale, a token count), which are Python numbers on fake tensors."""
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
-"""Without codecs to be timed on the real tensors, which the comparison leaves out."""
+"""Settings without codecs, which are timed on real tensors only."""
 
 
 def gpt2(width: int, layers: int) -> PretrainedConfig:
@@ -69,7 +68,7 @@ def t5(width: int, layers: int) -> PretrainedConfig:
 
 
 def profile(config: PretrainedConfig, attention: str, dtype: torch.dtype | None, fake: bool) -> Profile:
-    """The profile of a model on the CPU, with memory or without."""
+    """Return the profile of a model on the CPU, with real or fake tensors."""
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation=attention).train()
     model.config.use_cache = False
@@ -81,7 +80,7 @@ def profile(config: PretrainedConfig, attention: str, dtype: torch.dtype | None,
 
 
 def activations(kind: KindProfile) -> Counter[tuple[Any, ...]]:
-    """How many activations of each shape, dtype, size and fate a kind has, in whatever order they were met."""
+    """Return the number of activations of each shape, dtype, size and treatment in a kind, in no order."""
     records = [(v.shape, v.dtype, v.nbytes, v.saved, v.recomputable, v.role) for v in kind.activations]
     return Counter(records)
 
@@ -110,13 +109,14 @@ def test_activations_and_peaks_equal_those_of_a_real_run(case: str) -> None:
     plain = [uniform_policy(p, "retain").predicted_peak_bytes for p in (fake, real)]
     assert abs(plain[0] - plain[1]) <= SCALAR_BYTES
     full = [uniform_policy(p, "recompute").predicted_peak_bytes for p in (fake, real)]
-    # Under bf16 the CPU's softmax and norms convert in buffers of their own, which only a real run shows.
+    # Under bf16 the CPU's softmax and norms convert in their own buffers, which only a real run shows.
     assert abs(full[0] - full[1]) <= (0.03 * full[1] if dtype else SCALAR_BYTES)
 
 
 @pytest.mark.parametrize("config", [gpt2(768, 1), llama(1024, 1), t5(512, 1)], ids=["gpt2", "llama", "t5"])
 def test_published_widths(config: PretrainedConfig) -> None:
-    """The widths of GPT-117M and T5-small, and a LLaMA of 1024, with one layer of each kind."""
+    """At published widths fake and real profiles agree: GPT-117M, T5-small and a LLaMA of 1024, a layer of each
+    kind."""
     real = profile(config, "sdpa", None, fake=False)
     with fake_tensors("cpu"):
         fake = profile(config, "sdpa", None, fake=True)
@@ -125,7 +125,8 @@ def test_published_widths(config: PretrainedConfig) -> None:
 
 
 def test_tensors_on_cuda_take_the_decisions_of_cuda() -> None:
-    """Under CUDA's autocast `pow` runs in float32, dropout keeps a boolean mask, and attention is one operator."""
+    """Fake CUDA tensors follow CUDA: `pow` in float32 under autocast, a boolean dropout mask, one attention
+    operator."""
     with fake_tensors("cuda"):
         fake = profile_on_cuda(gpt2(64, 2))
     (kind,) = fake.kinds
@@ -165,7 +166,10 @@ def test_a_plan_can_be_solved_from_it() -> None:
 
 @pytest.mark.parametrize("config", [gpt2(64, 3), t5(64, 3)], ids=["gpt2", "t5"])
 def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(config: PretrainedConfig) -> None:
-    """Dropout is drawn again in the profiled step, and blocks of T5 are of four kinds."""
+    """The predicted time of a plain step is the profiled step's without replay, which redraws dropout.
+
+    T5 has four kinds of blocks.
+    """
     device = find_device("h100")
     with fake_tensors("cuda"), fake_autocast("cuda", torch.bfloat16):
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -174,23 +178,24 @@ def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(conf
         with _SumOfTimes(device) as times:
             FakeMeasurement(device).backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
         model.zero_grad(set_to_none=True)
-        found = profile_model(model, {"input_ids": ids, "labels": ids}, measurement=FakeMeasurement(device))
-    assert plain_ms(found) == pytest.approx(times.total_ms, rel=1e-9)  # sums of the same numbers in other orders
+        profile = profile_model(model, {"input_ids": ids, "labels": ids}, measurement=FakeMeasurement(device))
+    assert plain_ms(profile) == pytest.approx(times.total_ms, rel=1e-9)  # sums of the same numbers in other orders
 
 
 def test_a_copy_of_a_storage_is_counted_until_it_dies() -> None:
-    """torch's mode remembers arguments of operators; replay copies what it writes into (rule R6)."""
+    """A copy of a storage is counted until it dies: torch's mode keeps operators' arguments, and replay copies (rule
+    R6)."""
     with fake_tensors("cpu"), FakeMemoryMeter() as meter:
         original = torch.empty(64, 64)
         copy = copy_with_storage(original)
-        seen = view(copy, TensorRef(0, ((64, 32), (32, 1), 0), torch.float64))
-        del original, copy, seen
+        viewed = view(copy, TensorRef(0, ((64, 32), (32, 1), 0), torch.float64))
+        del original, copy, viewed
         meter.mark(("end",))
     assert meter.points[-1].live_bytes == 0
 
 
 def test_a_question_to_a_tensor_takes_no_time() -> None:
-    """Torch dispatches a fake tensor's device as an operator; no kernel answers it."""
+    """Reading a fake tensor's device takes no time. Torch dispatches it as an operator, without a kernel."""
     device = find_device("h100")
     with fake_tensors("cuda"):
         hidden = torch.empty(1024, 1024)
@@ -202,7 +207,7 @@ def test_a_question_to_a_tensor_takes_no_time() -> None:
 
 
 def test_new_memory_takes_no_time() -> None:
-    """No kernel writes what `empty` makes, which a replay of dropout takes in place of its input."""
+    """Allocation takes no time. No kernel writes the result of `empty`, which replaces dropout's input in replay."""
     device = find_device("h100")
     with fake_tensors("cuda"), _SumOfTimes(device) as times:
         hidden = torch.empty(1024, 1024)
@@ -213,7 +218,7 @@ def test_new_memory_takes_no_time() -> None:
 
 
 def test_causal_attention_takes_half_the_operations() -> None:
-    """Kernels skip the blocks of scores above the diagonal, in both directions."""
+    """Causal attention takes half the operations: kernels skip blocks above the diagonal, in forward and backward."""
     device = find_device("a100")
     times: list[list[float]] = []
     with fake_tensors("cuda"):
@@ -222,12 +227,12 @@ def test_causal_attention_takes_half_the_operations() -> None:
                 torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
             )
             with _SumOfTimes(device) as forward:
-                made = scaled_dot_product_attention(query, key, value, is_causal=is_causal).sum()
+                attention_sum = scaled_dot_product_attention(query, key, value, is_causal=is_causal).sum()
             with _SumOfTimes(device) as backward:
-                FakeBackward().run(made)
+                FakeBackward().run(attention_sum)
             times.append([forward.total_ms, backward.total_ms])
     for causal_ms, full_ms in zip(*times, strict=True):
-        assert causal_ms / full_ms == pytest.approx(0.5, abs=0.05)  # launches and the sum are besides
+        assert causal_ms / full_ms == pytest.approx(0.5, abs=0.05)  # launches and the sum come on top
 
 
 @pytest.mark.parametrize(
@@ -242,12 +247,12 @@ def test_causal_attention_takes_half_the_operations() -> None:
 def test_products_of_halves_take_longer_where_rows_start_anywhere(
     dtype: torch.dtype, columns: int, is_slower: bool
 ) -> None:
-    """In what is read and in what is written, whichever way the matrix lies."""
+    """Products of 16-bit floats take longer with unaligned rows, in inputs and outputs, transposed or not."""
     device = find_device("h100")
     with fake_tensors("cuda"):
         rows, weight = torch.empty(8192, 8192, dtype=dtype), torch.empty(columns, 8192, dtype=dtype)
         logits = torch.empty(8192, columns, dtype=dtype)
-        buffer = torch.empty(8192, 4160, dtype=dtype)[:, :columns]  # rows apart by a multiple of 16 bytes
+        buffer = torch.empty(8192, 4160, dtype=dtype)[:, :columns]  # row strides are a multiple of 16 bytes
 
         def tera_flops(*factors: torch.Tensor, out: torch.Tensor | None = None) -> float:
             with _SumOfTimes(device) as times:
@@ -255,7 +260,7 @@ def test_products_of_halves_take_longer_where_rows_start_anywhere(
             return 2 * 8192 * 8192 * columns / times.total_ms / 1e9
 
         peak = device.flops[str(dtype).removeprefix("torch.")] / 1e12
-        expected = pytest.approx(peak * (device.unaligned_share if is_slower else 1.0), rel=0.02)  # and the launch
+        expected = pytest.approx(peak * (device.unaligned_share if is_slower else 1.0), rel=0.02)  # plus the launch
         assert tera_flops(rows, weight.T) == expected
         assert tera_flops(logits, weight) == expected
         assert tera_flops(logits.T, rows) == expected
@@ -266,9 +271,9 @@ def test_products_of_halves_take_longer_where_rows_start_anywhere(
 
 
 def test_a_product_added_to_a_wider_sum_has_the_rate_of_its_factors() -> None:
-    """As the chunked head adds to its gradient."""
+    """A product added to a wider sum runs at the rate of its factors' dtype, as the chunked head's gradient does."""
     device = find_device("h100")
     with fake_tensors("cuda"), _SumOfTimes(device) as times:
         factor, total = torch.empty(8192, 8192, dtype=torch.bfloat16), torch.empty(8192, 8192)
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    assert times.total_ms == pytest.approx(2 * 8192**3 / device.flops["bfloat16"] * 1e3, rel=0.02)  # and the launch
+    assert times.total_ms == pytest.approx(2 * 8192**3 / device.flops["bfloat16"] * 1e3, rel=0.02)  # plus the launch

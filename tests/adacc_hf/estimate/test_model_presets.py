@@ -54,12 +54,12 @@ def tiny_llama(folder: Path) -> str:
 
 def test_a_folder_gives_fresh_or_pretrained_weights(tmp_path: Path):
     name = tiny_llama(tmp_path / "llama")
-    fresh, loaded, again = (
+    fresh, loaded_weight, again = (
         build_model(name, load_config(name), 64, 0, "sdpa", pretrained=pretrained).lm_head.weight
         for pretrained in (False, True, True)
     )
-    assert torch.equal(loaded, again)
-    assert not torch.equal(fresh, loaded)
+    assert torch.equal(loaded_weight, again)
+    assert not torch.equal(fresh, loaded_weight)
 
 
 def test_pretrained_weights_need_room_for_the_vocabulary(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Plans for runs that were never started: sums, searches, and what is refused."""
+"""Plans for runs that were never started: totals, searches, and refused options."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def plan(folder, capsys):
 
 
 @pytest.fixture
-def refused(folder, capsys):
+def refusal_of(folder, capsys):
     """`refused(*options)`: the one line on stderr of a plan that is refused."""
 
     def run(*options: str, model: str = folder) -> str:
@@ -68,10 +68,10 @@ def test_a_plan_within_a_budget(plan):
 
 def test_the_largest_batch_fits_and_one_more_does_not(plan):
     budget = ["--budget", "40MiB"]
-    found = plan("--batch-size", "2", *budget)["methods"]
-    assert found["plain"]["largest_batch"] < found["adacc"]["largest_batch"]
-    assert found["adacc"]["longest_seq_len"] == 64
-    largest_batch = found["adacc"]["largest_batch"]
+    methods = plan("--batch-size", "2", *budget)["methods"]
+    assert methods["plain"]["largest_batch"] < methods["adacc"]["largest_batch"]
+    assert methods["adacc"]["longest_seq_len"] == 64
+    largest_batch = methods["adacc"]["largest_batch"]
     at, beyond = (plan("--batch-size", str(largest_batch + more), *budget, "--no-largest")["fits"] for more in (0, 1))
     assert at
     assert not beyond
@@ -94,7 +94,7 @@ def test_fsdp_holds_parts_in_float32_and_computes_with_16_bits(plan):
     alone, shared = plan("--no-largest"), plan("--fsdp", "4", "--no-largest")
     for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
         assert shared["static"][name] == -(-alone["static"][name] // 4), name
-    # Two blocks and what is outside them, in 16 bits.
+    # Two blocks and the parts outside them, in 16 bits.
     model = AutoModelForCausalLM.from_config(CONFIG)
     blocks = 2 * sum(p.numel() for p in model.transformer.h[0].parameters())
     outside = sum(p.numel() for p in model.parameters()) - len(model.transformer.h) * blocks // 2
@@ -109,14 +109,14 @@ def test_zero_3_keeps_16_bit_weights_and_float32_masters(plan):
 
 
 def test_lora_trains_little(plan):
-    whole, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")
-    assert lora["static"]["gradients_bytes"] < 0.1 * whole["static"]["gradients_bytes"]
-    assert lora["static"]["parameters_bytes"] > whole["static"]["parameters_bytes"]
+    full_plan, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")
+    assert lora["static"]["gradients_bytes"] < 0.1 * full_plan["static"]["gradients_bytes"]
+    assert lora["static"]["parameters_bytes"] > full_plan["static"]["parameters_bytes"]
 
 
 def test_compact_is_planned_as_it_trains(plan, one_thread):
-    """What a plan says of the peak and of what is stored is what the profile of a real model does, after some steps."""
-    planned = plan(
+    """A plan with CompAct predicts the peak and the stored bytes of a real model's profile after some steps."""
+    plan_record = plan(
         "--optimizer", "compact", "--rank", "0.25", "--device", "cpu", "--dtype", "fp32", "--batch-size", "2",
         "--seq-len", "48", "--no-largest",
     )  # fmt: skip
@@ -131,19 +131,19 @@ def test_compact_is_planned_as_it_trains(plan, one_thread):
         optimizer.step()
         optimizer.zero_grad()
     profile = profile_model(model, batch, AdaccConfig(actions=("retain", "recompute")), optimizer=optimizer)
-    # Steps and cores of each parameter are a number, and scalars are none on fake tensors. Under full recomputation the
-    # peak lies in the backward of a function written in Python, which is traced in another order than it runs in, so
-    # that replay keeps what it has made, masks too: 7.4 % were measured.
+    # Steps and cores of each parameter are one number, and fake tensors count no scalars. Under full recomputation the
+    # peak lies in the backward of a Python function. It is traced in another order than it runs in, so replay keeps its
+    # results, masks included: 7.4 % were measured.
     for peak, method, bounds in (
         (uniform_policy(profile, "retain").predicted_peak_bytes, "plain", {"abs": 2048}),
         (simulate_checkpointed(profile).peak_bytes, "full recomputation", {"rel": 0.08}),
     ):
-        assert planned["methods"][method]["peak_bytes"] == pytest.approx(peak, **bounds)
-    memory = planned["static"]
+        assert plan_record["methods"][method]["peak_bytes"] == pytest.approx(peak, **bounds)
+    memory = plan_record["static"]
     assert memory["optimizer_bytes"] == 2 * memory["gradients_bytes"]
 
 
-def test_a_saved_profile_takes_the_place_of_the_trace(plan, refused, folder, tmp_path):
+def test_a_saved_profile_takes_the_place_of_the_trace(plan, refusal_of, folder, tmp_path):
     model = AutoModelForCausalLM.from_config(CONFIG).train()
     model.config.use_cache = False
     ids = torch.zeros((4, 64), dtype=torch.long)
@@ -155,7 +155,7 @@ def test_a_saved_profile_takes_the_place_of_the_trace(plan, refused, folder, tmp
     assert record["methods"]["plain"]["step_ms"] <= profile.step_ms
     other = tmp_path / "other"
     GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=500).save_pretrained(other)
-    line = refused(*options, model=str(other))
+    line = refusal_of(*options, model=str(other))
     assert "--profile is of GPT2LMHeadModel with 3 blocks, --model has 2" in line
 
 
@@ -206,38 +206,41 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(refused, case):
+def test_what_is_refused(refusal_of, case):
     options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        raise ValueError(refused(*options))
+        raise ValueError(refusal_of(*options))
 
 
-def test_an_unknown_model_is_refused(refused, tmp_path: Path):
-    line = refused(model=str(tmp_path / "nothing"))
+def test_an_unknown_model_is_refused(refusal_of, tmp_path: Path):
+    line = refusal_of(model=str(tmp_path / "nothing"))
     assert "is not a preset (demo, " in line
     assert "could not be loaded as a hub id or folder" in line
 
 
-def test_a_model_without_a_context_needs_a_length(refused):
-    assert "--seq-len must be set" in refused(model="demo-t5")
+def test_a_model_without_a_context_needs_a_length(refusal_of):
+    assert "--seq-len must be set" in refusal_of(model="demo-t5")
 
 
 def test_accumulated_gradients_are_there_all_the_time(plan, one_thread):
-    """What is planned of a later micro-batch is what one takes, but for the gradients of the block at work."""
+    """Accumulated gradients are live all the time: a plan for later micro-batches predicts the memory of a real one.
+
+    The gradients of the block in backward come on top.
+    """
     options = ["--device", "cpu", "--dtype", "fp32", "--batch-size", "4", "--seq-len", "64", "--no-largest"]
-    planned = plan(*options, "--accumulate", "--optimizer", "sgd")
+    plan_record = plan(*options, "--accumulate", "--optimizer", "sgd")
     model = AutoModelForCausalLM.from_config(CONFIG).train()
     model.config.use_cache = False
     ids = torch.zeros((4, 64), dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids.clone()}
     model(**batch).loss.backward()
-    measured = measure_step(model, batch)
+    step_memory = measure_step(model, batch)
     block = sum(parameter.nbytes for parameter in model.transformer.h[0].parameters())
-    extra = planned["methods"]["plain"]["peak_bytes"] - measured.peak_bytes
-    # 1 % for what a fake step does not see: indices, scalars.
-    assert -0.01 * measured.peak_bytes <= extra <= block + 0.01 * measured.peak_bytes
+    extra = plan_record["methods"]["plain"]["peak_bytes"] - step_memory.peak_bytes
+    # 1 % for tensors that a fake step does not have: indices, scalars.
+    assert -0.01 * step_memory.peak_bytes <= extra <= block + 0.01 * step_memory.peak_bytes
     alone = plan(*options, "--optimizer", "sgd")["methods"]["plain"]["peak_bytes"]
-    assert alone < planned["methods"]["plain"]["peak_bytes"] - planned["static"]["gradients_bytes"] // 2
+    assert alone < plan_record["methods"]["plain"]["peak_bytes"] - plan_record["static"]["gradients_bytes"] // 2
 
 
 def test_adapters_have_the_rank_and_the_layers_asked_for(plan):
@@ -256,5 +259,5 @@ def test_a_classifier_has_no_language_model_head(plan, tmp_path):
     config.save_pretrained(tmp_path)
     classifier = plan("--batch-size", "32", "--no-largest", model=str(tmp_path))
     language = plan("--batch-size", "32", "--no-largest")
-    # Logarithms of the chances of 500 tokens at every position, in float32.
+    # Logarithms of the probabilities of 500 tokens at every position, in float32.
     assert language["plain_stored_bytes"] - classifier["plain_stored_bytes"] >= 32 * 64 * 500 * 4

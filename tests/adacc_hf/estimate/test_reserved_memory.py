@@ -1,4 +1,4 @@
-"""What an allocator keeps, from steps on tensors without memory: its live bytes are the plan's, the rest is its own."""
+"""Reserved memory of an allocator, from steps on fake tensors: its live bytes are the plan's, the rest its own."""
 
 import random
 
@@ -26,7 +26,7 @@ CONFIGS = {
 
 
 class Exact(CachingAllocator):
-    """An allocator that keeps just the most that was live."""
+    """An allocator that reserves exactly the peak of live bytes."""
 
     def __init__(self, memory_bytes):
         super().__init__(memory_bytes)
@@ -48,8 +48,8 @@ def request_for(name, precision="bf16", sharding=None, device="a100", **options)
         adapters=options.pop("adapters", None),
         sharding=sharding or Sharding(),
     )
-    asked = {"batch_size": 8, "seq_len": 128, "find_largest": False, **options}
-    return Request(model=name, workload=workload, **asked)
+    settings = {"batch_size": 8, "seq_len": 128, "find_largest": False, **options}
+    return Request(model=name, workload=workload, **settings)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gpt2", "bf16-amp"), ("llama", "bf16")])
@@ -60,7 +60,8 @@ def test_live_bytes_are_those_of_the_plan(name, precision, monkeypatch):
     planned = {False: uniform_policy(profile, "retain").predicted_peak_bytes}
     planned[True] = simulate_checkpointed(profile).peak_bytes
     for is_checkpointed, peak_bytes in planned.items():
-        # Plain steps agree to the byte; that a checkpointed block's last operators do not run again is 2e-5 of a peak.
+        # Plain steps agree to the byte. A checkpointed block's last operators do not run again, which is 2e-5 of a
+        # peak.
         assert allocator_bytes(request, is_checkpointed) == pytest.approx(peak_bytes, rel=1e-4)
 
 
@@ -73,12 +74,18 @@ def test_a_plan_says_what_an_allocator_keeps_beyond_what_is_live():
 
 
 def test_kept_gradients_and_larger_states_are_reserved_too():
-    def kept(**options):
+    def reserved_between_steps(**options):
         return allocator_bytes(request_for("gpt2", "fp32", batch_size=1, **options), is_checkpointed=True)
 
-    assert kept(optimizer="sgd") < kept(optimizer="sgd_momentum") < kept(optimizer="adamw")
-    assert kept(optimizer="sgd") <= kept(optimizer="sgd", accumulates=True)
-    assert kept(optimizer="adamw", adapters=Adapters(rank=4, dtype="float32")) < kept(optimizer="sgd")
+    assert (
+        reserved_between_steps(optimizer="sgd")
+        < reserved_between_steps(optimizer="sgd_momentum")
+        < reserved_between_steps(optimizer="adamw")
+    )
+    assert reserved_between_steps(optimizer="sgd") <= reserved_between_steps(optimizer="sgd", accumulates=True)
+    assert reserved_between_steps(
+        optimizer="adamw", adapters=Adapters(rank=4, dtype="float32")
+    ) < reserved_between_steps(optimizer="sgd")
 
 
 def test_nothing_is_said_of_shared_models():
@@ -162,7 +169,10 @@ def test_neighbours_are_joined_and_segments_are_not(allocator):
 
 
 def test_what_is_held_in_the_middle_keeps_the_rest_apart(allocator):
-    """Why more is reserved than is live: a gradient in the place of an activation cuts it in two."""
+    """A live block in the middle of free memory splits it: a gradient in the place of an activation.
+
+    Hence more bytes are reserved than live.
+    """
     allocator.allocate("activation", 64 * MIB)
     allocator.free("activation")
     for name in ("first", "gradient"):
@@ -192,14 +202,14 @@ def test_a_key_has_one_block(allocator):
 
 
 def test_freeing_everything_leaves_whole_segments(allocator):
-    """However blocks came and went, all that was reserved can be had again in blocks of the segments' sizes."""
+    """After freeing everything, blocks of the segments' sizes need no new memory, in any order of earlier blocks."""
     dice = random.Random(0)
     live: dict[int, int] = {}
     for key in range(2000):
         if live and dice.random() < 0.5:
-            gone = dice.choice(list(live))
-            allocator.free(gone)
-            del live[gone]
+            block_to_free = dice.choice(list(live))
+            allocator.free(block_to_free)
+            del live[block_to_free]
         live[key] = int(2 ** dice.uniform(0, 26))
         allocator.allocate(key, live[key])
         assert allocator.most_reserved_bytes >= sum(live.values())

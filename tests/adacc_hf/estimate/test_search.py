@@ -46,7 +46,7 @@ def test_polynomials_take_few_evaluations(start, slope, bend, static, room):
     answer = largest_fitting(excess, start, 2**20, {0: -room})
     assert excess(answer) <= 0 < excess(answer + 1)
     # The start, one more for the curve, the answer and its neighbour, and two to spare for rounding; the last two
-    # evaluations are the assertions just above. A distant answer is approached by factors of MAX_GROWTH.
+    # evaluations are the assertions just above. The search approaches a distant answer by factors of MAX_GROWTH.
     assert len(evaluated) - 2 <= 6 + max(0.0, math.log(max(answer, 1) / start, MAX_GROWTH))
 
 

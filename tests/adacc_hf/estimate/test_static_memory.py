@@ -1,4 +1,4 @@
-"""Static memory against what torch's optimizers really allocate, and the arithmetic of sharding."""
+"""Static memory against the real allocations of torch's optimizers, and the arithmetic of sharding."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from adacc_hf.estimate.static_memory import OPTIMIZERS, Sharding, static_memory
 
 STEP_COUNTERS = 64
-"""torch keeps a step count of 4 bytes per parameter, which we leave out: 4 parameters here, on up to 16 bytes each."""
+"""Bytes of torch's step counts, 4 per parameter, which the estimate leaves out: 4 parameters of up to 16 bytes each."""
 
 
 def model() -> nn.Module:
@@ -21,7 +21,7 @@ def of(optimizer: str, sharding: Sharding | None = None, master_weights: bool = 
 
 
 def allocated(optimizer: torch.optim.Optimizer, net: nn.Module) -> int:
-    """Bytes of the optimizer's state after a step."""
+    """Return the bytes of the optimizer's state after a step."""
     net(torch.ones(2, 96)).sum().backward()
     optimizer.step()
     leaves = tree_leaves(list(optimizer.state.values()))
@@ -32,9 +32,12 @@ def allocated(optimizer: torch.optim.Optimizer, net: nn.Module) -> int:
 @pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
 def test_state_is_what_torch_allocates(name: str, dtype: torch.dtype) -> None:
     net = model().to(dtype)
-    made = {"adamw": torch.optim.AdamW, "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)}[name]
+    optimizer_class = {
+        "adamw": torch.optim.AdamW,
+        "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    }[name]
     net.forward = lambda x, net=net: net[1](net[0](x.to(dtype)))  # type: ignore[method-assign]
-    assert abs(allocated(made(net.parameters()), net) - of(name, net=net).optimizer_bytes) <= STEP_COUNTERS
+    assert abs(allocated(optimizer_class(net.parameters()), net) - of(name, net=net).optimizer_bytes) <= STEP_COUNTERS
 
 
 def test_adafactor_is_factored() -> None:
@@ -49,19 +52,19 @@ def test_adafactor_is_factored() -> None:
 def test_only_trained_parameters_have_gradients_and_state(name: str) -> None:
     net = model()
     net[0].requires_grad_(False)
-    memory, whole = of(name, net=net), of(name)
-    assert memory.parameters_bytes == whole.parameters_bytes
+    memory, unsharded = of(name, net=net), of(name)
+    assert memory.parameters_bytes == unsharded.parameters_bytes
     assert memory.gradients_bytes == sum(p.numel() * 4 for p in net[1].parameters())
-    assert memory.optimizer_bytes < whole.optimizer_bytes or whole.optimizer_bytes == 0
+    assert memory.optimizer_bytes < unsharded.optimizer_bytes or unsharded.optimizer_bytes == 0
 
 
 def test_what_each_method_divides() -> None:
-    whole = of("adamw")
+    unsharded = of("adamw")
 
     def divided(method: str) -> list[int]:
         part = of("adamw", Sharding(method=method, num_devices=4))
         names = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
-        return [round(getattr(whole, name) / getattr(part, name)) for name in names]
+        return [round(getattr(unsharded, name) / getattr(part, name)) for name in names]
 
     assert divided("ddp") == [1, 1, 1]
     assert divided("zero1") == [1, 1, 4]
@@ -70,9 +73,9 @@ def test_what_each_method_divides() -> None:
 
 
 def test_ddp_keeps_its_buckets_and_fsdp_whole_layers() -> None:
-    whole = of("adamw")
-    assert of("adamw", Sharding(method="ddp", num_devices=2)).buckets_bytes == whole.gradients_bytes
-    assert of("adamw", Sharding(method="fsdp", num_devices=2)).unsharded_bytes == whole.parameters_bytes
+    unsharded = of("adamw")
+    assert of("adamw", Sharding(method="ddp", num_devices=2)).buckets_bytes == unsharded.gradients_bytes
+    assert of("adamw", Sharding(method="fsdp", num_devices=2)).unsharded_bytes == unsharded.parameters_bytes
 
 
 def test_deepspeed_keeps_float32_masters() -> None:

@@ -19,17 +19,17 @@ LLAMA = LlamaConfig(
 def test_a_few_blocks_tell_the_whole(config: PretrainedConfig, precision: str) -> None:
     workload = Workload(config=config, device=find_device("h100"), precision=PRECISIONS[precision])
     with fake_model(workload) as model:
-        whole = model.profile(2, 32)
+        full_profile = model.profile(2, 32)
         estimate = model.estimate(2, 32)
         again = model.profile(2, 32)
-    assert estimate.blocks == whole.blocks
-    assert estimate.kinds == whole.kinds
+    assert estimate.blocks == full_profile.blocks
+    assert estimate.kinds == full_profile.kinds
     for name in ("static_bytes", "outside_stored_bytes", "tail_peak_bytes"):
-        assert getattr(estimate, name) == getattr(whole, name), name
-    assert estimate.outside_peak_bytes >= whole.outside_peak_bytes
+        assert getattr(estimate, name) == getattr(full_profile, name), name
+    assert estimate.outside_peak_bytes >= full_profile.outside_peak_bytes
     if precision == "fp32":
-        assert estimate.outside_peak_bytes == whole.outside_peak_bytes
+        assert estimate.outside_peak_bytes == full_profile.outside_peak_bytes
         for action in ("retain", "recompute"):
-            plans = [uniform_policy(profile, action).predicted_peak_bytes for profile in (estimate, whole)]
+            plans = [uniform_policy(profile, action).predicted_peak_bytes for profile in (estimate, full_profile)]
             assert plans[0] == plans[1]
-    assert again == whole, "the model is whole again"
+    assert again == full_profile, "the model is whole again"

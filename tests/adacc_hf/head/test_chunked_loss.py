@@ -1,4 +1,4 @@
-"""The chunked cross entropy against the one over whole logits."""
+"""The chunked cross entropy against cross entropy on whole logits."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def make_case(num_rows, width, classes, has_bias=True, ignored=(), scale=1.0):
     return rows, weight, bias, target
 
 
-def whole(rows, weight, bias, target, reduction="mean", dtype=torch.float32):
+def whole_loss(rows, weight, bias, target, reduction="mean", dtype=torch.float32):
     cast_bias = None if bias is None else bias.to(dtype)
     return F.cross_entropy(F.linear(rows.to(dtype), weight.to(dtype), cast_bias).float(), target, reduction=reduction)
 
@@ -46,7 +46,7 @@ def loss_and_gradients(function, tensors, target, **options):
 def test_any_chunking_gives_the_loss_and_gradients_of_whole_logits(num_rows, chunk, has_bias, reduction, data):
     ignored = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=num_rows - 1, unique=True))
     *tensors, target = make_case(num_rows, 8, 13, has_bias, ignored)
-    expected, gradients = loss_and_gradients(whole, tensors, target, reduction=reduction)
+    expected, gradients = loss_and_gradients(whole_loss, tensors, target, reduction=reduction)
     options = {"dtype": torch.float32, "num_rows": chunk, "reduction": reduction}
     loss, ours = loss_and_gradients(chunked_cross_entropy, tensors, target, **options)
     # Another order of sums: a few roundings of 6e-8, relative to the largest term of a sum of 40.
@@ -58,7 +58,7 @@ def test_any_chunking_gives_the_loss_and_gradients_of_whole_logits(num_rows, chu
 @given(
     num_rows=st.integers(1, 40),
     chunk=st.integers(1, 50),
-    width=st.integers(2, 40),  # of one column, products are of a vector, for which libraries have other code
+    width=st.integers(2, 40),  # with one column, products are vector products with other code
     classes=st.one_of(st.integers(64, 400), st.sampled_from([1000, 4097, 5026])),
     has_bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -67,7 +67,8 @@ def test_any_chunking_gives_the_loss_and_gradients_of_whole_logits(num_rows, chu
 )
 @settings(deadline=None, max_examples=60)
 def test_padded_rows_of_logits_change_no_bit(num_rows, chunk, width, classes, has_bias, dtype, is_cast, data):
-    """Odd and even vocabularies, weights of the product's type and of a wider one, as autocast has them."""
+    """Padded rows of logits change no bit, for odd and even vocabularies and weights in the product's or a wider
+    dtype."""
     ignored = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=num_rows - 1, unique=True))
     *tensors, target = make_case(num_rows, width, classes, has_bias, ignored)
     tensors = [tensor if tensor is None or is_cast else tensor.to(dtype) for tensor in tensors]
@@ -87,7 +88,10 @@ def test_padded_rows_of_logits_change_no_bit(num_rows, chunk, width, classes, ha
 )
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 def test_rows_of_logits_start_at_whole_cache_lines_where_that_takes_little(classes, columns, has_bias):
-    """In all three products, and in the softmax between them, whose padding is 0."""
+    """Rows of logits start at whole cache lines if the padding is small.
+
+    This holds in all three products and in the softmax between them, whose padding is 0.
+    """
     operators = []
 
     class Noted(TorchDispatchMode):
@@ -103,21 +107,23 @@ def test_rows_of_logits_start_at_whole_cache_lines_where_that_takes_little(class
     assert len(products) == 3
     steps = {max(t.stride()) for tensors in products for t in tensors if t.dim() == 2 and set(t.shape) == {2, classes}}
     assert steps <= {columns}
-    assert columns == classes or steps  # where it is not padded the first product's output is no argument
+    assert columns == classes or steps  # without padding the first product's output is no argument
 
 
 def test_all_rows_ignored_gives_nan_as_the_mean_over_nothing_does():
     *tensors, target = make_case(4, 8, 13, ignored=range(4))
     assert chunked_cross_entropy(*tensors, target, dtype=torch.float32).isnan()
-    assert whole(*tensors, target).isnan()
+    assert whole_loss(*tensors, target).isnan()
 
 
 def test_a_bfloat16_product_has_the_loss_of_float32_logits_and_gradients_no_worse():
-    """What is reported is within 1e-5 of the loss of the same bfloat16 logits in float32: only sums differ. Against
-    float32 throughout, gradients are at most a tenth worse than those of plain training in bfloat16."""
+    """A bfloat16 loss is within 1e-5 of the loss of the same logits in float32, as only sums differ.
+
+    Against float32 throughout, gradients are at most a tenth worse than those of plain training in bfloat16.
+    """
     *tensors, target = make_case(96, 64, 1000, scale=0.02)
-    exact = loss_and_gradients(whole, tensors, target)
-    plain = loss_and_gradients(whole, tensors, target, dtype=torch.bfloat16)
+    exact = loss_and_gradients(whole_loss, tensors, target)
+    plain = loss_and_gradients(whole_loss, tensors, target, dtype=torch.bfloat16)
     ours = loss_and_gradients(chunked_cross_entropy, tensors, target, dtype=torch.bfloat16, num_rows=32)
     assert ours[0].dtype is torch.float32
     torch.testing.assert_close(ours[0], plain[0], rtol=1e-5, atol=0)
@@ -127,15 +133,15 @@ def test_a_bfloat16_product_has_the_loss_of_float32_logits_and_gradients_no_wors
 
 
 def test_large_logits_stay_finite():
-    """Softmax underflows to 0 at the label; its logarithm does not."""
+    """Large logits have a finite loss: softmax underflows to 0 at the label, its logarithm does not."""
     rows, weight, _, target = make_case(4, 8, 13, has_bias=False, scale=100.0)
     loss = chunked_cross_entropy(rows, weight, None, target, dtype=torch.float32)
     assert loss > 100
-    torch.testing.assert_close(loss, whole(rows, weight, None, target), rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, whole_loss(rows, weight, None, target), rtol=1e-5, atol=0)
 
 
 def test_infinite_logits_reach_loss_and_gradients():
-    """So that a gradient scaler sees them."""
+    """Infinite logits reach loss and gradients, so that a gradient scaler notices them."""
     *tensors, target = make_case(4, 8, 13)
     tensors[0][1] = torch.inf
     loss, gradients = loss_and_gradients(chunked_cross_entropy, tensors, target, dtype=torch.float32)
@@ -167,6 +173,6 @@ def test_logits_never_exist_as_a_whole():
     with CpuMemoryMeter() as meter:
         chunked_cross_entropy(rows, weight, None, target, dtype=torch.float32).backward()
     chunk = chunk_rows(width) * classes * 4
-    # The gradients, a chunk's logits and their softmax, and what is of one number per row.
+    # The gradients, a chunk's logits and their softmax, and tensors of one number per row.
     assert meter.peak_bytes <= rows.nbytes + weight.nbytes + 2 * chunk + 64 * num_rows
     assert meter.peak_bytes < num_rows * classes * 4 / 2

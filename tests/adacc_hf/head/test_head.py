@@ -1,4 +1,4 @@
-"""The chunked output layer on models as Transformers has them."""
+"""The chunked output layer on Transformers' models."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ MODELS = {
         T5Config(vocab_size=61, d_model=32, d_ff=64, d_kv=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     ),
 }
-"""Models whose loss does without logits: tied weights, a bias, a loss of Transformers' and one of the model's own."""
+"""Models whose loss does not need logits: tied weights, a bias, Transformers' loss and a custom one."""
 
 WHOLE = {
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16)),
@@ -42,7 +42,7 @@ WHOLE = {
         BartConfig(vocab_size=61, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, **BART)
     ),
 }
-"""Models that compute with their logits: a soft cap, a bias added to them."""
+"""Models that compute with their logits: a soft cap, a bias added to the logits."""
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""The head in the plan: profiled both ways, chosen by the solver, judged by the simulator, put on and taken off."""
+"""The output head in a plan: profiled both ways, chosen by the solver, checked by the simulator, applied and
+removed."""
 
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ CHUNKED = AdaccConfig(min_compress_bytes=0, head="chunked")
 
 @pytest.fixture(scope="module")
 def wide(tiny_gpt2, token_batch):
-    """A model whose logits are larger than all blocks, as GPT-2's are at 12 layers, and a batch."""
+    """A batch and a model whose logits are larger than all blocks, as in GPT-2 with 12 layers."""
     return tiny_gpt2(layers=2, vocab_size=VOCABULARY), token_batch(8, 32, VOCABULARY)
 
 
@@ -45,7 +46,7 @@ def profile(wide, autocast):
         return profile_model(*wide, CONFIG)
 
 
-def measured(wide, policy, autocast):
+def measure_policy(wide, policy, autocast):
     model, batch = wide
     with autocast, apply_policy(model, policy):
         for _ in range(2):
@@ -71,7 +72,7 @@ def test_both_heads_are_profiled(profile):
 def test_the_prediction_is_what_is_measured_with_either_head(wide, profile, autocast, peak_of, action, head):
     policy = uniform_policy(profile.with_head(head), action)
     assert policy.head == head
-    step = measured(wide, policy, autocast)
+    step = measure_policy(wide, policy, autocast)
     assert step.stored_bytes == policy.predicted_stored_bytes
     assert step.peak_bytes == peak_of(policy)
 
@@ -85,11 +86,11 @@ def test_a_budget_that_only_the_chunked_head_meets_is_met(wide, profile, autocas
     budget = (both.value.smallest_budget_bytes + plain.value.smallest_budget_bytes) // 2
     policy = solve_policy(profile, budget, CONFIG)
     assert policy.head == "chunked"
-    assert measured(wide, policy, autocast).peak_bytes <= budget
+    assert measure_policy(wide, policy, autocast).peak_bytes <= budget
 
 
 def test_the_faster_head_is_chosen(gpt2_like_profile, add_chunked_head):
-    """At a budget that the plain head meets by recomputing, the chunked one is taken if it costs less than that."""
+    """The chunked head is chosen if it costs less than the recomputation that the plain head needs in the budget."""
     profile = gpt2_like_profile(num_blocks=4)
     plain = uniform_policy(profile, "retain")
     budget = plain.predicted_peak_bytes * 97 // 100
@@ -125,23 +126,26 @@ FRACTIONS = (1.0, 0.9, 0.6, 0.3)
 @given(ms=st.integers(-30, 30), saved=st.integers(-(2**28), 2**28), limits_peak=st.booleans())
 @settings(deadline=None, max_examples=8)
 def test_the_fastest_policy_with_any_head_is_found(head_profile, add_chunked_head, ms, saved, limits_peak):
-    """A chunked head that is faster is chosen for it where the plain one would do, and one that is slower is not. The
-    simulator agrees, and more memory never costs time."""
+    """The fastest policy of both heads is found: a faster chunked head is chosen although the plain one fits, a slower
+    not.
+
+    The simulator agrees, and more memory never costs time.
+    """
     both = add_chunked_head(head_profile, saved, ms)
     plain = uniform_policy(head_profile, "retain")
     previous_ms = -float("inf")
     for fraction in FRACTIONS:
         budget = int(fraction * plain.predicted_peak_bytes) if limits_peak else fraction
-        found = {}
+        policies = {}
         for head in ("plain", "chunked", "auto"):
             try:
-                found[head] = solve_policy(both, budget, AdaccConfig(head=head))
+                policies[head] = solve_policy(both, budget, AdaccConfig(head=head))
             except InfeasibleBudgetError:
-                assert head != "auto" or not found
-        if not found:
+                assert head != "auto" or not policies
+        if not policies:
             break
-        auto = found.pop("auto")
-        best = min(found.values(), key=lambda policy: policy.predicted_overhead_ms)
+        auto = policies.pop("auto")
+        best = min(policies.values(), key=lambda policy: policy.predicted_overhead_ms)
         assert auto.predicted_overhead_ms <= best.predicted_overhead_ms + 1e-9  # sums of floats
         assert auto.predicted_overhead_ms >= previous_ms - 1e-9
         previous_ms = auto.predicted_overhead_ms

@@ -1,4 +1,4 @@
-"""Lazy logits are like the real ones, whatever is done with them."""
+"""Lazy logits behave like real ones in any use."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def target():
 
 @pytest.fixture
 def lazy(leaves):
-    """`lazy(dtype)`: lazy logits of `leaves` and who watches them."""
+    """`lazy(dtype)`: lazy logits of `leaves`, and their watcher."""
 
     def build(dtype=torch.float32):
         counts = Counts()
@@ -60,7 +60,7 @@ def gradients(result, leaves):
 
 
 class Square(torch.autograd.Function):
-    """Reads its input where Python does not see it."""
+    """A Function that reads its input outside of Python."""
 
     @staticmethod
     def forward(ctx, x):
@@ -173,10 +173,10 @@ def test_the_logits_are_made_once(lazy):
 
 def test_a_change_in_place_is_seen_by_the_loss(lazy, leaves, target):
     logits, counts = lazy()
-    changed = real(leaves)
-    for each in (logits, changed):
+    changed_logits = real(leaves)
+    for each in (logits, changed_logits):
         each.mul_(0.5)
-    ours, expected = LOSSES["causal"](logits, target), LOSSES["causal"](changed, target)
+    ours, expected = LOSSES["causal"](logits, target), LOSSES["causal"](changed_logits, target)
     assert torch.equal(ours, expected)
     assert counts.losses == 0
 
@@ -211,26 +211,25 @@ def test_hooks_on_the_logits_are_refused(lazy, use):
 
 
 def test_a_hook_of_deepspeed_hears_of_the_gradients_that_there_are(lazy, leaves, target):
-    """It stands on all that a model returns, and does its work at the loss."""
-    heard = []
+    """DeepSpeed's hooks on all outputs of a model get the gradients that exist. They do their work at the loss."""
+    gradients_of_hook = []
 
     def hook(gradient):
-        heard.append(gradient)
+        gradients_of_hook.append(gradient)
 
     hook.__module__ = "deepspeed.runtime.utils"
     logits, _ = lazy()
     logits.register_hook(hook)
     gradients(F.cross_entropy(logits.view(-1, 11), target.view(-1)), leaves)
-    assert heard == []  # the loss does without
+    assert gradients_of_hook == []  # the loss does not need the logits
     logits, _ = lazy()
     logits.register_hook(hook)
     gradients(PassOn.apply(logits)[0].sum(), leaves)
-    assert len(heard) == 1
+    assert len(gradients_of_hook) == 1
 
 
 class PassOn(torch.autograd.Function):
-    """Hands on what it is given, below Python, as DDP does with a model's outputs, and minus the gradients that come
-    back."""
+    """A Function that passes its inputs on below Python, as DDP does with outputs, and negates their gradients."""
 
     @staticmethod
     def forward(ctx, *tensors):
@@ -250,24 +249,24 @@ def test_outputs_may_be_handed_on_where_the_weight_is_the_embeddings_too(target,
 
     def train(logits_of):
         embedded = F.embedding(target.clamp(min=0), weight)
-        # A norm keeps what its backward needs, and loses it after one backward.
+        # A norm keeps tensors for its backward, and frees them after one backward.
         rows = F.layer_norm(embedded, (8,))
         logits = logits_of(rows)
         loss = F.cross_entropy(logits.view(-1, 11), target.view(-1))
         loss, logits = PassOn.apply(loss, logits)
         total = loss + logits.square().mean() if reads_logits else loss
-        kept = weakref.ref(rows)
-        embedded.register_hook(lambda _: gone.append(kept() is None))
+        rows_ref = weakref.ref(rows)
+        embedded.register_hook(lambda _: is_freed.append(rows_ref() is None))
         del rows, logits
         total.backward()
         gradient, weight.grad = weight.grad, None
         return loss, gradient
 
-    gone = []
+    is_freed = []
     loss, gradient = train(lambda rows: LazyLogits.of(HeadCall(rows, weight, None, torch.float32, counts)))
     assert (counts.wholes > 0) == reads_logits
     plain_loss, plain_gradient = train(lambda rows: F.linear(rows, weight))
-    assert gone == [True, True]
-    # Sums over chunks are taken in another order.
+    assert is_freed == [True, True]
+    # Sums over chunks are computed in another order.
     torch.testing.assert_close(loss, plain_loss)
     torch.testing.assert_close(gradient, plain_gradient)

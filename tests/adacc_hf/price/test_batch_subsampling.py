@@ -17,16 +17,20 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 def families_of(library):
-    return {seen.symbolic_tape for outlines in library._records.values() for seen in outlines.values()} - {None}
+    return {
+        size_class_records.symbolic_tape
+        for outlines in library._records.values()
+        for size_class_records in outlines.values()
+    } - {None}
 
 
 @pytest.fixture
 def parts_of():
-    """`parts_of(model, batch)`: the batches that the model is called with so that its blocks are recorded on them."""
+    """`parts_of(model, batch)`: the parts of the batch that a profile calls the model with to record its blocks."""
 
     def run(model, batch, library=None):
-        found = []
-        hook = model.register_forward_pre_hook(lambda _, args, kwargs: found.append(kwargs), with_kwargs=True)
+        batches = []
+        hook = model.register_forward_pre_hook(lambda _, args, kwargs: batches.append(kwargs), with_kwargs=True)
         installation = Installation(model)
         try:
             record_other_sizes(model, batch, installation, library or TapeCache(verify=lambda *_: frozenset()))
@@ -34,7 +38,7 @@ def parts_of():
         finally:
             hook.remove()
             installation.remove()
-        return found
+        return batches
 
     return run
 
@@ -44,7 +48,7 @@ def sizes(parts, name="input_ids"):
 
 
 def refusing(model, is_taken):
-    """`model`, which raises ValueError for a batch of other sizes."""
+    """Return `model`, changed to raise ValueError for batches that `is_taken` rejects."""
 
     def check(_, args, kwargs):
         if not is_taken(kwargs["input_ids"].shape):
@@ -65,10 +69,13 @@ def test_parts_have_fewer_samples_and_tokens(tiny_gpt2, token_batch, parts_of):
 @pytest.mark.parametrize("tokens", [16, 32, 33, 40, 48, 64, 100, 1040])
 @pytest.mark.parametrize("samples", [6, 8, 16, 64])
 def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
-    """Else their tapes are of another family than the batch on a GPU, which would be recorded as a whole."""
+    """Few samples have the alignment of the batch. Otherwise their tapes would not fit the batch on a GPU.
+
+    The batch would then be recorded as a whole.
+    """
     parts, *smaller = small_parts({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
-    assert len(parts) == (2 if tokens == ALIGNED else 3)  # which are not cut
-    assert [len(others) for others in smaller] == ([6] if tokens in (33, 40, 100, 1040) else [])  # of three lengths
+    assert len(parts) == (2 if tokens == ALIGNED else 3)  # aligned lengths are not cut
+    assert [len(others) for others in smaller] == ([6] if tokens in (33, 40, 100, 1040) else [])  # 3 lengths
     for one in (parts, *smaller):
         assert all((size[1] % ALIGNED == 0) == (tokens % ALIGNED == 0) for size in sizes(one))
         assert len(set(sizes(one))) == len(one)
@@ -76,17 +83,17 @@ def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
     assert all(max(map(prod, sizes(others))) < max(map(prod, sizes(parts))) for others in smaller)
 
 
-def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch, recorded):
+def test_sizes_between_the_parts_and_the_batch_are_served(tiny_gpt2, token_batch, recorded_blocks):
     model = tiny_gpt2()
     profile = profile_model(model, token_batch(4, 40), CONFIG)
     assert len(families_of(profiled_tapes(model))) == 1
     with apply_policy(model, uniform_policy(profile, "recompute")):
         model(**token_batch(3, 31)).loss.backward()  # the first new size is compared
-        recorded.clear()
+        recorded_blocks.clear()
         model(**token_batch(3, 30)).loss.backward()
         model(**token_batch(3, 33)).loss.backward()
         model(**token_batch(2, 29)).loss.backward()
-    assert len(recorded) <= 2 * 2  # the second and the fourth new size are
+    assert len(recorded_blocks) <= 2 * 2  # the second and the fourth new size
 
 
 def test_nothing_is_left_of_the_parts(tiny_gpt2, token_batch):
@@ -116,13 +123,16 @@ def test_a_model_that_refuses_parts_is_profiled(tiny_gpt2, token_batch, run_step
 def test_what_is_recorded_before_a_refusal_counts(tiny_gpt2, token_batch, parts_of):
     library = TapeCache(verify=lambda *_: frozenset())
     parts_of(refusing(tiny_gpt2(), lambda size: size[0] == 4), token_batch(4, 40), library)
-    records = [seen.records for outlines in library._records.values() for seen in outlines.values()]
+    records = [
+        size_class_records.records for outlines in library._records.values() for size_class_records in outlines.values()
+    ]
     assert [len(each) for each in records] == [1, 1]  # of each block
 
 
 @pytest.mark.parametrize("side", [slice(0, 3), slice(-3, None)], ids=["left", "right"])
 def test_padding_masks_stay_masks(tiny_llama, token_batch, parts_of, side):
-    """A mask that masks nothing is left out by models, and with it the operators that read it."""
+    """Padding masks of parts have padding. Models drop a mask without padding, and with it the operators that read
+    it."""
     batch = token_batch(4, 40)
     mask = torch.ones_like(batch["input_ids"])
     mask[2, side] = 0
@@ -152,13 +162,16 @@ def test_the_batch_is_left_as_it_is(tiny_llama, token_batch, parts_of):
 
 @pytest.mark.parametrize("targets", [40, 36], ids=["equal", "different"])
 def test_a_pair_of_texts_gets_two_lengths(parts_of, one_thread, targets):
-    """Though they happen to be of one length in the batch: else a decoder's tape could not tell them apart."""
+    """A pair of texts gets two different lengths, even if they are equal in the batch.
+
+    Otherwise a decoder's tape could not distinguish them.
+    """
     ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
     parts = parts_of(architectures()["t5"].build(), {"input_ids": ids, "labels": ids[:, :targets].clone()})
     assert len(parts) >= 2
     assert all(part["input_ids"].shape[1] != part["labels"].shape[1] for part in parts)
     differences = {part["input_ids"].shape[1] - part["labels"].shape[1] for part in parts}
-    assert len(differences) > 1  # nor does the one follow from the other
+    assert len(differences) > 1  # and neither length follows from the other
 
 
 def test_a_pair_of_texts_makes_families_of_two_lengths(one_thread, run_steps, assert_same_steps):
@@ -176,7 +189,7 @@ def test_a_pair_of_texts_makes_families_of_two_lengths(one_thread, run_steps, as
 
 @pytest.mark.parametrize("name", ["t5", "gpt2"])
 def test_of_a_pair_of_texts_peaks_are_told_less_exactly(one_thread, name):
-    """Samples and two lengths make more terms than the measured parts can tell apart."""
+    """Peaks of text pairs are less exact: samples and two lengths have more terms than the measured parts determine."""
     ids = torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(0))
     model = architectures()[name].build()
     profile = profile_model(model, {"input_ids": ids, "labels": ids}, CONFIG, all_sizes=True)
@@ -205,6 +218,6 @@ def test_short_texts_are_not_cut(tiny_gpt2, token_batch, parts_of):
 
 
 def test_what_is_no_text_is_recorded_with_fewer_samples(toy_model, toy_batch, parts_of):
-    found = sizes(parts_of(toy_model(lambda block, hidden: hidden + block.up(hidden).tanh()), toy_batch(5)), "x")
-    assert found
-    assert all(size[0] < 5 and size[1:] == (6, 8) for size in found)
+    part_sizes = sizes(parts_of(toy_model(lambda block, hidden: hidden + block.up(hidden).tanh()), toy_batch(5)), "x")
+    assert part_sizes
+    assert all(size[0] < 5 and size[1:] == (6, 8) for size in part_sizes)

@@ -1,4 +1,4 @@
-"""What codecs and replay do to the gradients of single operators, and what becomes of it."""
+"""Effects of codecs and replay on the gradients of single operators, and the use that profiling makes of them."""
 
 import pytest
 import torch
@@ -17,21 +17,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
-class Kept(Measurement):
-    """Keeps what was measured of each block."""
+class RecordingMeasurement(Measurement):
+    """A measurement that records the errors of each block."""
 
     def __init__(self):
-        self.found = []
+        self.records = []
 
     def gradient_errors(self, tape, bases, prices, config):
-        self.found.append(
+        self.records.append(
             (tape, [base.clone() for base in bases], super().gradient_errors(tape, bases, prices, config))
         )
-        return self.found[-1][2]
+        return self.records[-1][2]
 
 
 def sharpen(model, block, factor):
-    """Scale the queries and keys of one block of a GPT-2: scores grow with the square."""
+    """Scale the queries and keys of one block of a GPT-2. Scores grow with the square."""
     weight = model.transformer.h[block].attn.c_attn.weight
     with torch.no_grad():
         weight[:, : 2 * weight.shape[0]] *= factor
@@ -39,7 +39,7 @@ def sharpen(model, block, factor):
 
 @pytest.fixture
 def sharp_gpt2():
-    """A GPT-2 without dropout, so that its attention is fused, which is sharp in the last block."""
+    """A GPT-2 without dropout, so that its attention is fused. Attention is sharp in the last block."""
 
     def build(attention="sdpa", factor=14):
         torch.manual_seed(0)
@@ -75,9 +75,9 @@ def codecs_of(profile, name):
 
 def test_the_error_is_that_of_the_operators_backward(toy_model, toy_batch):
     model, batch = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()), 1), toy_batch(64)
-    kept = Kept()
-    profile_model(model, batch, CONFIG.with_overrides(codecs=("token_int4",)), measurement=kept)
-    ((tape, bases, errors),) = kept.found
+    measurement = RecordingMeasurement()
+    profile_model(model, batch, CONFIG.with_overrides(codecs=("token_int4",)), measurement=measurement)
+    ((tape, bases, errors),) = measurement.records
     (value,) = [v.index for v in tape.values if v.name.endswith("tanh")]
     exact, coded = bases[value], get_codec("token_int4").decode(get_codec("token_int4").encode(bases[value]))
     weights = torch.randn(exact.shape, generator=torch.Generator().manual_seed(0))
@@ -88,11 +88,15 @@ def test_the_error_is_that_of_the_operators_backward(toy_model, toy_batch):
     assert errors.codecs[value, "token_int4"] == pytest.approx(float(max(of_tanh, of_product)), rel=1e-4)
 
 
-def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, token_batch, untried, tmp_path):
-    """Although it is sharp in a block that no price was taken of."""
+def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(
+    sharp_gpt2, token_batch, measurement_without_errors, tmp_path
+):
+    """Sharp fused attention gets INT8 for queries and keys, although it is sharp in a block that was not priced."""
     model, batch = sharp_gpt2(), token_batch(4, 32)
     before = error_under(
-        model, batch, uniform_policy(profile_model(model, batch, CONFIG, measurement=untried), Action.COMPRESS)
+        model,
+        batch,
+        uniform_policy(profile_model(model, batch, CONFIG, measurement=measurement_without_errors), Action.COMPRESS),
     )
     profile = profile_model(model, batch, CONFIG)
     assert codecs_of(profile, "attn.c_attn:addmm") == ["int8"]
@@ -101,7 +105,7 @@ def test_sharp_fused_attention_takes_its_queries_and_keys_in_int8(sharp_gpt2, to
     assert error > DEGRADED_ERROR
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
-    # INT4 leaves about 0.1 of the rest.
+    # INT4 has an error of about 0.1 in the others.
     assert error_under(model, batch, uniform_policy(profile, Action.COMPRESS)) < 0.2 < 0.4 < before
 
 

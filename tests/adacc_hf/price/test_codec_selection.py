@@ -1,4 +1,4 @@
-"""The codecs of each activation: which are tried, their options and their errors."""
+"""The codecs of each activation: the candidates, their options and their errors."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
 
 
 def test_outlier_channels_of_the_neediest_block_are_kept(toy_model, toy_batch):
-    """Blocks of one kind share a plan, so its codec keeps as many channels as any of them needs."""
+    """A codec keeps as many outlier channels as the block that needs most, because blocks of one kind share a plan."""
     model, batch = toy_model(lambda block, hidden: block.down(block.up(hidden).tanh()), num_blocks=2), toy_batch(64)
     config = AdaccConfig(min_compress_bytes=0, zscore_threshold=1.5)
     options = {}
@@ -53,7 +53,8 @@ def test_outlier_channels_of_the_neediest_block_are_kept(toy_model, toy_batch):
 
 
 def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
-    """One that autograd does not save, too: replay may start from it."""
+    """Outlier channels of a block input are kept, also if autograd does not save it, because replay may start from
+    it."""
     model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)
     with torch.no_grad():
         model.layers[0].down.weight[3].fill_(100.0)
@@ -65,24 +66,27 @@ def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch):
 
 
 def test_a_codec_that_says_what_it_suits_is_chosen_for_it(tiny_gpt2, token_batch, half_precision):
-    """Nothing of the package names it. INT4 and INT8, with errors of 1e-1 and 1e-2, are beyond the bound; 11 bits of a
-    mantissa, with one below 2^-11, are not."""
+    """A codec that declares a suitable role is chosen for it, though no code of the package names the codec.
+
+    INT4 and INT8, with errors of 1e-1 and 1e-2, exceed the bound. The tested codec, with 11 bits of mantissa and an
+    error below 2^-11, does not.
+    """
     config = AdaccConfig(actions=("retain", "compress"), min_compress_bytes=0, max_error=1e-3)
     profile = profile_model(tiny_gpt2(), token_batch(), config)
     offered = {v.role: {option.codec for option in v.codecs} for v in profile.kinds[0].activations if v.codecs}
     assert {role for role, codecs in offered.items() if half_precision in codecs} == {"linear"}
     assert offered["linear"] == {half_precision, "outlier_int4", "int8"}
     policy = least_policy(profile, config)
-    chosen = {
+    codecs_of_roles = {
         (profile.kinds[0].values[value].role, choice.codec)
         for value, choice in policy.plans[0].choices
         if choice.codec is not None
     }
-    assert chosen == {("linear", half_precision), ("mask", "bitmask")}
+    assert codecs_of_roles == {("linear", half_precision), ("mask", "bitmask")}
 
 
 def _codecs_of_inputs(model, batch, **overrides):
-    """The codecs that are offered for the block input, with their errors."""
+    """Return the codecs that are offered for the block input, with their errors."""
     config = AdaccConfig(**{"min_compress_bytes": 0, **overrides})
     start = profile_model(model, batch, config).kinds[0].activations[0]
     assert start.role == "input"
@@ -90,7 +94,7 @@ def _codecs_of_inputs(model, batch, **overrides):
 
 
 def _with_large_channel(model, scale):
-    """The model, whose first block starts from a residual stream with one channel far larger than the others."""
+    """Return the model, changed so that one channel of the residual stream is far larger than the others."""
     with torch.no_grad():
         model.inlet.weight[3] *= scale
     return model
@@ -99,7 +103,8 @@ def _with_large_channel(model, scale):
 @pytest.mark.parametrize(("scale", "codec"), [(1.0, "int8"), (1e4, "fp8")])
 @pytest.mark.parametrize("max_error", [None, 0.1])
 def test_a_block_input_takes_the_more_exact_codec_of_eight_bits(toy_model, toy_batch, scale, codec, max_error):
-    """One option as before: another one of the same bytes would only make the integer program larger."""
+    """A block input has one option of eight bits, the more exact one. A second option would only enlarge the
+    program."""
     model = _with_large_channel(toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), scale)
     offered = _codecs_of_inputs(model, toy_batch(64), max_error=max_error)
     assert set(offered) == {codec}
@@ -114,7 +119,7 @@ def test_settings_that_name_fp8_have_it_for_any_activation(tiny_gpt2, token_batc
 
 
 def test_a_block_input_that_is_not_finite_keeps_the_codec_that_would_be_replaced(toy_model, toy_batch):
-    """Errors are NaN then, and none is the smaller one."""
+    """For a block input that is not finite, the default codec stays, because all errors are NaN."""
     model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
     with torch.no_grad():
         model.inlet.bias[3] = float("inf")

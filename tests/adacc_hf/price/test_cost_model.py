@@ -11,7 +11,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 def test_temporaries_of_operators_are_counted(tiny_gpt2, token_batch):
-    """A safe softmax looks for rows of -inf alone, and a Python number is a tensor while an operator runs."""
+    """Temporaries of operators are counted: a safe softmax's mask of rows of -inf, and Python numbers as tensors."""
     kind = profile_model(tiny_gpt2(), token_batch(), CONFIG).kinds[0]
     besides = {}
     for operator in kind.operators:
@@ -19,27 +19,31 @@ def test_temporaries_of_operators_are_counted(tiny_gpt2, token_batch):
     (softmax,) = (operator for operator in kind.operators if operator.name == "aten._safe_softmax.default")
     (result,) = (kind.values[value] for value in softmax.outputs)
     assert softmax.extra_bytes > result.nbytes // torch.float32.itemsize  # a boolean for each element, and more
-    assert max(besides["aten.mul.Tensor"]) == 12  # 8 bytes in double precision, and 4 in that of the other factor
+    assert max(besides["aten.mul.Tensor"]) == 12  # 8 bytes in double precision, and 4 in the other factor's
     assert besides["aten.native_layer_norm.default"] == besides["aten.bmm.default"] == {0}
 
 
 @pytest.mark.parametrize(("timing", "scarce_ms"), [(Timing(2.0, 1.0), 2.0), (Timing(2.0, 4.0), 4.0)])
 def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_batch, timing, scarce_ms):
-    """Of a block whose launches take longer than the device does, the launches are what a step waits for."""
+    """Prices are in the scarce resource's time. If launches take longer than the device, a step waits for the
+    launches."""
     for module in ("cost_model", "codec_selection"):
         monkeypatch.setattr(f"adacc_hf.price.{module}.time_of", lambda run, device: timing)
     (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds
-    assert {operator.ms for operator in kind.operators} == {0.0, scarce_ms}  # 0: what nothing ran for is not there
+    assert {operator.ms for operator in kind.operators} == {0.0, scarce_ms}  # 0: operators that never run again
     options = [option for value in kind.activations for option in value.codecs]
     assert {option.encode_ms for option in options} == {option.decode_ms for option in options} == {scarce_ms}
 
 
 def test_the_host_time_of_the_block_itself_decides_what_is_scarce(monkeypatch, tiny_gpt2, token_batch):
-    """Its launches are ahead of the device; with modules, hooks and autograd's graph they are not."""
-    asked = []
+    """The block's own host time decides which resource is scarce.
+
+    Its launches alone are ahead of the device; with modules, hooks and autograd's graph the host is behind.
+    """
+    host_times = []
 
     def block_host_ms(run, device):
-        asked.append(cost_model._host_ms_of(run, device))
+        host_times.append(cost_model._host_ms_of(run, device))
         return 1000.0
 
     def time_of(run, device):
@@ -51,4 +55,4 @@ def test_the_host_time_of_the_block_itself_decides_what_is_scarce(monkeypatch, t
         monkeypatch.setattr(f"adacc_hf.price.{module}.time_of", time_of)
     (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds
     assert {operator.ms for operator in kind.operators} == {1.0}
-    assert asked == [1.0]  # blocks are alike
+    assert host_times == [1.0]  # blocks are alike

@@ -1,4 +1,4 @@
-"""Blocks that a batch runs without gradients alone have nothing to decide."""
+"""Blocks that a batch runs without gradients only have no choices in a policy."""
 
 import copy
 
@@ -15,7 +15,7 @@ from adacc_hf.reports.report import write_report
 
 
 class WithTeacher(nn.Module):
-    """A student, and a teacher before it; `in_use` leaves the teacher out, `gradients` trains it too."""
+    """A student, and a teacher before it. `in_use` leaves the teacher out, `gradients` trains it too."""
 
     def __init__(self, student):
         super().__init__()
@@ -72,9 +72,9 @@ def test_the_others_are_missed(model, token_batch):
 
 
 def test_a_copy_of_a_watched_model_is_watched_by_nobody_else(model, token_batch):
-    with ExecutedBlocks({"teacher": model.teacher}) as ran:
+    with ExecutedBlocks({"teacher": model.teacher}) as executed_blocks:
         copied = copy.deepcopy(model)
         copied(**token_batch())
-        assert not ran.names
+        assert not executed_blocks.names
         model(**token_batch())
-    assert ran.names == {"teacher"}
+    assert executed_blocks.names == {"teacher"}

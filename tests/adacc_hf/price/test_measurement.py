@@ -1,4 +1,4 @@
-"""Readings from real runs."""
+"""Measurements of real runs."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from adacc_hf.price.profiler import profile_model
 
 
 def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
-    """On a GPU what was started before would otherwise count as part of it, and what it started would not."""
+    """A step is timed between two device synchronizations, so that earlier work is excluded and its own work
+    included."""
     events = []
     monkeypatch.setattr(timing, "wait_for", lambda device: events.append(f"wait for {device}"))
     times = [timing.seconds_of(lambda: events.append("step"), torch.device("cpu"), iter([1.0, 3.5]).__next__)]
@@ -19,7 +20,10 @@ def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
 
 
 def test_the_step_whose_memory_is_measured_is_timed(monkeypatch, toy_model, toy_batch):
-    """It retains what it watches, a block of each kind at a time: their replay comes on top."""
+    """The time of a step is measured in the run that measures its memory.
+
+    The run watches one block of each kind at a time and retains its values; their replay comes on top.
+    """
     seconds = iter([1.0, 3.0, 10.0, 10.5])
     monkeypatch.setattr(measurement, "seconds_at", lambda device: next(seconds))
 
@@ -41,7 +45,7 @@ def test_the_step_whose_memory_is_measured_is_timed(monkeypatch, toy_model, toy_
 
 
 def test_a_head_is_warmed_up_and_one_interruption_decides_nothing(monkeypatch, tiny_gpt2, token_batch):
-    """A kernel that is loaded in the first run would choose the other head."""
+    """Heads are warmed up and timed by a median. A kernel loaded in the first run would lead to the other head."""
     milliseconds = {"plain": [500.0, 4.0, 90.0, 4.0], "chunked": [9.0, 5.0, 5.0, 5.0]}
     clock, runs = [0.0], {name: iter(times) for name, times in milliseconds.items()}
 

@@ -1,4 +1,4 @@
-"""What strategies that watch put in the place of saved tensors."""
+"""Memory probes: the tensors that watching strategies return in place of saved ones."""
 
 import weakref
 
@@ -8,10 +8,10 @@ from adacc_hf.price.memory_probes import TrackedTensor
 
 
 def test_a_tracked_tensor_dies_before_it_says_so():
-    seen = []
+    marks = []
 
     def mark(label):
-        seen.append((label, tracked_storage() is None))
+        marks.append((label, tracked_storage() is None))
 
     tensor = torch.zeros(3)
     tracked_storage = weakref.ref(tensor)
@@ -19,4 +19,4 @@ def test_a_tracked_tensor_dies_before_it_says_so():
     del tensor
     assert tracked.tensor is not None
     del tracked
-    assert seen == [(("release", 4), True)]
+    assert marks == [(("release", 4), True)]

@@ -1,4 +1,4 @@
-"""The measured step taken apart: events of a block's forward and backward, and what lives besides."""
+"""The measured step in parts: events of a block's forward and backward, and other live bytes."""
 
 from itertools import pairwise
 
@@ -22,9 +22,9 @@ def gpt2_profile(tiny_gpt2, token_batch):
 def test_backward_asks_for_each_slot_once_and_lets_it_go_after(gpt2_profile):
     (kind,) = gpt2_profile.kinds
     slots = range(len(kind.slots))
-    asked = [event.slot for event in kind.backward if not event.release]
+    unpacked = [event.slot for event in kind.backward if not event.release]
     released = [event.slot for event in kind.backward if event.release]
-    assert sorted(asked) == sorted(released) == list(slots)
+    assert sorted(unpacked) == sorted(released) == list(slots)
     order = [(event.slot, event.release) for event in kind.backward]
     assert all(order.index((slot, False)) < order.index((slot, True)) for slot in slots)
     assert all(event.entry_bytes <= event.extra_bytes for event in kind.backward)
@@ -49,8 +49,11 @@ def test_forward_starts_with_the_block_and_frees_only_what_was_saved(gpt2_profil
 
 
 def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gpt2):
-    """When a block's backward starts, gradients of all later blocks are there, and scalars that their operators held
-    as tensors of 8 bytes are gone: a handful per block."""
+    """Gradients accumulate from the last block to the first.
+
+    When a block's backward starts, gradients of all later blocks are live. Scalars that their operators held as tensors
+    of 8 bytes are gone: a handful per block.
+    """
     bases = [block.backward_base_bytes for block in gpt2_profile.blocks]
     block_bytes = sum(p.nbytes for p in tiny_gpt2().transformer.h[0].parameters())
     for earlier, later in pairwise(bases):
@@ -67,7 +70,10 @@ def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gp
 def test_peaks_are_as_predicted_whichever_blocks_are_frozen(
     tiny_gpt2, token_batch, run_steps, peak_of, frozen, is_inlet_frozen, seed
 ):
-    """No gradient flows through frozen blocks below the first that trains; through those above it does."""
+    """Peaks are as predicted for any frozen blocks.
+
+    No gradient flows through frozen blocks below the first that trains; through those above it does.
+    """
     model, batch = tiny_gpt2(layers=len(frozen)), token_batch(4, 24)
     for block, is_frozen in zip(model.transformer.h, frozen, strict=True):
         block.requires_grad_(not is_frozen)
@@ -78,9 +84,9 @@ def test_peaks_are_as_predicted_whichever_blocks_are_frozen(
     for policy in (uniform_policy(profile, "recompute"), random_policy(profile, seed)):
         with apply_policy(model, policy, CONFIG):
             run_steps(model, batch, num_steps=2)
-            measured = measure_step(model, batch)
-        assert measured.stored_bytes == policy.predicted_stored_bytes
-        assert measured.peak_bytes == peak_of(policy)
+            step_memory = measure_step(model, batch)
+        assert step_memory.stored_bytes == policy.predicted_stored_bytes
+        assert step_memory.peak_bytes == peak_of(policy)
 
 
 def test_casts_in_autocasts_cache_are_told(tiny_gpt2, token_batch):

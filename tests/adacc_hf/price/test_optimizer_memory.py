@@ -1,4 +1,4 @@
-"""Whole training steps: micro-batches, clipping and the optimizer keep to the peak that the policy predicts."""
+"""Whole training steps: micro-batches, clipping and the optimizer stay within the policy's predicted peak."""
 
 import gc
 
@@ -20,7 +20,7 @@ MAX_NORM = 0.1
 
 
 def train_step(model, batches, optimizer):
-    """One step as the Trainer takes it."""
+    """Run one step in the Trainer's order."""
     for batch in batches:
         forward_loss(model, batch).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -35,7 +35,7 @@ CASES = {
     "large-foreach-accumulated": {"foreach": True, "tied": False, "num_micro": 4, "size": 16},
     "large-foreach-accumulated-tied": {"foreach": True, "tied": True, "num_micro": 4, "size": 16},
 }
-"""With small batches the optimizer decides the peak, with large ones the blocks."""
+"""Batch sizes: with small batches the optimizer has the peak, with large ones the blocks."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,7 +45,7 @@ def test_the_peak_of_whole_steps_is_as_predicted_and_within_the_budget(case, tin
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     batches = [token_batch(size, 32, 300) for _ in range(num_micro)]
     batches = [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
-    train_step(model, batches, optimizer)  # makes the optimizer's state
+    train_step(model, batches, optimizer)  # creates the optimizer's state
     for batch in batches:
         forward_loss(model, batch).backward()
     step_bytes = measure_optimizer_step(optimizer, MAX_NORM)
@@ -67,21 +67,21 @@ def test_the_peak_of_whole_steps_is_as_predicted_and_within_the_budget(case, tin
 
 
 def test_an_optimizers_temporaries_are_counted_and_its_state_is_not(tiny_gpt2, token_batch):
-    found = {}
+    peaks = {}
     for foreach in (True, False):
         model = tiny_gpt2()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
         for number in range(2):
             forward_loss(model, token_batch()).backward()
-            found[foreach, number] = measure_optimizer_step(optimizer)
+            peaks[foreach, number] = measure_optimizer_step(optimizer)
     parameters = sum(parameter.nbytes for parameter in tiny_gpt2().parameters())
     largest = max(parameter.nbytes for parameter in tiny_gpt2().parameters())
     # Foreach AdamW makes a list of denominators as large as all parameters; else there is one parameter's at a time.
     # A scalar per parameter and allocation comes on top.
-    assert parameters <= found[True, 1] <= 1.05 * parameters + 20_000
-    assert largest <= found[False, 1] <= 2 * largest + 1000
+    assert parameters <= peaks[True, 1] <= 1.05 * parameters + 20_000
+    assert largest <= peaks[False, 1] <= 2 * largest + 1000
     for foreach in (True, False):
-        assert found[foreach, 0] <= found[foreach, 1] + 20_000
+        assert peaks[foreach, 0] <= peaks[foreach, 1] + 20_000
 
 
 def test_clipping_takes_scalars_and_is_measured_without_effect(tiny_gpt2, token_batch):
@@ -135,7 +135,8 @@ def test_bad_values_are_refused(tiny_gpt2, token_batch, setting, message):
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_state_that_chance_has_kept_from_being_made_is_in_the_peak(toy_model, toy_batch, action, num_micro):
-    """As with layerdrop: the optimizer's first step finds no gradient of a block."""
+    """Predicted peaks include the state of blocks without a gradient in the optimizer's first step, as with
+    layerdrop."""
     model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh()))
     unused = torch.nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.Adam([*model.parameters(), unused])
@@ -155,12 +156,14 @@ def test_state_that_chance_has_kept_from_being_made_is_in_the_peak(toy_model, to
 
 OF_TORCH = sorted(
     name
-    for name, found in vars(torch.optim).items()
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+    for name, optimizer_class in vars(torch.optim).items()
+    if isinstance(optimizer_class, type)
+    and issubclass(optimizer_class, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS")
 )
 OF_TRANSFORMERS = [one.value for one in OptimizerNames if "lomo" not in one.value and "layerwise" not in one.value]
 NEED_A_GPU = ("galore_adamw_8bit", "stable_adamw")
-"""Optimizers of Transformers' list that are made on a CPU and do not step there."""
+"""Optimizers of Transformers' list that can be constructed on a CPU but cannot step there."""
 
 
 def tiny_llama():
@@ -180,7 +183,7 @@ def of_torch(name, model):
 
 
 def of_transformers(name, model, folder):
-    """Made as the Trainer makes it; the test is skipped where that needs a package or a device that is not here."""
+    """Return the optimizer as the Trainer creates it. Skip the test if a package or device is missing."""
     arguments = {"use_cpu": True, "report_to": "none", "optim_target_modules": ["self_attn", "mlp"]}
     try:
         trainer = Trainer(model=model, args=TrainingArguments(str(folder), optim=name, **arguments))
@@ -190,8 +193,8 @@ def of_transformers(name, model, folder):
 
 
 def kept_by(step):
-    """Bytes that the allocator has given to `step` and not got back."""
-    gc.collect()  # what earlier tests left would be freed meanwhile
+    """Return the bytes that `step` allocates and does not free."""
+    gc.collect()  # garbage of earlier tests would be freed meanwhile
     with CpuMemoryMeter() as meter:
         step()
         meter.mark(("end",))
@@ -199,8 +202,9 @@ def kept_by(step):
 
 
 def assert_state_is_foreseen(model, optimizer):
-    """To the byte, with nothing moved: neither weights nor dice."""
-    getattr(optimizer, "train", lambda: None)()  # schedule-free ones have modes
+    """Assert that the predicted state equals the real one to the byte, and that weights and generators are
+    unchanged."""
+    getattr(optimizer, "train", lambda: None)()  # schedule-free optimizers have modes
     weights, dice = [parameter.detach().clone() for parameter in model.parameters()], torch.get_rng_state()
     foreseen, before = coming_state_bytes(optimizer, model.parameters()), count_static_bytes(model, {}, optimizer)
     assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), weights, strict=True))
@@ -219,7 +223,7 @@ def test_the_state_of_every_optimizer_of_torch_is_foreseen(name):
     assert_state_is_foreseen(model, of_torch(name, model))
 
 
-@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.filterwarnings("ignore")  # other packages' warnings
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_the_state_of_every_optimizer_of_transformers_is_foreseen(name, tmp_path):
     model = with_gradients(tiny_llama())
@@ -251,7 +255,7 @@ def test_what_stands_around_an_optimizer_does_not_notice():
     model, calls = with_gradients(tiny_llama()), []
     optimizer = torch.optim.AdamW(model.parameters())
     expected = coming_state_bytes(optimizer, model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it puts a function around the step
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step in a function
     optimizer.register_step_post_hook(lambda *_: calls.append("own"))
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
     prepared = Accelerator(cpu=True).prepare_optimizer(optimizer)
@@ -263,7 +267,8 @@ def test_what_stands_around_an_optimizer_does_not_notice():
 
 
 def test_a_budget_in_bytes_holds_where_the_optimizer_has_not_stepped_yet(tiny_gpt2, token_batch, peak_of):
-    """GUIDE's order: the optimizer, the profile, the policy, and then the first step."""
+    """A budget in bytes holds in docs/GUIDE's order: optimizer, profile, policy, and then the optimizer's first
+    step."""
     model, batch = tiny_gpt2(vocab_size=300), token_batch(16, 32, 300)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     profile = profile_model(model, batch, CONFIG, optimizer)
@@ -283,13 +288,12 @@ def test_a_budget_in_bytes_holds_where_the_optimizer_has_not_stepped_yet(tiny_gp
 def test_a_state_that_cannot_be_known_is_refused(tiny_gpt2, token_batch):
     model, batch = tiny_gpt2(), token_batch()
     optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(
-        OptimizerStateError, match=r"optimizer=LBFGS.* not known: .*closure.* training step .*optimizer_state_bytes"
-    ):
+    message = r"optimizer=LBFGS.* cannot be predicted: .*closure.* training step .*optimizer_state_bytes"
+    with pytest.raises(OptimizerStateError, match=message):
         profile_model(model, batch, CONFIG, optimizer)
-    given = profile_model(model, batch, CONFIG, optimizer, optimizer_state_bytes=1 << 20)
+    profile_of_size = profile_model(model, batch, CONFIG, optimizer, optimizer_state_bytes=1 << 20)
     none = profile_model(model, batch, CONFIG, optimizer, optimizer_state_bytes=0)
-    assert given.static_bytes - none.static_bytes == 1 << 20
+    assert profile_of_size.static_bytes - none.static_bytes == 1 << 20
 
 
 def test_no_room_for_a_stand_in_is_no_state_that_is_unknown():

@@ -1,18 +1,21 @@
-"""What of a block must not be compressed with loss."""
+"""Values of a block that must not be compressed with loss."""
 
 import pytest
 import torch
 from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.price.codec_selection import is_summary
+from adacc_hf.price.precision_sensitive import is_summary
 from adacc_hf.solve.simple_policies import random_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 def test_what_sums_up_whole_rows_is_never_compressed(tiny_gpt2, token_batch):
-    """Fused attention's logarithms of sums go into an exponential, a norm's statistics into every element of a row."""
+    """Summaries of whole rows are never compressed.
+
+    Fused attention's logarithms of sums enter an exponential, a norm's statistics every element of a row.
+    """
     model = tiny_gpt2(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
     kind = profile_model(model, token_batch(), AdaccConfig(min_compress_bytes=0, codecs=("int8", "token_int4"))).kinds[
         0
@@ -20,7 +23,7 @@ def test_what_sums_up_whole_rows_is_never_compressed(tiny_gpt2, token_batch):
     attention = [value for value in kind.activations if "flash_attention" in value.name]
     summaries = [value for value in kind.activations if value.shape[-1] == 1] + [min(attention, key=lambda v: v.nbytes)]
     assert len(attention) == 2  # the context, and the logarithms
-    assert len(summaries) == 5  # a mean and a norm of two layers, and the logarithms
+    assert len(summaries) == 5  # mean and norm of two layers, and the logarithms
     assert not any(value.codecs for value in summaries)
     assert max(attention, key=lambda v: v.nbytes).codecs
 
@@ -44,7 +47,7 @@ def test_what_sums_up_rows_has_a_dimension_less(size, source, summary):
 
 
 def test_narrow_products_may_be_compressed(toy_model, toy_batch):
-    """However few their columns beside what they read and its weights: keys of one head, adapters."""
+    """Inputs of narrow products may be compressed, such as keys of one head or adapters, with any number of columns."""
 
     def setup(block):
         block.wide, block.narrow, block.back = nn.Linear(8, 64), nn.Linear(64, 2, bias=False), nn.Linear(2, 8)
@@ -55,14 +58,16 @@ def test_narrow_products_may_be_compressed(toy_model, toy_batch):
 
 
 @pytest.mark.parametrize(
-    ("function", "kept"),
+    ("function", "precise_operator"),
     [(lambda x: x.log_softmax(-1), "log_softmax"), (torch.cos, "up:addmm")],
     ids=["log_softmax", "cos"],
 )
-def test_what_backward_takes_an_exponential_or_an_angle_of_is_never_compressed(toy_model, toy_batch, function, kept):
+def test_what_backward_takes_an_exponential_or_an_angle_of_is_never_compressed(
+    toy_model, toy_batch, function, precise_operator
+):
     model = toy_model(lambda block, hidden: hidden + function(block.up(hidden)) * block.down(hidden).sigmoid())
     activations = profile_model(model, toy_batch(), CONFIG).kinds[0].activations
-    assert [value.codecs for value in activations if kept in value.name] == [()]
+    assert [value.codecs for value in activations if precise_operator in value.name] == [()]
     assert any("sigmoid" in value.name and value.codecs for value in activations)
 
 
@@ -80,7 +85,7 @@ def test_what_backward_takes_an_exponential_or_an_angle_of_is_never_compressed(t
     ids=["log", "sqrt", "div", "root", "inverse", "addcdiv", "made of it"],
 )
 def test_no_gradient_is_divided_by_what_a_codec_made_zero(toy_model, toy_batch, function):
-    """INT4 makes a small element 0 beside large ones."""
+    """No gradient is divided by an element that INT4 rounded to 0 next to large ones."""
     model = toy_model(lambda block, hidden: hidden + function((3 * block.up(hidden)).exp()) * block.down(hidden))
     profile = profile_model(model, toy_batch(), AdaccConfig(min_compress_bytes=0, codecs=("token_int4",)))
     assert any(value.codecs for value in profile.kinds[0].activations)
@@ -90,7 +95,10 @@ def test_no_gradient_is_divided_by_what_a_codec_made_zero(toy_model, toy_batch, 
 
 
 def test_what_attention_adds_to_its_scores_is_never_compressed(tiny_llama, token_batch):
-    """A padded batch's mask has -inf in it: a group's scale would be infinite, and each gradient none."""
+    """Masks added to attention scores are never compressed.
+
+    A padded batch's mask contains -inf: a group's scale would be infinite, and each gradient NaN.
+    """
     model, batch = tiny_llama(), token_batch()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, -3:] = 0

@@ -1,4 +1,4 @@
-"""The folder of profiles: its keys, several processes at once, and files that are none of ours."""
+"""The folder of profiles: its keys, several processes at once, and foreign files."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The profiler: what it reports of GPT-2, and that it leaves a model as it found it."""
+"""The profiler: its results for GPT-2, and that it leaves a model unchanged."""
 
 import copy
 import logging
@@ -81,13 +81,13 @@ def test_the_mask_is_shared_by_all_blocks(tiny_gpt2, token_batch):
     profile = profile_model(tiny_gpt2("eager", layers=3), batch, CONFIG)
     masks = [shared for shared in profile.shared if shared.nbytes >= 2 * 12 * 12]
     assert len(masks) == 1
-    used = {value.shared for kind in profile.kinds for value in kind.values if value.shared is not None}
-    assert profile.shared.index(masks[0]) in used
+    used_shared_tensors = {value.shared for kind in profile.kinds for value in kind.values if value.shared is not None}
+    assert profile.shared.index(masks[0]) in used_shared_tensors
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_the_model_is_left_as_it_was(toy_model, toy_batch, autocast):
-    """Parameters, gradients, buffers that a block changes in place, random generators, modes."""
+    """Profiling restores parameters, gradients, buffers that a block changes in place, random generators and modes."""
 
     def setup(block):
         block.norm = nn.BatchNorm1d(6)
@@ -124,7 +124,8 @@ def test_a_model_is_left_as_it_was_after_an_error(tiny_gpt2, token_batch):
 
 
 def refuse_many(model, samples, tokens=None):
-    """Have `model` run out of memory in its second block at more than `samples`, or more than `tokens` in each."""
+    """Make `model` run out of memory in its second block with more than `samples` samples, or `tokens` tokens in
+    each."""
 
     def check(block, args, kwargs):
         if args[0].shape[0] > samples or (tokens is not None and args[0].shape[1] > tokens):
@@ -149,11 +150,11 @@ def test_a_batch_that_there_is_no_memory_to_profile_is_told_from_few_of_its_samp
     assert not [name for name in before if not torch.equal(before[name], after[name])]
     with apply_policy(model, uniform_policy(profile, "recompute")):
         assert_same_steps(run_steps(model, batch), plain)
-    whole = profile_model(model, batch, CONFIG, optimizer)
-    assert profile.plain_stored_bytes == whole.plain_stored_bytes
-    policies = [uniform_policy(each, "recompute") for each in (profile, whole)]
-    told, measured = (policy.predicted_peak_bytes - whole.static_bytes for policy in policies)
-    assert told == pytest.approx(measured, rel=0.03)  # as peaks at sizes that were not profiled
+    whole_profile = profile_model(model, batch, CONFIG, optimizer)
+    assert profile.plain_stored_bytes == whole_profile.plain_stored_bytes
+    policies = [uniform_policy(each, "recompute") for each in (profile, whole_profile)]
+    predicted, measured = (policy.predicted_peak_bytes - whole_profile.static_bytes for policy in policies)
+    assert predicted == pytest.approx(measured, rel=0.03)  # the tolerance of peaks at sizes that were not profiled
 
 
 @pytest.mark.parametrize(("samples", "most"), [(4, 1), (8, 0)], ids=["not two", "not even few"])
@@ -208,7 +209,7 @@ def test_a_batch_that_is_no_dict_is_refused(tiny_gpt2, batch):
 def test_a_batch_without_labels_is_refused(tiny_gpt2, token_batch):
     model = tiny_gpt2()
     modules = {name: dict(m.__dict__) for name, m in model.named_modules()}
-    with pytest.raises(ValueError, match="pass the labels with it"):
+    with pytest.raises(ValueError, match="add the labels to the batch"):
         profile_model(model, {"input_ids": token_batch()["input_ids"]})
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == modules
 
@@ -225,7 +226,7 @@ def test_no_grad_outside_does_not_matter(tiny_gpt2, token_batch, gpt2_profile):
 
 
 def test_a_profile_of_a_block_that_keeps_its_activations(toy_model, toy_batch):
-    """What a module keeps in an attribute dies in some later step, after the meter that watched it has gone."""
+    """Activations that a block keeps in an attribute, which die after the meter ended, do not break the profile."""
 
     def forward(block, hidden):
         block.kept = block.up(hidden).tanh()
@@ -236,7 +237,7 @@ def test_a_profile_of_a_block_that_keeps_its_activations(toy_model, toy_batch):
 
 
 def test_frozen_blocks_are_profiled(tiny_gpt2, token_batch, run_steps, assert_same_steps):
-    """As in fine-tuning of the last layers: the first block saves nothing."""
+    """Frozen blocks are profiled, as in fine-tuning of the last layers. The first block saves nothing."""
     model, batch = tiny_gpt2(layers=3), token_batch()
     model.transformer.wte.requires_grad_(False)
     model.transformer.wpe.requires_grad_(False)

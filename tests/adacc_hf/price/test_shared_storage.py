@@ -1,4 +1,4 @@
-"""What is stored once is counted once: slots that die in forward, and outputs that others keep."""
+"""Shared storages are counted once: slots that die in forward, and outputs that others keep."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,8 @@ ACTIONS = ("retain", "recompute", "compress")
 
 @pytest.fixture
 def assert_stores_as_predicted(run_steps, assert_same_steps):
-    """`assert_stores_as_predicted(model, batch)`: under any policy, and trains exactly; returns the profile."""
+    """`assert_stores_as_predicted(model, batch)`: trains exactly and stores as predicted, under any policy; returns the
+    profile."""
 
     def check(model, batch):
         plain = run_steps(model, batch)
@@ -36,7 +37,7 @@ def value_named(kind, name):
 
 
 def looks_aside(block, hidden):
-    """Computes with gradients what no output depends on, as routers of experts do."""
+    """Compute with gradients a value that no output depends on, as routers of experts do."""
     x = block.up(hidden).tanh()
     (x.exp().sin() * x).sum()
     return hidden + block.down(x)
@@ -54,7 +55,7 @@ def test_what_dies_in_forward_is_no_activation(toy_model, toy_batch, assert_stor
 
 
 def draws_aside(block, hidden):
-    """Only a dead slot saves the noise, and it cannot be replayed: what follows from it must be stored."""
+    """Save noise in a dead slot only. The noise cannot be replayed, so values computed from it must be stored."""
     noise = torch.empty_like(hidden).uniform_(generator=torch.Generator().manual_seed(0))
     (noise * block.up(hidden)).sum()
     return hidden + block.down((noise + hidden).tanh())
@@ -72,7 +73,10 @@ def ends_in_tanh(block, hidden):
 
 
 def test_an_output_that_its_maker_saves_is_counted_there(toy_model, toy_batch, assert_stores_as_predicted):
-    """tanh saves its result, which the next block's layer saves as its input, or the head."""
+    """An output saved by the operator that computes it is counted there.
+
+    tanh saves its result, which the next block's layer or the head saves as its input.
+    """
     model, batch = toy_model(ends_in_tanh, num_blocks=4), toy_batch()
     profile = assert_stores_as_predicted(model, batch)
     assert len(profile.kinds) == 2  # the first block's input comes from elsewhere
@@ -85,7 +89,7 @@ def test_an_output_that_its_maker_saves_is_counted_there(toy_model, toy_batch, a
 
 
 def test_a_bias_passed_on_is_counted_once(toy_model, toy_batch, assert_stores_as_predicted):
-    """The first layer makes and saves a bias that all later ones are given and save, as in WavLM."""
+    """A bias that the first layer computes and passes to all later ones is counted once, as in WavLM."""
 
     def forward(block, hidden, bias=None):
         if bias is None:

@@ -1,4 +1,4 @@
-"""Small parts of a batch: few of them, none large, of sizes that tell samples and lengths apart."""
+"""Small parts of a batch: few, small, and with sizes that separate the effects of samples and lengths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def sizes_of(part):
 
 @given(samples=st.integers(1, 40), tokens=st.integers(16, 300), labels=st.integers(16, 300), is_pair=st.booleans())
 def test_no_part_is_larger_than_about_half(samples, tokens, labels, is_pair):
-    """Lengths are rounded, so that it may be a little more, and aligned ones are not cut below 16 tokens."""
+    """No part is larger than about half of the batch: lengths are rounded up, and aligned ones are not cut below 16
+    tokens."""
     batch = texts(samples, tokens, labels if is_pair else tokens)
     for parts in small_parts(batch, has_pairs=is_pair):
         assert len(set(map(sizes_of, parts))) == len(parts) <= 6
@@ -92,16 +93,19 @@ CASES += [(vit, {"pixel_values": torch.zeros(4, 3, 32, 32), "labels": torch.zero
 
 @pytest.mark.parametrize(("build", "batch", "tolerance"), CASES)
 def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, one_thread):
-    """Peaks of plain training and of full recomputation; stored bytes are sums of products of sizes, and exact."""
+    """Peaks predicted from parts agree with the whole batch's, for plain training and full recomputation.
+
+    Stored bytes are sums of products of sizes, and exact.
+    """
     model = build().train()
     optimizer = torch.optim.AdamW(model.parameters())
-    told = estimate_profile(model, batch, LOSSLESS, optimizer)
-    whole = profile_model(model, batch, LOSSLESS, optimizer)
+    estimate = estimate_profile(model, batch, LOSSLESS, optimizer)
+    whole_profile = profile_model(model, batch, LOSSLESS, optimizer)
     for action in ("retain", "recompute"):
-        ours, real = uniform_policy(told, action), uniform_policy(whole, action)
+        ours, real = uniform_policy(estimate, action), uniform_policy(whole_profile, action)
         assert ours.predicted_stored_bytes == real.predicted_stored_bytes
         assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=tolerance)
-    assert told.sizes.size_class(told.measured[0][0]) is not None
+    assert estimate.sizes.size_class(estimate.measured[0][0]) is not None
 
 
 TABLE = architectures()
@@ -114,51 +118,61 @@ def four_samples(name):
 
 @pytest.mark.parametrize("name", ["whisper", "smolvlm", "gemma3"])
 def test_features_and_images_are_told_of(name, one_thread):
-    """Memory that grows with samples alone is a term beside that of texts; images stand in the text, and stay in it."""
+    """Batches with features or images are predicted.
+
+    Memory that grows with samples alone is a term next to the term of texts; images are in the text, and parts keep
+    them there.
+    """
     model, batch = TABLE[name].build().train(), four_samples(name)
-    told, whole = estimate_profile(model, batch, LOSSLESS), profile_model(model, batch, LOSSLESS)
+    estimate, whole_profile = estimate_profile(model, batch, LOSSLESS), profile_model(model, batch, LOSSLESS)
     for action in ("retain", "recompute"):
-        ours, real = uniform_policy(told, action), uniform_policy(whole, action)
+        ours, real = uniform_policy(estimate, action), uniform_policy(whole_profile, action)
         assert ours.predicted_peak_bytes == pytest.approx(real.predicted_peak_bytes, rel=0.05)
 
 
 def test_positions_of_images_come_first_and_are_never_cut():
     model, batch = TABLE["smolvlm"].build(), four_samples("smolvlm")
-    moved, num_media = move_media_first(model, batch)
+    sorted_batch, num_media = move_media_first(model, batch)
     token = model.config.image_token_id
     is_media = (batch["input_ids"] == token).any(0)
     assert num_media == int(is_media.sum()) > 0
-    assert (moved["input_ids"][:, :num_media] == batch["input_ids"][:, is_media]).all()
-    assert torch.equal(moved["labels"][:, num_media:], batch["labels"][:, ~is_media])
-    for part in small_parts(moved, num_media)[0]:
+    assert (sorted_batch["input_ids"][:, :num_media] == batch["input_ids"][:, is_media]).all()
+    assert torch.equal(sorted_batch["labels"][:, num_media:], batch["labels"][:, ~is_media])
+    for part in small_parts(sorted_batch, num_media)[0]:
         assert part["input_ids"].shape[1] > num_media
         assert len(part["pixel_values"]) == len(part["input_ids"])
     assert move_media_first(gpt2(), texts(2, 20, 20))[1] == 0
 
 
 def test_a_vision_tower_that_collects_hidden_states_is_traced_once(one_thread, monkeypatch):
-    """Transformers registers the hooks that collect them once, also where runs that are no part of training come first:
-    with new hooks in each forward no trace would fit."""
-    traced, original = [], BlockPrograms._new_program
+    """A vision tower that collects hidden states is traced once.
+
+    Transformers registers the collecting hooks once, also if runs outside of training come first. New hooks in each
+    forward would fit no trace.
+    """
+    traced_scopes, original = [], BlockPrograms._new_program
     monkeypatch.setattr(
-        BlockPrograms, "_new_program", lambda programs, *args: traced.append(1) or original(programs, *args)
+        BlockPrograms, "_new_program", lambda programs, *args: traced_scopes.append(1) or original(programs, *args)
     )
     model = TABLE["llava"].build().train()
     estimate_profile(model, four_samples("llava"), LOSSLESS)
     blocks = [m for m in model.modules() if type(m).__name__ in ("CLIPEncoderLayer", "LlamaDecoderLayer")]
-    assert 0 < len(traced) <= len(blocks)
+    assert 0 < len(traced_scopes) <= len(blocks)
 
 
 @pytest.mark.parametrize("profile", [estimate_profile, profile_model])
 def test_what_a_profile_ran_on_is_freed_at_once(profile, one_thread):
-    """And not by the garbage collector: until that runs, a step would have the memory of a batch less."""
+    """Parts are freed at once by reference counts.
+
+    Waiting for garbage collection would leave a step less memory by the size of a batch.
+    """
     model, batch = gpt2(), {name: ids.clone() for name, ids in texts(4, 80, 80).items()}
     gc.collect()
     gc.disable()
     try:
         profile(model.train(), batch, LOSSLESS)
-        left = [weakref.ref(tensor) for tensor in batch.values()]
+        tensor_refs = [weakref.ref(tensor) for tensor in batch.values()]
         del batch
-        assert [ref() for ref in left] == [None, None]
+        assert [ref() for ref in tensor_refs] == [None, None]
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Prices that profiling keeps, and takes again when asked."""
+"""Stored prices of a profile, and their renewal on request."""
 
 import logging
 
@@ -20,16 +20,16 @@ def store(tmp_path, monkeypatch) -> ProfileCache:
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured_classes(monkeypatch):
     """The block classes of the tapes that were priced by measuring."""
     classes = []
     price = Measurement.price
 
-    def watched(self, tape, *others):
+    def price_and_record(self, tape, *others):
         classes.append(tape.block_class)
         return price(self, tape, *others)
 
-    monkeypatch.setattr(Measurement, "price", watched)
+    monkeypatch.setattr(Measurement, "price", price_and_record)
     return classes
 
 
@@ -37,48 +37,48 @@ def prices(profile):
     return [([operator.ms for operator in kind.operators], [v.codecs for v in kind.values]) for kind in profile.kinds]
 
 
-def test_known_tapes_are_not_priced_again_when_asked(store, measured, tiny_gpt2, token_batch):
+def test_known_tapes_are_not_priced_again_when_asked(store, measured_classes, tiny_gpt2, token_batch):
     model, batch = tiny_gpt2(), token_batch()
     first = profile_model(model, batch, CONFIG)
-    assert len(measured) == len(store.list()) == 1
+    assert len(measured_classes) == len(store.list()) == 1
     again = profile_model(model, batch, REUSE)
-    assert len(measured) == 1
+    assert len(measured_classes) == 1
     assert prices(again) == prices(first)
     profile_model(model, batch, CONFIG)
-    assert len(measured) == 2, "not asked"
+    assert len(measured_classes) == 2, "not asked"
 
 
 @pytest.mark.parametrize("change", ["batch", "settings", "attention"])
-def test_anything_else_is_priced(store, measured, tiny_gpt2, token_batch, change):
+def test_anything_else_is_priced(store, measured_classes, tiny_gpt2, token_batch, change):
     profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG)
     batch = token_batch(3) if change == "batch" else token_batch()
     config = REUSE.with_overrides(group_size=32) if change == "settings" else REUSE
     profile_model(tiny_gpt2("eager" if change == "attention" else "sdpa"), batch, config)
-    assert len(measured) == len(store.list()) == 2
+    assert len(measured_classes) == len(store.list()) == 2
 
 
-def test_a_codec_that_is_new_is_priced(store, measured, tiny_gpt2, token_batch, request):
+def test_a_codec_that_is_new_is_priced(store, measured_classes, tiny_gpt2, token_batch, request):
     model, batch = tiny_gpt2(), token_batch()
     profile_model(model, batch, CONFIG)
     name = request.getfixturevalue("half_precision")
     profile = profile_model(model, batch, REUSE)
-    assert len(measured) == len(store.list()) == 2
+    assert len(measured_classes) == len(store.list()) == 2
     assert name in {option.codec for value in profile.kinds[0].values for option in value.codecs}
 
 
 @pytest.mark.parametrize("damage", ["a file in place of the folder", "a file that is not JSON"])
-def test_a_broken_folder_never_loses_a_run(store, measured, tiny_gpt2, token_batch, caplog, damage):
+def test_a_broken_folder_never_loses_a_run(store, measured_classes, tiny_gpt2, token_batch, caplog, damage):
     if damage == "a file in place of the folder":
         store.folder.write_text("no folder")
     else:
         profile_model(tiny_gpt2(), token_batch(), CONFIG)
         (path,) = store.folder.iterdir()
         path.write_text("{")
-        measured.clear()
+        measured_classes.clear()
     with caplog.at_level(logging.WARNING):
         profile = profile_model(tiny_gpt2(), token_batch(), REUSE)
     assert profile.kinds
-    assert len(measured) == 1
+    assert len(measured_classes) == 1
     (record,) = caplog.records
     assert "the profile cache is disabled for this run, and prices are measured" in record.message
     assert "adacc profiles clear" in record.message
@@ -86,11 +86,11 @@ def test_a_broken_folder_never_loses_a_run(store, measured, tiny_gpt2, token_bat
 
 
 @pytest.mark.parametrize("damage", [{"operators": [{"name": "one"}], "activations": []}, {"scarce": "memory"}])
-def test_damaged_prices_are_measured_anew(store, measured, tiny_gpt2, token_batch, caplog, damage):
+def test_damaged_prices_are_measured_anew(store, measured_classes, tiny_gpt2, token_batch, caplog, damage):
     profile_model(tiny_gpt2(), token_batch(), CONFIG)
     (row,) = store.list()
     store.put(row.key, row.block_class, row.prices | damage)
     with caplog.at_level(logging.WARNING):
         profile_model(tiny_gpt2(), token_batch(), REUSE)
-    assert len(measured) == 2
+    assert len(measured_classes) == 2
     assert "are damaged" in caplog.text

@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("threads", "clock_name"), [(1, "thread_time"), (2, "perf_counter")])
 def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
-    """Five runs after one to warm up, of which one takes a second; with one thread, of what that computes."""
+    """One interruption of a second among five runs does not change the median. With one thread, CPU time is the
+    clock."""
     clock = iter([0.0, 0.002, 1.0, 1.002, 2.0, 3.0, 4.0, 4.003, 5.0, 5.002])
     monkeypatch.setattr(f"adacc_hf.price.timing.time.{clock_name}", lambda: next(clock))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -33,7 +34,7 @@ def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
 
 
 class Gpu:
-    """A GPU that works through what the host launches, both on one clock of seconds."""
+    """A simulated GPU that works through the host's launches, both on one clock of seconds."""
 
     HERTZ = 2e9
 
@@ -100,7 +101,8 @@ def test_what_comes_before_a_run_on_a_gpu_is_not_timed(monkeypatch):
 
 
 def test_a_run_that_waits_for_the_gpu_does_not_wait_longer_each_time(monkeypatch):
-    """What keeps the GPU busy before it is part of what it waits for."""
+    """Repeated runs that wait for the GPU do not take longer each time, because the work that delays it is part of the
+    wait."""
     gpu = Gpu()
     gpu.put_in_place(monkeypatch)
 
@@ -109,7 +111,7 @@ def test_a_run_that_waits_for_the_gpu_does_not_wait_longer_each_time(monkeypatch
         gpu.synchronize()
 
     timings = time_on_cuda(run, torch.device("cuda", 0), 20)
-    assert max(timing.host_ms for timing in timings) < 1.0  # threefold each time it would be 200 s
+    assert max(timing.host_ms for timing in timings) < 1.0  # times 3 each run: 200 s
     assert timings[-1].device_ms == pytest.approx(50e-3)
 
 
@@ -132,7 +134,8 @@ def test_repeats_on_a_gpu_find_nothing_in_its_cache(monkeypatch):
 
 
 def test_a_cache_is_flushed_by_reading_more_than_it_holds(monkeypatch):
-    """Lines that a flush leaves dirty are written back while the run is timed."""
+    """A flush reads more than the cache holds. It writes nothing, because dirty lines would be written back during the
+    run."""
     cache_bytes, read = 3 * 2**20, []
 
     class Noted(TorchDispatchMode):
@@ -163,7 +166,10 @@ def test_the_bottleneck_is_what_takes_longer_in_all():
 
 
 def test_the_host_is_the_bottleneck_where_modules_and_autograd_are():
-    """Launches alone take the host 0.3 ms, beside 0.3 ms of the device; as a block of modules they take it 0.6."""
+    """Host time includes modules and autograd.
+
+    Launches alone take the host 0.3 ms, like the device; as a block of modules they take it 0.6 ms.
+    """
     timings = [Timing(0.1, 0.1)] * 3
     assert bottleneck(timings) == bottleneck(timings, 0.45) == "device_ms"
     assert bottleneck(timings, 0.6) == "host_ms"

@@ -1,4 +1,4 @@
-"""Markdown and HTML that keep their cells apart whatever the cells hold."""
+"""Markdown and HTML keep their table cells apart, whatever the cells contain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = [
 
 
 class Cells(HTMLParser):
-    """Collects the text of every table cell, the images and every tag that stays open."""
+    """A parser that collects the text of table cells, the images and the tags that are not closed."""
 
     def __init__(self) -> None:
         super().__init__()

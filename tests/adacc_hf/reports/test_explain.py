@@ -1,4 +1,4 @@
-"""The reasons beside the actions, on a tape small enough to price by hand."""
+"""Reasons for actions, on a tape small enough to price by hand."""
 
 from __future__ import annotations
 

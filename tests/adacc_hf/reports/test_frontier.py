@@ -1,4 +1,4 @@
-"""The picture of overhead against peak: its curve only trades, and its marks are where the simulator puts them."""
+"""The plot of overhead against peak: its curve is monotone, and its marks agree with the simulator."""
 
 from __future__ import annotations
 

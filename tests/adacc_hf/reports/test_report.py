@@ -1,4 +1,4 @@
-"""The report's files, and that what they show is what the records say."""
+"""The report's files, and that their figures agree with the records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def policy(profile):
 
 
 def markdown_rows(text: str, heading: str) -> list[list[str]]:
-    """Cells of the tables below `heading`, header and rule rows included."""
+    """Return the cells of the tables below `heading`, header and rule rows included."""
     section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in section.splitlines() if row[:1] == "|"]
 
@@ -99,7 +99,7 @@ def test_measured_timeline_changes_the_picture(tmp_path: Path, profile, policy) 
 
 
 def test_only_a_budget_of_the_peak_is_drawn(tmp_path: Path, profile, policy) -> None:
-    """A budget on stored bytes has no place in a picture of live bytes."""
+    """Only a peak budget is drawn, because a budget on stored bytes is not comparable to live bytes."""
     facts = {
         "none": (),
         "stored": (("budget_bytes", 2**30), ("budget_of", "stored")),

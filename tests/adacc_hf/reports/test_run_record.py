@@ -1,4 +1,4 @@
-"""The JSON and the Markdown that measurements leave."""
+"""JSON and Markdown records of measurements."""
 
 from __future__ import annotations
 

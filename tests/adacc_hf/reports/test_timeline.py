@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The timeline of a run as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding blocks, putting a function around each, and taking it off without a trace."""
+"""Blocks: how they are found, wrapped in a function, and unwrapped without a trace."""
 
 import copy
 import io
@@ -17,18 +17,23 @@ from adacc_hf.artifacts.errors import NestedHooksError, NoBlocksError
 from adacc_hf.run.blocks import Installation, TrainingFlag, find_blocks
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.compat import FLAG, FUNCTION, GradientCheckpointingLayer, PreTrainedModel
+from adacc_hf.torch_glue.compat import (
+    FLAG,
+    FUNCTION,
+    GradientCheckpointingLayer,
+    PreTrainedModel,
+)
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 NAMES = [n for n in ("gradient", "activation") if hasattr(PreTrainedModel, f"{n}_checkpointing_enable")]
-"""What Transformers calls checkpointing: both, or the first alone before 5.23."""
+"""Names of Transformers' checkpointing flags: both, or the first alone before 5.23."""
 hooks_forward = pytest.mark.skipif(
     "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
 )
 
 
 class NoteCalls:
-    """A strategy that notes the arguments of each call."""
+    """A strategy that records the arguments of each call."""
 
     def __init__(self):
         self.calls = []
@@ -48,7 +53,7 @@ class Layer(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """No Transformers in it."""
+    """A model without Transformers."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +81,7 @@ def recomputing(tiny_gpt2, token_batch):
 
 
 def state_of(model):
-    """Everything a module carries, its hooks and attributes included."""
+    """Return all state of a module, hooks and attributes included."""
     return {name: {**module.__dict__} for name, module in model.named_modules()}
 
 
@@ -88,7 +93,7 @@ def test_only_the_outermost_of_nested_blocks_counts(toy_model):
     model = toy_model(lambda block, hidden: hidden)
     model.layers[0].inside = copy.deepcopy(model.layers[1])
     assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1"]
-    model.layers_after = copy.deepcopy(model.layers[1])  # a name that starts alike is no nesting
+    model.layers_after = copy.deepcopy(model.layers[1])  # a name with the same prefix is not nested
     assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1", "layers_after"]
 
 
@@ -111,23 +116,23 @@ def test_each_block_gets_a_function_of_its_own(tiny_gpt2):
 
 
 def test_caches_are_nulled(tiny_gpt2, token_batch):
-    """Replay would append to a cache again, wherever it stands among the arguments."""
+    """A cache is removed from any place among the arguments, because replay would append to it again."""
     model, hidden = tiny_gpt2(), torch.randn(1, 4, 32, requires_grad=True)
     installation = Installation(model)
     notes = NoteCalls()
     installation.functions["transformer.h.0"].strategy = notes
     function = installation.functions["transformer.h.0"]
-    kept = torch.ones(1)
+    mask = torch.ones(1)
 
     def fn(hidden, cache=None, **kwargs):
         assert cache is None
         assert kwargs.get("past") is None
         return hidden
 
-    function(partial(fn, past=DynamicCache(), mask=kept), hidden, DynamicCache())
+    function(partial(fn, past=DynamicCache(), mask=mask), hidden, DynamicCache())
     ((_, args, kwargs),) = notes.calls
     assert args == (hidden, None)
-    assert kwargs == {"past": None, "mask": kept}
+    assert kwargs == {"past": None, "mask": mask}
     installation.remove()
 
 
@@ -148,9 +153,17 @@ def test_adapters_that_are_caches_are_refused(tiny_gpt2, name, words):
         Installation(peft.get_peft_model(tiny_gpt2(), config))
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")
+def test_an_alora_is_refused(tiny_gpt2):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], alora_invocation_tokens=[1, 2])
+    with pytest.raises(ValueError, match=r"^alora_invocation_tokens .* gradient_checkpointing=True without adacc_hf"):
+        Installation(peft.get_peft_model(tiny_gpt2(), config))
+
+
 @pytest.mark.parametrize("wrap", [lambda cache: cache, lambda cache: EncoderDecoderCache(cache, DynamicCache())])
 def test_a_cache_that_holds_keys_is_refused(recomputing, wrap):
-    """A prefix that is trained, say: left out in silence, it would not be trained."""
+    """A cache that holds keys, such as a trained prefix, is refused. Without it the prefix would not be trained."""
     model, batch, policy = recomputing
     cache = DynamicCache()
     for layer in range(2):
@@ -162,7 +175,7 @@ def test_a_cache_that_holds_keys_is_refused(recomputing, wrap):
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # the old names, which TRL still calls
 @pytest.mark.parametrize("family", NAMES)
 def test_survives_others_switching_checkpointing_off_and_on(recomputing, run_steps, assert_same_steps, family):
-    """As TRL does around a reference forward, which would drop our functions in silence."""
+    """The wrapped blocks survive switching checkpointing off and on, as TRL does around a reference forward."""
     model, batch, policy = recomputing
     plain = run_steps(model, batch)
     with apply_policy(model, policy) as handle:
@@ -204,7 +217,10 @@ def test_removal_brings_back_the_users_checkpointing(recomputing):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 def test_layers_inside_a_block_are_not_checkpointed_meanwhile():
-    """Swin's stages are blocks, and their layers are checkpointed by themselves where the user has switched it on."""
+    """Layers inside a block are not checkpointed while the block is.
+
+    Example: Swin's stages are blocks, and the user's checkpointing covers the layers inside.
+    """
     torch.manual_seed(0)
     config = SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=2)
     model = SwinForImageClassification(config).train()
@@ -263,13 +279,13 @@ def test_a_copy_of_a_plain_model_trains_plainly(plain_model, run_steps, assert_s
         twin = copied(plain_model, how)
         with torch.no_grad():
             for parameter in plain_model.parameters():
-                parameter.zero_()  # a copy that called the original's forward would show
+                parameter.zero_()  # a copy that called the original's forward would differ
         assert_same_steps(run_steps(twin, batch), plain)
 
 
 @hooks_forward
 def test_uncalled_blocks_are_reported(recomputing):
-    """Something replaced the forward of a block: its function is never reached."""
+    """A block whose forward was replaced never reaches its function, and is reported."""
     model, batch, policy = recomputing
     with apply_policy(model, policy) as handle:
         block = model.transformer.h[1]
@@ -308,7 +324,7 @@ def test_profiling_inside_hooks_is_refused(tiny_gpt2, token_batch):
 
 @pytest.mark.parametrize("path", ["transformer.h.1", "transformer.h.0.mlp"])
 def test_checkpoint_wrappers_are_refused(tiny_gpt2, token_batch, path):
-    """FSDP's activation_checkpointing puts them around blocks; inside one they are no better."""
+    """Checkpoint wrappers around a block (FSDP's activation_checkpointing) or inside one are refused."""
     model = tiny_gpt2()
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, checkpoint_wrapper(model.get_submodule(path)))
@@ -343,7 +359,7 @@ def test_named_classes_may_be_checkpointing_layers(tiny_gpt2, token_batch):
 
 @hooks_forward
 def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batch, monkeypatch):
-    """A class-level patch of forward loses Transformers' hook; naming the class wraps what is there now."""
+    """A class-level patch of forward bypasses Transformers' hook. Naming the class wraps the patched forward."""
     model = tiny_gpt2()
     block_class = type(model.transformer.h[0])
     forward = block_class.forward.__wrapped__
@@ -357,7 +373,7 @@ def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batc
         assert handle.uncalled() == []
 
 
-# Who asks for a block's flag, and what is done with the answer.
+# Readers of a block's checkpointing flag, and the value that each of them gets.
 
 ASKERS = {
     "Transformers": lambda model: model.is_gradient_checkpointing,
@@ -372,7 +388,10 @@ ASKERS = {
 @pytest.mark.parametrize("was_on", [False, True])
 @pytest.mark.parametrize("asker", ASKERS)
 def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_steps, assert_same_steps, asker, was_on):
-    """TRL asks before it generates, switches checkpointing off, and back to what it was told."""
+    """Code outside the blocks reads the flag's original value.
+
+    TRL reads the flag before it generates, switches checkpointing off, and restores the value.
+    """
     model, batch = tiny_gpt2(), token_batch()
     plain = run_steps(model, batch)
     if was_on:
@@ -381,9 +400,9 @@ def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_step
     before = state_of(model)
     with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         for _ in range(2):
-            told = ASKERS[asker](model)
-            assert told is was_on
-            if told:
+            flag = ASKERS[asker](model)
+            assert flag is was_on
+            if flag:
                 model.gradient_checkpointing_disable()
                 with torch.no_grad():
                     model(**batch)
@@ -423,10 +442,12 @@ class Reading(nn.Module):
         keys, values = self.encoder(x[:, : self.length]).chunk(2, -1)
         keys = keys if self.trains_cache else keys.detach()
         cache.update(keys[:, None], values[:, None], 0)
-        given = cache if self.reads else None
+        cache_argument = cache if self.reads else None
         hidden = x
         for layer in self.layers:
-            hidden = layer(hidden, given) if self.by_position else layer(hidden, past_key_values=given)
+            hidden = (
+                layer(hidden, cache_argument) if self.by_position else layer(hidden, past_key_values=cache_argument)
+            )
         return SimpleNamespace(loss=hidden.square().mean())
 
 
@@ -442,9 +463,9 @@ def test_caches_that_are_only_read_stay(run_steps, assert_same_steps, one_thread
         return Reading().train()
 
     def steps(model):
-        found = run_steps(model, batch)
+        losses = run_steps(model, batch)
         vars(model).update(change)
-        return [*found, *run_steps(model, batch), *run_steps(model, {"x": batch["x"][:1]})]
+        return [*losses, *run_steps(model, batch), *run_steps(model, {"x": batch["x"][:1]})]
 
     batch = {"x": torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))}
     plain, model = steps(build()), build()
@@ -501,7 +522,7 @@ def test_a_second_policy_takes_the_place_of_the_first(plain_model, run_steps, as
 
 
 def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_steps):
-    """As in a notebook, where nobody has kept the handle."""
+    """A policy can be removed by its model alone, as in a notebook without the handle."""
     batch, config = {"x": torch.randn(2, 8)}, AdaccConfig(min_compress_bytes=0, block_classes=("Layer",))
     before = dict(vars(plain_model))
     profile = profile_model(plain_model, batch, config)
@@ -558,17 +579,17 @@ def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
         if transform == "vmap":
             return torch.func.vmap(loss)(torch.stack([batch["x"], batch["x"] + 1]))
         if transform in ("jvp", "vjp"):
-            made = getattr(torch.func, transform)(
+            transformed = getattr(torch.func, transform)(
                 loss, *([(batch["x"],), (batch["x"],)] if transform == "jvp" else [batch["x"]])
             )
-            return made[0] if transform == "vjp" else made[1]
+            return transformed[0] if transform == "vjp" else transformed[1]
         return getattr(torch.func, transform)(loss)(batch["x"])
 
     plain = run()
     profile = profile_model(plain_model, batch, config)
     with apply_policy(plain_model, uniform_policy(profile, "recompute"), config):
         assert torch.equal(run(), plain)
-    assert caplog.text.count("runs plainly, and saves no memory") == 3  # once for each block
+    assert caplog.text.count("run plainly and save no memory") == 3  # once for each block
 
 
 def test_on_device_meta_blocks_run_plainly(plain_model):

@@ -1,4 +1,5 @@
-"""What autograd gets back from a call, what a call stores, and that it lets go (rules R2, R3 and R11)."""
+"""Calls: the tensors that autograd gets back, the bytes that a call stores, and when they are freed (R2, R3 and
+R11)."""
 
 import gc
 from collections import Counter
@@ -22,7 +23,7 @@ def look_of(tensor):
 
 
 class NoteSaved:
-    """A strategy that trains plainly and notes what autograd saves, by block and slot."""
+    """A strategy that trains plainly and records the tensors that autograd saves, by block and slot."""
 
     def __init__(self, name, notes):
         self.name = name
@@ -53,31 +54,32 @@ def plainly_saved(model, batch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_what_is_given_back_looks_like_what_was_saved(tiny_gpt2, token_batch, monkeypatch, attention, autocast):
-    """Rule R2: dtype, size, stride and offset; and the bits, since the policies are lossless."""
+    """An unpacked tensor has the dtype, size, stride, offset and bits of the saved one (rule R2; policies are
+    lossless)."""
     model, batch = tiny_gpt2(attention), token_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         saved = plainly_saved(model, batch)
         profile = profile_model(model, batch, CONFIG)
-    given = {}
+    unpacked = {}
     unpack = Call.unpack
 
     def note(call, packed):
         tensor = unpack(call, packed)
-        given[call.block, packed[0]] = (look_of(tensor), tensor.clone())
+        unpacked[call.block, packed[0]] = (look_of(tensor), tensor.clone())
         return tensor
 
     monkeypatch.setattr(Call, "unpack", note)
     for policy in (uniform_policy(profile, "recompute"), random_policy(profile, 2, ACTIONS, lossless=True)):
         with apply_policy(model, policy):
             for _ in range(3):
-                given.clear()
+                unpacked.clear()
                 torch.manual_seed(0)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     loss = model(**batch).loss
                 loss.backward()
-                assert given.keys() == saved.keys()
-                assert not [slot for slot in saved if given[slot][0] != saved[slot][0]]
-                assert not [slot for slot in saved if not torch.equal(given[slot][1], saved[slot][1])]
+                assert unpacked.keys() == saved.keys()
+                assert not [slot for slot in saved if unpacked[slot][0] != saved[slot][0]]
+                assert not [slot for slot in saved if not torch.equal(unpacked[slot][1], saved[slot][1])]
 
 
 def test_lossy_codecs_give_back_the_same_look(tiny_gpt2, token_batch, monkeypatch):
@@ -114,13 +116,13 @@ class CountingCodec:
 
 
 def attends_thrice(block, hidden):
-    """Three layers read `x`: autograd saves it three times, once per layer."""
+    """Read `x` in three layers, so that autograd saves it three times, once per layer."""
     x = hidden.tanh()
     return block.down(block.up(x) * torch.nn.functional.linear(x, block.down.weight)) + block.up(x)
 
 
 def decodes_of(schedule):
-    """How often each value is decoded in a backward: whenever a program fetches it and it is not at hand."""
+    """Return how often backward decodes each value: once for each fetch of a value that is not live."""
     decodes, at_hand = Counter(), set()
     for program in schedule.programs:
         for part in (*program.steps, program):
@@ -130,7 +132,7 @@ def decodes_of(schedule):
 
 
 def test_one_storage_is_encoded_once(toy_model, toy_batch):
-    """Rule R3, however many operators save it."""
+    """A storage is encoded once, however many operators save it (rule R3)."""
     model, batch = toy_model(attends_thrice), toy_batch()
     profile = profile_model(model, batch, CONFIG)
     kind = profile.kinds[0]
@@ -150,15 +152,15 @@ def test_one_storage_is_encoded_once(toy_model, toy_batch):
     encoded = {value for moment, value in counts if moment == "encode"}
     assert encoded == {value.index for value in kind.activations if value.saved}
     assert {count for (moment, _), count in counts.items() if moment == "encode"} == {1}
-    # Decoded as often as the schedule says: again only for a slot that asks much later.
+    # Decoded as often as in the schedule: again only for a slot that unpacks much later.
     decoded = decodes_of(schedule)
     assert {value: count for (moment, value), count in counts.items() if moment == "decode"} == decoded
     assert all(count <= kind.slots.count(value) for value, count in decoded.items())
-    assert decoded[shared] == 2  # its own slot and two layers' come one after another, the third layer's before them
+    assert decoded[shared] == 2  # its own slot, two layers' in a row, and the third's before
 
 
 def test_retained_tensors_share_their_storage(toy_model, toy_batch, monkeypatch):
-    """Rule R3 for RETAIN: what is stored is the storage itself, held by all slots that save it."""
+    """All slots of a retained value hold the storage itself (rule R3 for RETAIN)."""
     model, batch = toy_model(attends_thrice, num_blocks=1), toy_batch()
     profile = profile_model(model, batch, CONFIG)
     storages = {}
@@ -195,7 +197,8 @@ def any_policy(request, gpt2_profile):
 
 
 def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_policy):
-    """Rule R11: without any garbage collection, stored bytes go with the loss; after a backward, with the graph."""
+    """Stored bytes are freed with the loss, or with the graph after a backward, without garbage collection (rule
+    R11)."""
     model, batch = tiny_gpt2("eager"), token_batch()
     gc.collect()
     gc.disable()
@@ -221,8 +224,10 @@ def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_po
 
 @pytest.mark.parametrize("actions", [("retain",), ("recompute",), ACTIONS])
 def test_nothing_outlives_a_recorded_graph_that_is_dropped(tiny_gpt2, token_batch, gpt2_profile, actions):
-    """The same for the first step, which holds every intermediate tensor until a block has returned. Lossless codecs
-    only: others keep a map of their outlier channels from their first step on."""
+    """The recorded step, which holds every intermediate until a block has returned, frees its bytes with the graph too.
+
+    Lossless codecs only: others keep a map of their outlier channels from their first step on.
+    """
     model, batch = tiny_gpt2("eager"), token_batch()
     policy = random_policy(gpt2_profile, 4, actions, lossless=True)
     gc.collect()
@@ -239,7 +244,7 @@ def test_nothing_outlives_a_recorded_graph_that_is_dropped(tiny_gpt2, token_batc
 
 @pytest.mark.parametrize("num_steps_before", [0, 1, 2])
 def test_a_parameter_changed_before_backward_is_refused(tiny_gpt2, token_batch, any_policy, num_steps_before):
-    """Rule R11: in the recorded step, the next and the one with the learned order."""
+    """A parameter changed before backward is refused (rule R11) in the recorded, the second and the third step."""
     model, batch = tiny_gpt2("eager"), token_batch()
     with apply_policy(model, any_policy):
         for _ in range(num_steps_before):
@@ -254,13 +259,13 @@ def test_a_parameter_changed_before_backward_is_refused(tiny_gpt2, token_batch, 
 @pytest.mark.parametrize("num_steps_before", [0, 1])
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, action, num_steps_before):
-    """Refused if it was retained; recomputed as it was if it was recomputed."""
-    watched, seen = [], []
+    """An activation changed before backward is refused if retained, and recomputed from its old value if recomputed."""
+    watched_blocks, inputs = [], []
 
     def forward(block, hidden):
         x = block.up(hidden).tanh()
-        if block in watched:
-            seen[:] = [x]
+        if block in watched_blocks:
+            inputs[:] = [x]
         return hidden + block.down(x)
 
     model, batch = toy_model(forward), toy_batch()
@@ -271,10 +276,12 @@ def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, 
         for _ in range(num_steps_before):
             model(**batch).loss.backward()
         model.zero_grad()
-        watched.append(model.layers[1])  # not while it was profiled: what is held anyway is not recomputed
+        watched_blocks.append(
+            model.layers[1]
+        )  # not while profiling: values that the test holds would not be recomputed
         loss = model(**batch).loss
         with torch.no_grad():
-            seen[0].zero_()
+            inputs[0].zero_()
         if action == "retain":
             with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
                 loss.backward()
@@ -286,12 +293,13 @@ def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, 
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_an_activation_changed_within_a_recorded_call_is_refused(toy_model, toy_batch, action):
-    """As plain autograd refuses it, and by name, once the call was handed over to a plan."""
+    """An activation changed within a recorded call is refused by name, as in plain autograd, once the plan takes
+    over."""
     changing = []
 
     def forward(block, hidden):
         x = block.up(hidden).tanh()
-        result = hidden.exp() + block.down(x)  # the first is recomputed, the other is not
+        result = hidden.exp() + block.down(x)  # the first value is recomputed, the other is not
         if block in changing:
             x.zero_()
         return result
@@ -301,14 +309,14 @@ def test_an_activation_changed_within_a_recorded_call_is_refused(toy_model, toy_
     with apply_policy(model, policy):
         model(**toy_batch(batch=4)).loss.backward()
         changing.append(model.layers[1])
-        model(**toy_batch(batch=6))  # compared with what the other block ran
+        model(**toy_batch(batch=6))  # validated against the record of the other block
         loss = model(**toy_batch(batch=6)).loss  # recorded
         with pytest.raises(RuntimeError, match=r"changed in place after the forward|modified by an inplace operation"):
             loss.backward()
 
 
 def test_a_call_stores_the_bytes_of_its_payloads(toy_model, toy_batch):
-    """A linear layer's input, saved alone."""
+    """A linear layer's input, saved alone, stores its own bytes."""
 
     def forward(block, hidden):
         return nn.functional.linear(hidden, block.up.weight)
@@ -317,9 +325,9 @@ def test_a_call_stores_the_bytes_of_its_payloads(toy_model, toy_batch):
     profile = profile_model(model, batch, CONFIG)
     (value,) = profile.kinds[0].activations
     (option,) = value.codecs
-    measured = {}
+    measured_bytes = {}
     for action in ("retain", "compress"):
         with apply_policy(model, uniform_policy(profile, action)):
             model(**batch).loss.backward()
-            measured[action] = measure_step(model, batch).stored_bytes
-    assert measured["retain"] - measured["compress"] == value.nbytes - option.nbytes
+            measured_bytes[action] = measure_step(model, batch).stored_bytes
+    assert measured_bytes["retain"] - measured_bytes["compress"] == value.nbytes - option.nbytes

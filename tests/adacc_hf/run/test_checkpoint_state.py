@@ -1,4 +1,4 @@
-"""Blocks that torch's checkpoint runs twice change state once: they count, gather and draw as in plain training."""
+"""Blocks that torch's checkpoint runs twice count, gather and draw once per step, as in plain training."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def close(block, hidden, x):
 
 
 def steered(block, hidden):
-    """As experts' loads steer their router: counted anew from None in each step."""
+    """Count the load anew from None in each step, as experts' loads steer their router."""
     x = block.up(hidden)
     load = x.detach().mean((0, 1))
     block.load = load if block.load is None else block.load + load
@@ -71,11 +71,11 @@ def setup(block):
         numpy=numpy.random.default_rng(1),
         python=random.Random(1),
     )
-    block.array, seen = numpy.ones(2), []
+    block.array, calls = numpy.ones(2), []
 
     def hook(module, args, output):
-        seen.append(1)
-        return output * (1 + 0.1 * len(seen))
+        calls.append(1)
+        return output * (1 + 0.1 * len(calls))
 
     block.up.register_forward_hook(hook)
 
@@ -106,7 +106,7 @@ def test_state_changes_as_in_plain_training(toy_model, toy_batch, run_steps, ass
 
 
 def test_a_change_that_begins_later_is_noticed(toy_model, toy_batch, run_steps, assert_same_steps):
-    """A block that changed nothing so far is looked at all the same."""
+    """A state change that begins after several steps is noticed."""
 
     def late(block, hidden):
         if SEEN:
@@ -128,7 +128,8 @@ def test_a_change_that_begins_later_is_noticed(toy_model, toy_batch, run_steps, 
 
 
 def test_a_large_tensor_that_changes_late_is_refused(toy_model, toy_batch):
-    """Of which no copy is kept, once its block has changed nothing for some calls."""
+    """A large tensor that changes after several unchanged calls is refused, because its block keeps no copy any
+    more."""
 
     def late(block, hidden):
         if SEEN:
@@ -160,7 +161,7 @@ def test_blocks_of_classes_that_are_named_too(run_steps, assert_same_steps, wrap
         torch.manual_seed(0)
         model = nn.Module()
         model.layers = nn.ModuleList(Layer() for _ in range(2))
-        if wraps:  # a function of its own in place of the class's
+        if wraps:  # its own function in place of the class's
             for layer in model.layers:
                 layer.forward = lambda hidden, layer=layer: steered(layer, hidden)
 

@@ -1,4 +1,4 @@
-"""Calls under torch's checkpoint whose inputs are held encoded until backward."""
+"""Calls under torch's checkpoint whose inputs stay encoded until backward."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ INT8 = get_codec("int8")
 
 
 class Block(nn.Module):
-    """Has dropout, two inputs, and saves more than its inputs."""
+    """A block with dropout and two inputs that saves more than its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -36,14 +36,14 @@ def block():
 
 
 def call_of(block, names, tensors):
-    """fn, args and kwargs of a call that gives the tensors by position, or by the names that are not None."""
+    """Return fn, args and kwargs of a call with the tensors by name, or by position where the name is None."""
     args = tuple(tensor for name, tensor in zip(names, tensors, strict=True) if name is None)
     kwargs = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name is not None}
     return partial(block.forward, **kwargs), args, kwargs
 
 
 def gradients(run, leaves, block, dtype=None):
-    """Gradients of the leaves and parameters; the leaves are inputs of something before the block."""
+    """Return gradients of leaves and parameters. The leaves are inputs of an operator before the block."""
     for tensor in [*leaves, *block.parameters()]:
         tensor.grad = None
     torch.manual_seed(1)
@@ -54,7 +54,7 @@ def gradients(run, leaves, block, dtype=None):
 
 
 class _FromDecoded(torch.autograd.Function):
-    """Gives `exact`, and the gradient of `approximate`."""
+    """A Function with the value of `exact` and the gradient of `approximate`."""
 
     @staticmethod
     def forward(ctx, exact, approximate):
@@ -89,7 +89,7 @@ def test_the_second_forward_is_that_of_the_decoded_inputs(coded, names, codec, d
         decoded = list(tensors)
         for i in coded:
             value = coder.decode(coder.encode(tensors[i].detach()))
-            # The decoded value, with the history of the exact one.
+            # The decoded value, with the autograd history of the exact one.
             decoded[i] = value + (tensors[i] - tensors[i].detach())
         approximate = block(*decoded)
         torch.set_rng_state(state)
@@ -116,7 +116,7 @@ def test_an_encoded_input_is_let_go(block, name):
 
 
 class Counting:
-    """A codec that counts what it encodes."""
+    """A codec that counts its calls of encode."""
 
     def __init__(self):
         self.num_encoded = 0
@@ -159,16 +159,17 @@ def test_an_input_that_does_not_fill_its_storage_is_held_as_it_is(block, make):
     assert all(map(torch.equal, [leaf.grad, *(p.grad for p in block.parameters())], expected))
 
 
-@pytest.mark.parametrize("given", [(), (None,), ("text",), (torch.ones(3, dtype=torch.long),)])
-def test_a_place_without_a_tensor_for_the_codec_changes_nothing(given):
+@pytest.mark.parametrize("arguments", [(), (None,), ("text",), (torch.ones(3, dtype=torch.long),)])
+def test_a_place_without_a_tensor_for_the_codec_changes_nothing(arguments):
     coder = Counting()
-    result = run_checkpointed(nn.Identity(), lambda *args: args, given, {}, {(0,): (INT8, coder)})
-    assert len(result) == len(given)
+    result = run_checkpointed(nn.Identity(), lambda *args: args, arguments, {}, {(0,): (INT8, coder)})
+    assert len(result) == len(arguments)
     assert coder.num_encoded == 0
 
 
 def test_an_input_that_the_call_changes_is_held_as_it_is(block):
-    """What is put back before the second forward is the tensor itself."""
+    """An input that the call changes is held unencoded, because the tensor itself is restored before the second
+    forward."""
 
     def overwrites(hidden):
         return block(hidden) + hidden.detach().mul_(2)
@@ -203,10 +204,11 @@ def test_an_error_of_the_block_is_raised_and_leaves_no_hooks(block):
 
 @pytest.mark.parametrize("wants_gradients", [False, True])
 def test_the_second_forward_is_given_what_wants_gradients_as_the_first(block, wants_gradients, capsys):
-    """An input without gradients has none again: autograd saves the same tensors."""
+    """In the second forward the same inputs require gradients as in the first, so that autograd saves the same
+    tensors."""
 
     def says(hidden):
-        print(hidden.requires_grad)  # a list would be put back before the second forward
+        print(hidden.requires_grad)  # a list would be restored before the second forward
         return block(hidden)
 
     hidden = torch.randn(4, 64, requires_grad=wants_gradients)

@@ -1,4 +1,4 @@
-"""A batch larger than the one that a fixed policy was made for is warned of, once, with the peak that is predicted."""
+"""A batch larger than a fixed policy's causes one warning, with the predicted peak."""
 
 import copy
 import logging
@@ -41,8 +41,8 @@ def test_a_larger_batch_is_warned_of_once_with_its_peak(profile_and_model, token
     assert "input_ids 4x32" in text
     assert "input_ids 2x16" in text
     larger = profile_model(model, token_batch(batch=4, tokens=32), CONFIG)
-    told = policy.predicted_peak_bytes + 3 * policy.predicted_stored_bytes
-    assert policy.predicted_peak_bytes < told <= uniform_policy(larger, "recompute").predicted_peak_bytes
+    warned_bytes = policy.predicted_peak_bytes + 3 * policy.predicted_stored_bytes
+    assert policy.predicted_peak_bytes < warned_bytes <= uniform_policy(larger, "recompute").predicted_peak_bytes
 
 
 def test_evaluation_and_other_models_are_not_warned_of(profile_and_model, token_batch, warnings):

@@ -1,4 +1,4 @@
-"""The executor's rules R8, R9, R10 and R12, and policies that belong to another model."""
+"""Policy handles: rules R8, R9, R10 and R12, and the refusal of policies made for another model."""
 
 import copy
 import gc
@@ -65,24 +65,24 @@ def assert_equal(ours, plain):
     assert not [name for name in ours if not torch.equal(ours[name], plain[name])]
 
 
-# R8: shapes and operators that change
+# R8: changing shapes and operators
 
 
-def test_a_new_shape_is_recorded_twice(gpt2, batch, token_batch, policy, run_steps, assert_same_steps, recorded):
+def test_a_new_shape_is_recorded_twice(gpt2, batch, token_batch, policy, run_steps, assert_same_steps, recorded_blocks):
     other = token_batch(3, 7)
     plain = [run_steps(gpt2, batch), run_steps(gpt2, other)]
-    recorded.clear()
+    recorded_blocks.clear()
     with apply_policy(gpt2, policy):
         for _ in range(2):
             assert_same_steps(run_steps(gpt2, batch), plain[0])
             assert_same_steps(run_steps(gpt2, other), plain[1])
     # The second call of a shape checks the record of the first; a block that retains everything needs no tape.
     records = 1 if policy.is_plain else 2 * 2
-    assert sorted(recorded) == sorted(["transformer.h.0", "transformer.h.1"] * records)
+    assert sorted(recorded_blocks) == sorted(["transformer.h.0", "transformer.h.1"] * records)
 
 
 def test_a_shape_with_other_operators_recomputes(gpt2, token_batch, recomputing, run_steps, assert_same_steps, caplog):
-    """A batch of one makes views where others copy: no plan fits, and training goes on without loss."""
+    """A batch of one makes views where other batches copy. No plan fits, and training continues without loss."""
     one = token_batch(1, 12)
     plain = run_steps(gpt2, one)
     with apply_policy(gpt2, recomputing), caplog.at_level(logging.WARNING):
@@ -90,26 +90,27 @@ def test_a_shape_with_other_operators_recomputes(gpt2, token_batch, recomputing,
         assert not caplog.records
         assert_same_steps(run_steps(gpt2, one), plain)
     (record,) = caplog.records
-    assert "for inputs of shape (1, 12, 32), block transformer.h.0 and others of its kind run other operators" in record.message
+    message = "for inputs of shape (1, 12, 32), block transformer.h.0 and others of its kind run other operators"
+    assert message in record.message
 
 
 def test_other_operators_are_said_once_with_what_to_do(gpt2, token_batch, recomputing, run_steps, caplog):
-    """Smaller last batches are ordinary, and each of their shapes has operators of its own."""
+    """Smaller last batches are common, and each of their shapes has its own operators: one warning, then log lines."""
     with apply_policy(gpt2, recomputing), caplog.at_level(logging.INFO):
         run_steps(gpt2, token_batch(), num_steps=1)
         for batch in (token_batch(1, 12), token_batch(1, 1), token_batch(2, 1)):
             run_steps(gpt2, batch, num_steps=1)
-    said = [record for record in caplog.records if "run other operators" in record.message]
-    assert [record.levelno for record in said] == [logging.WARNING, *[logging.INFO] * (len(said) - 1)]
-    assert len(said) > 1
+    warnings = [record for record in caplog.records if "run other operators" in record.message]
+    assert [record.levelno for record in warnings] == [logging.WARNING, *[logging.INFO] * (len(warnings) - 1)]
+    assert len(warnings) > 1
     assert (
         "least lossless memory for the values that differ; to avoid this, set dataloader_drop_last=True or pad"
-        in said[0].message
+        in warnings[0].message
     )
 
 
 def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_same_steps):
-    """Without padding there is no mask, and attention runs other operators at the same shape."""
+    """Without padding there is no mask, and attention runs other operators at the same shape. Both train exactly."""
     mask = torch.ones_like(batch["input_ids"])
     mask[0, -3:] = 0
     padded = {**batch, "attention_mask": mask}
@@ -121,7 +122,7 @@ def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_sam
 
 
 def rounds_up(block, hidden):
-    """A block whose numbers follow no rule: it works on a multiple of four tokens."""
+    """Work on a multiple of four tokens, so that no polynomial describes the block's sizes."""
     tokens = hidden.shape[1]
     padded = torch.nn.functional.pad(hidden, (0, 0, 0, -tokens % 4))
     return hidden + block.down(block.up(padded).tanh())[:, :tokens]
@@ -139,7 +140,7 @@ def remember_few(monkeypatch, most):
 
 
 def held_by(strategies):
-    """(tapes that were recorded, plans) that the blocks hold: for each shape, and for what each family is made of."""
+    """Return (digests of recorded tapes, ids of plans) that the blocks keep for shapes and symbolic tapes."""
     tapes, plans = set(), set()
     for strategy in strategies:
         entries = [
@@ -149,12 +150,18 @@ def held_by(strategies):
         ]
         plans |= {id(entry.execution_plan) for entry in entries}
         tapes |= {tape.digest for tape in strategy.tapes.values()}
-    outlines = [seen for strategy in strategies for seen in strategy.tape_cache._records[strategy.name].values()]
-    return tapes | {record.tape.digest for seen in outlines for record in seen.records}, plans
+    outlines = [
+        size_class_records
+        for strategy in strategies
+        for size_class_records in strategy.tape_cache._records[strategy.name].values()
+    ]
+    return tapes | {
+        record.tape.digest for size_class_records in outlines for record in size_class_records.records
+    }, plans
 
 
 def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps, monkeypatch):
-    """Where no family serves them."""
+    """Blocks without a symbolic tape keep tapes and plans of the most recent shapes only."""
     remember_few(monkeypatch, most=3)
     model = toy_model(rounds_up)
     policy = uniform_policy(profile_model(model, text_of(10), CONFIG), "recompute")
@@ -193,7 +200,7 @@ def test_forgotten_sizes_of_a_family_leave_nothing(
 
 
 def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypatch):
-    """A run has one for each size of batch and one to record under, and changes between them."""
+    """The plans of all policies of a run (one for each batch size and one for recording) drop a shape together."""
     remember_few(monkeypatch, most=3)
     model = toy_model(rounds_up)
     profile = profile_model(model, text_of(10), CONFIG)
@@ -201,7 +208,7 @@ def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypat
         others = handle.prepare(uniform_policy(profile, "compress"), handle.plans)
         both = (handle.plans, others)
         for tokens in range(5, 13):
-            for plans in both:  # the second finds the shape known
+            for plans in both:  # the second policy finds the shape recorded
                 handle.follow(plans)
                 run_steps(model, text_of(tokens), num_steps=1)
         for name in handle.installation.functions:
@@ -210,7 +217,7 @@ def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypat
             assert all(strategy.entries.recorded.keys() == strategy.known_shapes.keys() for strategy in strategies)
         gc.collect()
         tapes, _ = held_by([plans.strategies[name] for plans in both for name in handle.installation.functions])
-        assert len(tapes) <= 3 + 2  # records of few tokens that need no padding, which are too few for a family
+        assert len(tapes) <= 3 + 2  # records of few tokens that need no padding: too few for a symbolic tape
         assert set(handle.tape_cache._tapes) == tapes | set(handle.tape_cache._profiled)
 
 
@@ -245,7 +252,7 @@ def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputi
 
 
 def test_numbers_in_containers_tell_calls_apart(toy_model, toy_batch, run_steps, assert_same_steps):
-    """As Swin passes the height and width of an image beside its flattened patches."""
+    """Sizes passed as numbers in a tuple or list are part of the call's key, as Swin's image height and width are."""
     split = [2, 3]
 
     def forward(block, hidden, grid):
@@ -267,7 +274,7 @@ def test_numbers_in_containers_tell_calls_apart(toy_model, toy_batch, run_steps,
 
 
 def unseen(values):
-    """`values[0]`, of which no guard knows that it may change: the last line of defence is what autograd saves."""
+    """Return `values[0]`. No guard covers a change of the value; only the check of autograd's saved tensors notices."""
     return torch.compiler.assume_constant_result(lambda: values[0])
 
 
@@ -283,7 +290,7 @@ def test_operators_that_vary_at_one_shape_are_refused(toy_model, toy_batch):
     model, batch = toy_model(forward), toy_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy):
-        for _ in range(2):  # the first call is recorded, the second checked against the record
+        for _ in range(2):  # the first call is recorded, the second is validated against the record
             model(**batch).loss.backward()
         depth[0] = 2
         message = r"layers\.0: saved tensor 5 is .*no slot of this number; the block's operators vary"
@@ -321,7 +328,7 @@ def test_a_saved_tensor_of_another_shape_is_refused(toy_model, toy_batch):
     ],
 )
 def test_a_saved_tensor_of_the_same_shape_that_lies_otherwise_is_refused(toy_model, toy_batch, other):
-    """Replay would make one that lies as the tape says (rule R8)."""
+    """Replay would create a tensor with the strides on the tape (rule R8), so other strides are refused."""
     is_other = [False]
     number = unseen(is_other)
 
@@ -349,7 +356,7 @@ def test_a_block_that_reads_data_into_python_is_never_replayed(toy_model, toy_ba
     assert any("run plainly or checkpointed: aten._local_scalar_dense" in record.message for record in caplog.records)
 
 
-# R9: anything but forward, backward
+# R9: uses of the graph other than one forward and one backward
 
 
 def test_evaluation_and_no_grad_are_plain(gpt2, batch, policy):
@@ -470,8 +477,11 @@ def unused_forward(model, batch):
     ],
 )
 def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
-    """Eager attention, whose operators all have second derivatives. Each use comes first, second and third, and between
-    them a plain step: what a use taught about the order of backward must not degrade it."""
+    """Every use of the graph is bit-equal, as first, second and third step, with plain steps in between.
+
+    Eager attention is used because all its operators have second derivatives. A use that changes the learned order of
+    backward must not degrade the plain steps.
+    """
     model = tiny_gpt2("eager")
     profile = profile_model(model, batch, CONFIG)
 
@@ -492,7 +502,8 @@ def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
 
 @pytest.mark.parametrize("use", [backward_twice, gradient_of_a_part])
 def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use):
-    """After an unusual first step, later steps find the order they expect: nothing is kept longer than it must be."""
+    """After an unusual first step, later steps have the expected order of backward: no value is live longer than
+    needed."""
     model = tiny_gpt2()
     profile = profile_model(model, batch, CONFIG)
     with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
@@ -506,8 +517,10 @@ def test_the_order_of_backward_is_learned_from_the_fullest(tiny_gpt2, batch, use
 
 
 def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, monkeypatch):
-    """Where backward asks out of order, all that was recomputed is kept to the block's end: a new length would take
-    more than its policy has."""
+    """A new size starts with the order of backward learned at other sizes.
+
+    In the wrong order, every recomputed value lives until the end of its block, and the step exceeds the policy's peak.
+    """
 
     def fail(*_):
         raise AssertionError("out of order")
@@ -519,7 +532,7 @@ def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, mo
     with apply_policy(model, recompute) as handle:
         for tokens in (8, 8, 10):
             model(**token_batch(tokens=tokens)).loss.backward()
-            handle.replace(recompute)  # whose strategies have seen no backward of that length
+            handle.replace(recompute)  # its strategies have not run a backward of that length
 
 
 def test_a_freed_graph_is_refused_as_in_plain_training(gpt2, batch, policy):
@@ -531,31 +544,32 @@ def test_a_freed_graph_is_refused_as_in_plain_training(gpt2, batch, policy):
                 loss.backward()
 
 
-# R10: no synchronisation
+# R10: no synchronization
 
 
 class Counting(TorchDispatchMode):
-    """Counts operators that bring data to the host; they are what makes a device wait."""
+    """A mode that counts operators that copy data to the host, because a device must wait for these."""
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.operators = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            self.found.append(str(func))
+            self.operators.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 def reads_of_a_step(model, batch):
-    """Operators that read data in one forward and backward, as a mode sees them and as the profiler does."""
+    """Count operators that read data in one forward and backward, by a dispatch mode and by the profiler."""
     with Counting() as mode, profile(activities=[ProfilerActivity.CPU], acc_events=True) as events:
         model(**batch).loss.backward()
-    return mode.found, [event.key for event in events.key_averages() if "_local_scalar_dense" in event.key]
+    return mode.operators, [event.key for event in events.key_averages() if "_local_scalar_dense" in event.key]
 
 
 def test_a_steady_step_reads_no_data(gpt2, batch, gpt2_profile, run_steps):
-    """Every action and a lossy codec are in it. Transformers itself reads once, to see whether the batch is packed."""
+    """A steady step under all actions and a lossy codec reads no data. Transformers itself reads once, to detect
+    packing."""
     policy = random_policy(gpt2_profile, 11, ACTIONS)
     assert set(policy.action_counts()) == set(ACTIONS)
     plain = reads_of_a_step(gpt2, batch)
@@ -565,7 +579,7 @@ def test_a_steady_step_reads_no_data(gpt2, batch, gpt2_profile, run_steps):
 
 
 def test_a_steady_step_enters_no_dispatch_mode(gpt2, batch, gpt2_profile, run_steps, monkeypatch):
-    """Neither in forward nor in backward; the recorded steps before it do."""
+    """A steady step enters no dispatch mode in forward or backward. The recorded steps before it do."""
     entered = []
     enter = TorchDispatchMode.__enter__
     monkeypatch.setattr(TorchDispatchMode, "__enter__", lambda mode: entered.append(type(mode)) or enter(mode))
@@ -580,10 +594,10 @@ def test_a_steady_step_enters_no_dispatch_mode(gpt2, batch, gpt2_profile, run_st
 def test_the_mode_would_notice():
     with Counting() as mode:
         torch.ones(2).sum().item()
-    assert mode.found == ["aten._local_scalar_dense.default"]
+    assert mode.operators == ["aten._local_scalar_dense.default"]
 
 
-# R12: what a block reads from outside
+# R12: tensors read from outside the call
 
 
 @pytest.mark.parametrize("swap", ["data", "parameter", "in place"])
@@ -609,7 +623,7 @@ def test_parameters_swapped_between_steps_are_followed(gpt2, batch, policy, run_
 
 
 def test_what_comes_from_elsewhere_is_not_recomputable(toy_model, toy_batch, run_steps, assert_same_steps):
-    """Rule R12: nobody could tell replay that there is another tensor now."""
+    """Values from outside the call are not recomputable (rule R12), because replay cannot notice that they changed."""
     tables = [torch.rand(8)]
 
     def forward(block, hidden):
@@ -634,7 +648,7 @@ def test_what_comes_from_elsewhere_is_not_recomputable(toy_model, toy_batch, run
 
 
 def test_a_policy_for_other_trainable_weights_is_refused(gpt2, batch, recomputing):
-    """Weights frozen before the first step save other tensors than were profiled."""
+    """Weights frozen before the first step change the set of saved tensors, and the policy is refused."""
     gpt2.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
     with (
         apply_policy(gpt2, recomputing),
@@ -650,9 +664,11 @@ def test_a_policy_for_other_trainable_weights_is_refused(gpt2, batch, recomputin
     ("config", "message"),
     [
         pytest.param(
-            {"layers": 3}, "is for 2 blocks, GPT2LMHeadModel has 3; it has no plan for transformer.h.2", id="3"
+            {"layers": 3}, "is for 2 blocks, but GPT2LMHeadModel has 3; it has no plan for transformer.h.2", id="3"
         ),
-        pytest.param({"layers": 1}, "is for 2 blocks, GPT2LMHeadModel has 1; the model has no transformer.h.1", id="1"),
+        pytest.param(
+            {"layers": 1}, "is for 2 blocks, but GPT2LMHeadModel has 1; the model has no transformer.h.1", id="1"
+        ),
         pytest.param({"width": 48}, r"block transformer\.h\.0 .* has tape", id="width"),
         pytest.param({"attention": "eager"}, r"block transformer\.h\.0 .* its attention", id="attention"),
         pytest.param({"resid_pdrop": 0.0}, r"block transformer\.h\.0 .* dropout", id="dropout"),
@@ -673,27 +689,29 @@ def test_a_policy_of_another_precision_is_refused(gpt2, batch, recomputing):
         gpt2(**batch)
 
 
-def test_a_policy_can_be_replaced_while_training(gpt2, batch, gpt2_profile, run_steps, assert_same_steps, recorded):
-    """Tapes are kept from one policy to the next, so that nothing is recorded again."""
+def test_a_policy_can_be_replaced_while_training(
+    gpt2, batch, gpt2_profile, run_steps, assert_same_steps, recorded_blocks
+):
+    """Tapes are reused by the next policy, so that no call is recorded again."""
     plain = run_steps(gpt2, batch)
     with apply_policy(gpt2, uniform_policy(gpt2_profile, "recompute")) as handle:
         assert_same_steps(run_steps(gpt2, batch), plain)
-        recorded.clear()
+        recorded_blocks.clear()
         for seed in random.Random(0).sample(range(100), 4):
             handle.replace(random_policy(gpt2_profile, seed, ACTIONS, lossless=True))
             assert_same_steps(run_steps(gpt2, batch), plain)
-    assert not recorded
+    assert not recorded_blocks
 
 
-def test_a_replaced_policy_goes_on_counting_calls(gpt2, batch, recomputing, recorded):
-    """Of a shape's calls 2, 24, 48 ... are recorded again, not those of every new policy."""
+def test_a_replaced_policy_goes_on_counting_calls(gpt2, batch, recomputing, recorded_blocks):
+    """Calls 2, 24, 48 ... of a shape are recorded again, counted across policies."""
     counts = []
-    recorded.clear()
+    recorded_blocks.clear()
     with apply_policy(gpt2, recomputing) as handle:
         for _ in range(25):
             gpt2(**batch).loss.backward()
             handle.replace(recomputing)
-            counts.append(len(recorded))
+            counts.append(len(recorded_blocks))
     # Two blocks.
     assert counts == [2] + [4] * 22 + [6] * 2
 
@@ -720,7 +738,7 @@ def test_plans_with_other_numbers_of_channels_share_their_programs(gpt2, batch, 
 
 
 def test_one_autocast_around_several_steps_serves_new_shapes(tiny_gpt2, batch, token_batch):
-    """A user's own loop may hold one autocast open: casts of parameters are cached when a new shape is recorded."""
+    """One autocast context around several steps caches casts of parameters. A new shape recorded inside is exact."""
     model, other = tiny_gpt2(), token_batch(3, 7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
@@ -741,7 +759,7 @@ def test_one_autocast_around_several_steps_serves_new_shapes(tiny_gpt2, batch, t
 
 
 def test_one_autocast_around_micro_batches_keeps_the_plan(tiny_llama, batch, caplog):
-    """All but the first find the casts of parameters in autocast's cache: these are the same operators nonetheless."""
+    """All micro-batches after the first find the casts of parameters in autocast's cache and follow the same plan."""
     model = tiny_llama()
 
     def micro_batches():
@@ -772,7 +790,7 @@ def steps_with(model, batch, scale, scales):
 
 
 def test_numbers_that_vary_from_step_to_step_have_tapes_of_their_own(toy_model, toy_batch, assert_same_steps, caplog):
-    """A scale that a block reads from Python: the tape of one is wrong for another."""
+    """Each value of a Python number that scales a block has its own tape."""
     scale = [1.0]
 
     def forward(layer, hidden):
@@ -786,16 +804,19 @@ def test_numbers_that_vary_from_step_to_step_have_tapes_of_their_own(toy_model, 
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
         assert len(handle.plans.strategies["layers.1"].tapes) == 3
-        handle.replace(policy)  # another policy knows them too
+        handle.replace(policy)  # another policy uses the same tapes
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("is_seen", [False, True])
 def test_numbers_that_are_others_at_every_step_are_never_replayed(
-    toy_model, toy_batch, assert_same_steps, is_seen, caplog, recorded
+    toy_model, toy_batch, assert_same_steps, is_seen, caplog, recorded_blocks
 ):
-    """Whether a guard sees them or not: each call is compared with its tape, until torch's checkpoint takes over."""
+    """A Python number that changes at every step is never replayed, with or without a guard on it.
+
+    Each call is compared with its tape, until torch's checkpoint takes over.
+    """
     scale = [1.0]
     number = (lambda: scale[0]) if is_seen else unseen(scale)
 
@@ -810,10 +831,10 @@ def test_numbers_that_are_others_at_every_step_are_never_replayed(
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
         assert handle.tape_cache.fallbacks[VARYING] > MAX_DIVERGENCES
-        recorded.clear()
-        handle.replace(policy)  # another policy knows it too
+        recorded_blocks.clear()
+        handle.replace(policy)  # another policy knows about the change too
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
     assert any("vary from call to call" in record.message for record in caplog.records)
     assert any("changes again and again" in record.message for record in caplog.records) == is_seen
-    # Those of the first steps have tapes of their own, as programs that fit again.
-    assert not recorded or is_seen
+    # The values of the first steps have their own tapes, as programs whose guards hold again.
+    assert not recorded_blocks or is_seen

@@ -1,4 +1,4 @@
-"""Recorded calls: replay starts from what the call was given, whatever the block put in its place meanwhile."""
+"""Recorded calls: replay starts from the call's arguments, also if the block replaces them in a container."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def give_state(block):
     "forward", [changes_a_list, replaces_a_buffer, replaces_the_data_of_a_buffer, replaces_a_parameter]
 )
 def test_what_a_call_was_given_is_replayed_from(toy_model, toy_batch, run_steps, assert_same_steps, forward):
-    """In the first call, whose plan is made when it is over, and in those after it."""
+    """Replay reads the call's own arguments, in the first call, whose plan is made afterwards, and in later calls."""
 
     def build():
         return toy_model(forward, setup=give_state, kwargs_of=lambda x: {"features": [x.sin()]})

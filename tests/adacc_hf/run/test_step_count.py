@@ -1,4 +1,4 @@
-"""Counting the calls of a block in a step: what ends a step, and what is left on its graph."""
+"""Number of a block's calls in a step: the end of a step, and the counter's state on the graph."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ def count():
 
 
 def call(count, expected=3):
-    """(number of the call that begins, what it returns)."""
+    """Return (number of the call that begins, the call's result)."""
     number = count.next_of(expected)
     result = torch.ones(2, requires_grad=True) * 2
     count.returned((result, None))
@@ -31,29 +31,30 @@ def test_backward_ends_a_step(count):
 def test_a_second_backward_through_the_same_call_ends_no_other_step(count):
     _, first = call(count)
     first.sum().backward(retain_graph=True)
-    held = [call(count)]
+    calls = [call(count)]
     first.sum().backward()
-    held.append(call(count))
-    assert [number for number, _ in held] == [0, 1]
+    calls.append(call(count))
+    assert [number for number, _ in calls] == [0, 1]
 
 
 def test_a_step_whose_graphs_are_gone_has_ended(count):
     number, result = call(count)
-    other, kept = call(count)
+    other, other_result = call(count)
     del result
     assert (number, other) == (0, 1)
     assert count.next_of(3) == 2, "the other call's graph is there"
-    del kept
+    del other_result
     assert count.next_of(3) == 0
 
 
 def test_calls_beyond_those_that_are_expected_begin_anew(count):
-    held = [call(count, expected=2) for _ in range(5)]
-    assert [number for number, _ in held] == [0, 1, 0, 1, 0]
+    calls = [call(count, expected=2) for _ in range(5)]
+    assert [number for number, _ in calls] == [0, 1, 0, 1, 0]
 
 
 def test_calls_without_gradients_are_counted_round(count):
-    """A frozen block has no backward that would end its step."""
+    """Calls without gradients are counted modulo the expected number, because a frozen block has no backward that ends
+    a step."""
     numbers = []
     for _ in range(5):
         numbers.append(count.next_of(2))

@@ -1,4 +1,4 @@
-"""Calls validated under their plan: exact where they leave its tape, and no larger than any other call."""
+"""Validated calls: exact where they differ from the tape, with no more memory than any other call."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "compress", "recompute")
 
 OPERATORS = {
-    "up": lambda block, x, held: (block.up(x), held),
-    "down": lambda block, x, held: (block.down(x), held),
-    "tanh": lambda block, x, held: (x.tanh(), held),
-    "swish": lambda block, x, held: (x * x.sigmoid(), held),
-    "double": lambda block, x, held: (x * 2.0, held),
-    "triple": lambda block, x, held: (x * 3.0, held),
-    "softmax": lambda block, x, held: (x.softmax(-1), held),
-    "dropout": lambda block, x, held: (F.dropout(x, 0.3), held),
-    "turned": lambda block, x, held: (x.transpose(0, 1).contiguous().transpose(0, 1), held),
-    "hold": lambda block, x, held: (x, x),
-    "times": lambda block, x, held: (x * held, held),
-    "relu_": lambda block, x, held: (x, F.relu_(held)),
+    "up": lambda block, x, other: (block.up(x), other),
+    "down": lambda block, x, other: (block.down(x), other),
+    "tanh": lambda block, x, other: (x.tanh(), other),
+    "swish": lambda block, x, other: (x * x.sigmoid(), other),
+    "double": lambda block, x, other: (x * 2.0, other),
+    "triple": lambda block, x, other: (x * 3.0, other),
+    "softmax": lambda block, x, other: (x.softmax(-1), other),
+    "dropout": lambda block, x, other: (F.dropout(x, 0.3), other),
+    "turned": lambda block, x, other: (x.transpose(0, 1).contiguous().transpose(0, 1), other),
+    "hold": lambda block, x, other: (x, x),
+    "times": lambda block, x, other: (x * other, other),
+    "relu_": lambda block, x, other: (x, F.relu_(other)),
 }
-"""What a block does next with x, and with what it holds for later: that may be saved long after it was made."""
+"""Operators on x, a block's hidden tensor, and `held`, a tensor that may be saved long after it was computed."""
 
 some_operators = st.lists(st.sampled_from(sorted(OPERATORS)), max_size=6)
 
 
 class Programs:
-    """What the blocks of a model run: `usual`, but for one block's call in one step. No guard sees any of it."""
+    """Programs of a model's blocks: `usual`, but for one block's call in one step. No guard covers the difference."""
 
     def __init__(self, usual, other, block, step):
         self.usual, self.other = usual, other
@@ -55,19 +55,19 @@ class Programs:
         return ",".join(self.other if (number, self.step) == self.where else self.usual)
 
     def forward(self, block, hidden):
-        x = held = block.up(hidden)
+        x = other = block.up(hidden)
         for name in self._names(block.number).split(","):
             if name:
-                x, held = OPERATORS[name](block, x, held)
+                x, other = OPERATORS[name](block, x, other)
         return hidden + x.tanh()
 
     def model_of(self, toy_model, num_blocks):
-        """A model whose blocks run these programs."""
+        """Return a model whose blocks run these programs."""
         numbers = iter(range(num_blocks))
         return toy_model(self.forward, num_blocks, setup=lambda block: setattr(block, "number", next(numbers)))
 
     def run_steps(self, run_steps, model, batch, num_steps):
-        """`run_steps`, with the steps counted from 0."""
+        """Call `run_steps` with the steps counted from 0."""
 
         def count(*_):
             self.step += 1
@@ -81,18 +81,17 @@ class Programs:
 
 
 def what_waits_is_changed(other, seed):
-    """tanh's result may be recomputed from what is held, which the tape saves last, and which is changed here
-    instead."""
+    """Change `held`, which the tape saves last, and from which the result of tanh may be recomputed."""
     usual = ["double", "tanh", "times"]
     return example(usual=usual, other=other, prefix=2, block=0, step=1, seed=seed, knows_profile=True)
 
 
 @pytest.mark.timeout(900)  # each example is traced, profiled and trained
-@settings(max_examples=120)
+@settings(max_examples=80)
 @what_waits_is_changed(["relu_"], 0)
 @what_waits_is_changed(["relu_"], 1)
 @what_waits_is_changed(["relu_"], 2)
-# A product with dropout's mask, which became bits, and one with a sigmoid.
+# A product with dropout's mask, stored as bits, and one with a sigmoid.
 @example(usual=["dropout"], other=["swish"], prefix=0, block=1, step=0, seed=0, knows_profile=False)
 @what_waits_is_changed(["triple", "relu_"], 0)
 @what_waits_is_changed(["triple", "relu_"], 1)
@@ -109,7 +108,10 @@ def what_waits_is_changed(other, seed):
 def test_a_call_that_leaves_its_tape_is_exact(
     toy_model, toy_batch, run_steps, assert_same_steps, usual, other, prefix, block, step, seed, knows_profile
 ):
-    """Compared with a record of the profile, of another block, or of the block's first call; from any operator on."""
+    """A call that differs from its tape from any operator on is exact.
+
+    The tape comes from the profile, from another block, or from the block's first call.
+    """
     programs = Programs(usual, [*usual[:prefix], *other], block, step)
     model, batch = programs.model_of(toy_model, 3), toy_batch()
     try:
@@ -120,7 +122,7 @@ def test_a_call_that_leaves_its_tape_is_exact(
     programs.where = None
     policy = random_policy(profile_model(model, batch, CONFIG), seed, ACTIONS, lossless=True)
     if not knows_profile:
-        assume((block, step) != (0, 0))  # with nothing to compare it with, the first call is that of another model
+        assume((block, step) != (0, 0))  # without a record, the first call would be that of another model
         profiled_tapes(model).__init__()
     programs.where = (block, step)
     with apply_policy(model, policy):
@@ -128,18 +130,18 @@ def test_a_call_that_leaves_its_tape_is_exact(
 
 
 def peaks(model, batch, num_steps=4):
-    """The most bytes live in each of the first steps."""
-    found = []
+    """Return the peak live bytes of each step."""
+    peak_bytes = []
     for _ in range(num_steps):
         model.zero_grad(set_to_none=True)
         with garbage_collection_disabled(), MemoryMeter.for_device(torch.device("cpu")) as meter:
             model(**batch).loss.backward()
-        found.append(meter.peak_bytes)
-    return found
+        peak_bytes.append(meter.peak_bytes)
+    return peak_bytes
 
 
-# A recorder draws no random numbers itself but looks at the generator's state, of 5,056 bytes, before and after an
-# operator that may; the rest is what Python's side of torch allocates for a while.
+# A recorder draws no random numbers. It compares the generator's state, of 5,056 bytes, before and after operators that
+# may draw; torch's Python side allocates the rest for a short time.
 RECORDERS_OWN = 3 * 5056
 
 
@@ -155,12 +157,15 @@ def test_first_steps_take_no_more_than_others(tiny_gpt2, token_batch, attention,
     profiled_tapes(model).__init__()
     with apply_policy(model, policy):
         alone, second, *_ = peaks(model, batch)
-    assert alone > first[0] + RECORDERS_OWN  # so that this test can fail
+    assert alone > first[0] + RECORDERS_OWN  # so that the first assertion can fail
     assert second <= steady + RECORDERS_OWN
 
 
 def test_a_run_that_resumes_knows_the_order_of_its_profile(tiny_gpt2, token_batch):
-    """Its first block is recorded and verified, while nothing else is stored; no backward comes in another order."""
+    """A resumed run knows the order of backward from its profile.
+
+    Its first block is recorded and verified while nothing else is stored, and no backward comes in another order.
+    """
     model, batch = tiny_gpt2("eager", layers=8), token_batch(8, 16)
     profile = profile_model(model, batch, CONFIG)
     profiled_tapes(model).__init__()
@@ -173,7 +178,7 @@ def test_a_run_that_resumes_knows_the_order_of_its_profile(tiny_gpt2, token_batc
 
 
 def test_blocks_whose_weights_share_a_storage_are_told_apart(tiny_gpt2, token_batch):
-    """As under DeepSpeed: each block's tape views it elsewhere, so that no block's record is that of another."""
+    """Blocks with weights in one storage, as under DeepSpeed, have different tapes: each views another part."""
     model, batch = tiny_gpt2("eager", layers=4), token_batch(8, 16)
     flat = torch.cat([p.detach().reshape(-1) for p in model.transformer.h.parameters()])
     views = flat.split([p.numel() for p in model.transformer.h.parameters()])
@@ -192,7 +197,7 @@ def test_blocks_whose_weights_share_a_storage_are_told_apart(tiny_gpt2, token_ba
 
 
 def test_layers_with_numbers_of_their_own_run_as_when_profiled(toy_model, toy_batch):
-    """A scale that grows with depth, as differential attention has: one kind, another tape for each layer."""
+    """Layers with numbers of their own, such as differential attention's scales, have one kind and a tape each."""
     scales = iter((0.5, 0.6, 0.7, 0.8))
     model = toy_model(
         lambda block, hidden: hidden + block.down((block.up(hidden) * block.scale).tanh()),
@@ -208,22 +213,21 @@ def test_layers_with_numbers_of_their_own_run_as_when_profiled(toy_model, toy_ba
 
 
 def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_steps, monkeypatch):
-    """A block that runs otherwise than expected keeps all that it saves; others are recorded, and keep what they
-    should."""
+    """After one mismatch, that block retains all saved tensors. Other blocks are recorded and follow their plans."""
     names = ["tanh", "swish"]
     programs = Programs(names, names, None, None)
     model, batch = programs.model_of(toy_model, 4), toy_batch()
     model.inlet.register_forward_hook(lambda module, args, output: output * 1.0)
     for block in model.layers:
-        block.number = 0  # one program for all of them, which are given no views
+        block.number = 0  # one program for all blocks, whose inputs are no views
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    programs.usual = ["tanh", "swish", "double"]  # for all of them: the model takes another path since
+    programs.usual = ["tanh", "swish", "double"]  # for all blocks: the model's path has changed
     plain = run_steps(model, batch, num_steps=1)
     calls = []
     for of in (Recording, ValidatedCall):
         run = of.run
-        noted = lambda self, *args, run=run: (run(self, *args), calls.append((self.name, self)))[0]  # noqa: E731
-        monkeypatch.setattr(of, "run", noted)
+        run_and_record = lambda self, *args, run=run: (run(self, *args), calls.append((self.name, self)))[0]  # noqa: E731
+        monkeypatch.setattr(of, "run", run_and_record)
     with apply_policy(model, policy) as handle:
         assert_same_steps(run_steps(model, batch, num_steps=1), plain)
     surprised = [name for name, strategy in handle.plans.strategies.items() if strategy.entries.differs_from_record]
@@ -235,27 +239,27 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_ste
 
 
 def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2, token_batch, monkeypatch):
-    """A comparison waits for the device, which ends a capture."""
+    """A call captured in a CUDA graph is compared at the next call, because a comparison would end the capture."""
     model, batch = tiny_gpt2(layers=2, resid_pdrop=0.0, attn_pdrop=0.0), token_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    step, compared, is_captured = [0], [], [False]
+    step, compared_steps, is_captured = [0], [], [False]
     learn = BlockExecutor._learn
 
-    def noted(self, *args):
-        compared.append(step[0])
+    def learn_and_record(self, *args):
+        compared_steps.append(step[0])
         return learn(self, *args)
 
-    monkeypatch.setattr(BlockExecutor, "_learn", noted)
+    monkeypatch.setattr(BlockExecutor, "_learn", learn_and_record)
     monkeypatch.setattr(block_executor, "is_being_captured", lambda: is_captured[0])
     with apply_policy(model, policy, CONFIG):
         for step[0] in range(5):
             is_captured[0] = step[0] in (0, 1, 2)
             model(**batch).loss.backward()
-    assert compared == [3, 3]
+    assert compared_steps == [3, 3]
 
 
 def test_a_cuda_graph_that_would_draw_masks_again_is_refused(tiny_gpt2, token_batch, monkeypatch):
-    """It would have to set the generator back while it is captured."""
+    """A CUDA graph that would redraw masks is refused. Redrawing sets the generator, which a capture does not allow."""
     model, batch = tiny_gpt2(layers=1), token_batch()
     profile = profile_model(model, batch, CONFIG)
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):

@@ -1,6 +1,7 @@
-"""Validated calls: what is not as the tape says is found out before it makes a wrong gradient (rules R7 and R8).
+"""Validation: a call that differs from its tape is noticed before it makes a wrong gradient (rules R7 and R8).
 
-At sizes that were never recorded, at the first calls of a recorded shape, and at all calls of an untraced block.
+Calls are validated at sizes that were not recorded, at the first calls of a recorded shape, and at every call of an
+untraced block.
 """
 
 import logging
@@ -28,15 +29,20 @@ from adacc_hf.torch_glue.rng_state import draw_from_state
 CONFIG = AdaccConfig(min_compress_bytes=0)
 ACTIONS = ("retain", "recompute", "compress")
 NOT_COMPARED = 4
-"""New sizes that came before, so that the next one, the fifth, is none of those at which replay is compared."""
+"""Number of new sizes before the tested one, so that the tested one, the fifth, is not a size at which replay is
+compared."""
 
 
-def seen_by(library):
-    return [(block, outline, seen) for block, each in library._records.items() for outline, seen in each.items()]
+def class_records_of(library):
+    return [
+        (block, outline, class_records)
+        for block, each in library._records.items()
+        for outline, class_records in each.items()
+    ]
 
 
 def families_of(library):
-    return {seen.symbolic_tape for _, _, seen in seen_by(library)} - {None}
+    return {class_records.symbolic_tape for _, _, class_records in class_records_of(library)} - {None}
 
 
 def text(tokens, samples=4):
@@ -45,7 +51,8 @@ def text(tokens, samples=4):
 
 @pytest.fixture
 def toy_model(toy_model):
-    """As everywhere, but all blocks are given the same type, and what is no view: guards tell these apart."""
+    """The shared `toy_model`, with all blocks given inputs of one dtype that are no views, because guards tell these
+    apart."""
 
     def build(*args, **kwargs):
         model = toy_model(*args, **kwargs)
@@ -55,8 +62,8 @@ def toy_model(toy_model):
     return build
 
 
-class Begun:
-    """A model under a policy, at the point where a size may come that was never recorded."""
+class PreparedModel:
+    """A model under a policy, with a symbolic tape, ready to run at a size that was not recorded."""
 
     def __init__(self, model, batch, policy="recompute", autocast=None):
         self.model = model
@@ -71,16 +78,18 @@ class Begun:
             else random_policy(profile, policy, ACTIONS, lossless=True)
         )
         library = profiled_tapes(model)
-        if not families_of(library):  # no text, of which it records parts
+        if not families_of(library):  # not a text model, whose profile would record parts of the batch
             with apply_policy(model, self.policy) as handle:
                 library = handle.tape_cache
                 for others in (text(11, 2), text(21, 3)):
                     model(**others).loss.backward()
             model.zero_grad(set_to_none=True)
-        self._records = [(block, outline, list(seen.records)) for block, outline, seen in seen_by(library)]
+        self._records = [
+            (block, outline, list(class_records.records)) for block, outline, class_records in class_records_of(library)
+        ]
 
     def apply(self, num_new=NOT_COMPARED):
-        """(handle, its only family), as if nothing had been found out by an earlier handle."""
+        """Return (handle, its only symbolic tape), in the state before any handle validated a call."""
         handle = apply_policy(self.model, self.policy)
         library = handle.tape_cache
         library._symbolic_tapes.clear()
@@ -93,7 +102,7 @@ class Begun:
         return handle, family
 
 
-# A wrong expression
+# A wrong polynomial
 
 
 def added_one(polynomial):
@@ -105,21 +114,25 @@ def added_size(polynomial):
 
 
 def what_counts(tape):
-    """The numbers of a tape that anything is made from: not how many bytes a parameter's storage has."""
-    made = [(value.nbytes, value.ref) for value in tape.values if value.source is None]
+    """Return the numbers of a tape that replay uses. The byte counts of parameters' storages are left out."""
+    input_sizes = [(value.nbytes, value.ref) for value in tape.values if value.source is None]
     never_run = "native_dropout_backward"
-    return made, tape.slots, [repr((op.args, op.kwargs)) for op in tape.operators if op.target._opname != never_run]
+    return (
+        input_sizes,
+        tape.slots,
+        [repr((op.args, op.kwargs)) for op in tape.operators if op.target._opname != never_run],
+    )
 
 
 @pytest.fixture(scope="module", params=[("sdpa", "recompute"), ("eager", "recompute"), ("eager", 1)], ids=str)
 def gpt2(request, tiny_gpt2, token_batch):
     attention, policy = request.param
-    return Begun(tiny_gpt2(attention, layers=1), token_batch(4, 40), policy)
+    return PreparedModel(tiny_gpt2(attention, layers=1), token_batch(4, 40), policy)
 
 
 @pytest.mark.parametrize("change", [added_one, added_size])
 def test_no_wrong_coefficient_makes_a_wrong_gradient(gpt2, token_batch, run_steps, assert_same_steps, change, caplog):
-    """Of any number of a tape: it is noticed before anything is made from it, and the call is recorded instead."""
+    """A wrong coefficient anywhere on the symbolic tape is noticed before replay uses it, and the call is recorded."""
     batch = token_batch(3, 33)
     plain = run_steps(gpt2.model, batch, num_steps=1)
     handle, family = gpt2.apply()
@@ -146,11 +159,11 @@ def test_no_wrong_coefficient_makes_a_wrong_gradient(gpt2, token_batch, run_step
 
 
 def tape_at(family, strategy, model, batch):
-    """What `family` says of the block's call in a step on `batch`."""
-    found = []
+    """Return the tape that `family` evaluates for the block's call in a step on `batch`."""
+    call_sizes = []
 
     def run_as(key, block, fn, args, kwargs):
-        found.append(strategy.tape_cache._sizes_of(key))
+        call_sizes.append(strategy.tape_cache._sizes_of(key))
         return fn(*args)
 
     strategy._run_as = run_as
@@ -158,7 +171,7 @@ def tape_at(family, strategy, model, batch):
         model(**batch)
     finally:
         del strategy._run_as
-    return family.tape_at(found[-1], None)
+    return family.tape_at(call_sizes[-1], None)
 
 
 def test_a_right_family_is_not_doubted(gpt2, token_batch, run_steps, assert_same_steps, caplog):
@@ -175,44 +188,46 @@ def test_a_right_family_is_not_doubted(gpt2, token_batch, run_steps, assert_same
 
 
 @pytest.fixture
-def validated(monkeypatch):
-    """The names of the blocks whose calls were validated."""
+def validated_blocks(monkeypatch):
+    """Names of the blocks whose calls were validated."""
     names = []
     run = ValidatedCall.run
     monkeypatch.setattr(ValidatedCall, "run", lambda call, *args: names.append(call.name) or run(call, *args))
     return names
 
 
-def test_one_block_of_a_family_is_checked_for_all(tiny_gpt2, token_batch, run_steps, validated):
-    begun = Begun(tiny_gpt2(layers=3), token_batch(4, 40))
-    handle, _ = begun.apply()
-    validated.clear()
+def test_one_block_of_a_family_is_checked_for_all(tiny_gpt2, token_batch, run_steps, validated_blocks):
+    prepared = PreparedModel(tiny_gpt2(layers=3), token_batch(4, 40))
+    handle, _ = prepared.apply()
+    validated_blocks.clear()
     with handle:
         for number, tokens in enumerate((33, 31, 60), start=1):
-            run_steps(begun.model, token_batch(3, tokens))
-            assert validated == ["transformer.h.0"] * number
+            run_steps(prepared.model, token_batch(3, tokens))
+            assert validated_blocks == ["transformer.h.0"] * number
 
 
-def test_once_enough_sizes_have_agreed_few_more_are_checked(tiny_gpt2, token_batch, run_steps, validated):
-    """The last size before that, none, the 32nd, none, one beyond those that were seen, and none within them now."""
-    begun = Begun(tiny_gpt2(layers=3), token_batch(4, 40))
-    handle, family = begun.apply(num_new=AGREED - 1)
-    validated.clear()
+def test_once_enough_sizes_have_agreed_few_more_are_checked(tiny_gpt2, token_batch, run_steps, validated_blocks):
+    """Validated sizes: the last one before enough agreed, the 32nd, and one beyond the recorded range, but none within
+    it."""
+    prepared = PreparedModel(tiny_gpt2(layers=3), token_batch(4, 40))
+    handle, family = prepared.apply(num_new=AGREED - 1)
+    validated_blocks.clear()
     with handle:
         for tokens, expected in ((33, 1), (31, 1), (29, 1)):
-            run_steps(begun.model, token_batch(3, tokens), num_steps=2)
-            assert len(validated) == expected
+            run_steps(prepared.model, token_batch(3, tokens), num_steps=2)
+            assert len(validated_blocks) == expected
         family._num_new = 31
         for tokens, expected in ((27, 2), (25, 2), (60, 3), (50, 3)):
-            run_steps(begun.model, token_batch(3, tokens), num_steps=2)
-            assert len(validated) == expected
+            run_steps(prepared.model, token_batch(3, tokens), num_steps=2)
+            assert len(validated_blocks) == expected
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 def test_casts_and_dropout_and_constants_are_no_other_operators(
     toy_model, run_steps, assert_same_steps, autocast, caplog
 ):
-    """What a tape has otherwise than it ran: casts that autocast keeps, dropout's result, numbers out of Python."""
+    """The tape's casts cached by autocast, its dropout outputs and its Python constants cause no mismatch in
+    validation."""
 
     def forward(block, hidden):
         scale = torch.tensor(hidden.shape[1])
@@ -221,23 +236,23 @@ def test_casts_and_dropout_and_constants_are_no_other_operators(
 
     model = toy_model(forward)
     plain = run_steps(model, text(29), autocast=autocast)
-    handle, family = Begun(model, text(40), autocast=autocast).apply()
+    handle, family = PreparedModel(model, text(40), autocast=autocast).apply()
     with handle:
         assert_same_steps(run_steps(model, text(29), autocast=autocast), plain)
         assert families_of(handle.tape_cache) == {family}
     assert not caplog.records
 
 
-# Operators that differ, though no guard knows
+# Operators that differ without failing a guard
 
 
 def down(block, hidden):
-    """What replay makes, if `hidden` is wrong, is wrong."""
+    """Return a value that differs if replay starts from a wrong `hidden`."""
     return block.down((hidden * 1.5).tanh().exp())
 
 
 class SavesOne(torch.autograd.Function):
-    """x + y; which of the two is saved is for `index` to say."""
+    """x + y, which saves the one of the two that `index` selects."""
 
     @staticmethod
     def forward(ctx, x, y, index):
@@ -327,7 +342,7 @@ OTHERWISE = {
         lambda b, h: down(b, b.up(h) * torch.tensor(3.0)),
     ),
 }
-"""What a block usually runs, and what it runs otherwise though no guard tells."""
+"""The program that a block usually runs, and another one that passes the same guards."""
 FROM_ELSEWHERE = {
     "list of constants": (
         lambda b, h: down(b, b.up(h) * torch.tensor([2.0] * 8)),
@@ -335,7 +350,8 @@ FROM_ELSEWHERE = {
     ),
     "global tensor": (lambda b, h: down(b, b.up(h) * HALF), lambda b, h: down(b, b.up(h) * FLAT)),
 }
-"""Tensors that nothing is replayed from (rule R12): no call leaves its tape for the sake of one."""
+"""Programs that read other outside tensors, from which no value is replayed (rule R12): no call leaves its tape for
+them."""
 HALF, FLAT = torch.linspace(0.1, 1, 8), torch.linspace(1, 0.1, 8)
 AUTOCAST = {
     "no cast": (lambda b, h: b.up(h).matmul(torch.eye(8)), lambda b, h: without_autocast(b.up(h))),
@@ -352,7 +368,7 @@ def setup(block):
 
 
 class Switch:
-    """Blocks that run `usually`, or `then` while the switch is on; `then` in one block alone if it has a number."""
+    """Blocks that run `usually`, or `then` while the switch is on. With a number, only that block runs `then`."""
 
     def __init__(self, usually, then, number=None, is_untraced=False):
         self.is_on = False
@@ -392,13 +408,13 @@ def case(request):
     return (AUTOCAST if autocast else OTHERWISE)[how], autocast
 
 
-def profiled(model, batch, autocast):
+def recompute_policy(model, batch, autocast):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
         return uniform_policy(profile_model(model, batch, CONFIG), "recompute")
 
 
 def test_other_operators_at_the_second_call_are_noticed(toy_model, run_steps, assert_same_steps, case):
-    """Before anything is replayed that they did not make; later calls have records of their own."""
+    """Different operators at the second call are noticed before any replay, and later calls have their own records."""
     programs, autocast = case
     switch = Switch(*programs)
     model, batch = switch.model(toy_model), text(12)
@@ -406,9 +422,9 @@ def test_other_operators_at_the_second_call_are_noticed(toy_model, run_steps, as
     for switch.is_on in (False, True):
         plain[switch.is_on] = run_steps(model, batch, autocast=autocast)
     switch.is_on = False
-    policy = profiled(model, batch, autocast)
+    policy = recompute_policy(model, batch, autocast)
     with apply_policy(model, policy) as handle:
-        # The second call leaves the tape; the next ones are recorded anew, and validated.
+        # The second call differs from the tape; the next ones are recorded again and validated.
         for switch.is_on in (False, True, True, True):
             assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on][:1])
         assert handle.tape_cache.fallbacks[VARYING] == 2  # one call of each block
@@ -424,7 +440,7 @@ def test_other_operators_of_an_untraced_block_are_noticed_at_any_call(toy_model,
     for switch.is_on in (False, True):
         plain[switch.is_on] = run_steps(model, batch, 1, autocast)
     switch.is_on = False
-    policy = profiled(model, batch, autocast)
+    policy = recompute_policy(model, batch, autocast)
     with apply_policy(model, policy) as handle:
         for switch.is_on in [False] * 5 + [True, False, True, True, False, True] + [False] * 3:
             assert_same_steps(run_steps(model, batch, 1, autocast), plain[switch.is_on])
@@ -441,7 +457,7 @@ def test_other_operators_at_a_new_size_are_noticed(toy_model, run_steps, assert_
     for tokens, switch.is_on in ((12, False), (13, True), (14, False)):
         plain.append(run_steps(model, text(tokens), 1, autocast))
     switch.is_on = False
-    handle, _ = Begun(model, text(40), autocast=autocast).apply()
+    handle, _ = PreparedModel(model, text(40), autocast=autocast).apply()
     with handle, caplog.at_level(logging.WARNING):
         assert_same_steps(run_steps(model, text(12), 1, autocast), plain[0])
         assert not caplog.records
@@ -464,7 +480,7 @@ def test_tensors_from_elsewhere_may_be_others(toy_model, run_steps, assert_same_
     for switch.is_on in (False, True):
         plain[switch.is_on] = run_steps(model, batch, 1)
     switch.is_on = False
-    policy = profiled(model, batch, None)
+    policy = recompute_policy(model, batch, None)
     with apply_policy(model, policy) as handle:
         for switch.is_on in (False, True, True, False, False, True, False):
             assert_same_steps(run_steps(model, batch, 1), plain[switch.is_on])
@@ -472,10 +488,10 @@ def test_tensors_from_elsewhere_may_be_others(toy_model, run_steps, assert_same_
 
 
 def test_the_block_that_no_call_is_compared_of_is_refused(toy_model, run_steps):
-    """What no guard sees and nobody compares is noticed where autograd saves otherwise: in words, and not replayed."""
+    """A change without a guard, in a block whose calls are not compared, raises when autograd saves other tensors."""
     switch = Switch(*OTHERWISE["saved tensors"], number=1)
     model = switch.model(toy_model)
-    handle, _ = Begun(model, text(40)).apply()
+    handle, _ = PreparedModel(model, text(40)).apply()
     with handle:
         switch.is_on = True
         message = r"block layers\.1: .*the block's operators vary at one shape"
@@ -486,17 +502,17 @@ def test_the_block_that_no_call_is_compared_of_is_refused(toy_model, run_steps):
 
 
 def test_what_a_guard_sees_is_another_program(toy_model, run_steps, assert_same_steps, caplog):
-    """Of the same sizes, whichever block it is: each is recorded, and nothing is doubted."""
+    """A change that a guard covers leads to another program with its own record, at the same sizes and in any block."""
 
     def forward(block, hidden):
         is_special = block.is_special and hidden.shape[1] == 13
         return hidden + OTHERWISE["saved tensors"][is_special](block, hidden)
 
     model = toy_model(forward, setup=lambda block: setattr(block, "is_special", False))
-    begun = Begun(model, text(40))
+    prepared = PreparedModel(model, text(40))
     model.layers[1].is_special = True
     plain = [run_steps(model, text(tokens)) for tokens in (12, 13, 14)]
-    handle, family = begun.apply()
+    handle, family = prepared.apply()
     with handle:
         for tokens, expected in [*zip((12, 13, 14), plain, strict=True)] * 2:
             assert_same_steps(run_steps(model, text(tokens)), expected)
@@ -507,7 +523,7 @@ def test_what_a_guard_sees_is_another_program(toy_model, run_steps, assert_same_
 
 @pytest.mark.parametrize("then", [torch.exp, lambda hidden: hidden[:, :6].exp().sum()], ids=["alike", "otherwise"])
 def test_a_block_that_changes_state_runs_once(toy_model, run_steps, assert_same_steps, then):
-    """Whether its call leaves the tape or not."""
+    """A block whose call changes state runs once, with and without a mismatch."""
 
     def usually(block, hidden, then=torch.exp):
         block.one.add_(1)
@@ -516,11 +532,11 @@ def test_a_block_that_changes_state_runs_once(toy_model, run_steps, assert_same_
 
     switch = Switch(usually, lambda block, hidden: usually(block, hidden, then))
     model = switch.model(toy_model)
-    begun = Begun(model, text(40))
+    prepared = PreparedModel(model, text(40))
     plain = []
     for tokens, switch.is_on in ((12, False), (13, True)):
         plain.append(run_steps(model, text(tokens)))
-    handle, family = begun.apply()
+    handle, family = prepared.apply()
     with handle:
         for tokens, expected in zip((12, 13), plain, strict=True):
             switch.is_on = tokens == 13
@@ -536,7 +552,7 @@ NUM_CALLS = [0]
 
 @pytest.fixture(scope="module")
 def unsteady():
-    """An operator whose result at 13 tokens is another one at each call."""
+    """An operator whose result at 13 tokens changes with each call."""
 
     @torch.library.custom_op("adacc_test::unsteady", mutates_args=())
     def unsteady(x: torch.Tensor) -> torch.Tensor:
@@ -557,16 +573,16 @@ def unsteady():
 def test_a_kernel_that_differs_at_one_size_is_retained_at_all(
     toy_model, run_steps, assert_same_steps, unsteady, caplog
 ):
-    """If that size is one of those at which replay is compared."""
+    """A value that replay does not reproduce at one compared size is retained at all sizes."""
 
     def forward(block, hidden):
         return hidden + block.down(unsteady(block.up(hidden)).sin())
 
     model = toy_model(forward)
     NUM_CALLS[0] = 0
-    begun = Begun(model, text(40))
+    prepared = PreparedModel(model, text(40))
     plain = run_steps(model, text(15))
-    handle, family = begun.apply(num_new=0)
+    handle, family = prepared.apply(num_new=0)
     value = next(value.index for value in family.base.values if value.name.endswith("unsteady"))
     assert value in family.base.recomputable
     with handle:
@@ -584,7 +600,7 @@ def test_a_kernel_that_differs_at_one_size_is_retained_at_all(
 
 @pytest.fixture(scope="module")
 def leaving_unwritten():
-    """An operator with a second result that is another one at each call, as what a kernel leaves unwritten is."""
+    """An operator with a second result that changes with each call, like memory that a kernel leaves unwritten."""
 
     @torch.library.custom_op("adacc_test::leaving_unwritten", mutates_args=())
     def leaving_unwritten(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -600,17 +616,20 @@ def leaving_unwritten():
 
 
 def test_what_no_replay_makes_is_not_compared(toy_model, leaving_unwritten, caplog):
-    """Without dropout cuDNN's attention saves a seed that it did not write."""
+    """Values that no replay computes are not compared. Example: cuDNN's attention without dropout saves an unwritten
+    seed."""
 
     def forward(block, hidden):
         return hidden + block.down(leaving_unwritten(block.up(hidden))[0].sin())
 
-    begun = Begun(toy_model(forward), text(40))
-    handle, family = begun.apply(num_new=0)
-    made = {value.name.rpartition(":")[2]: value.index for value in family.base.values if "unwritten" in value.name}
-    assert made
+    prepared = PreparedModel(toy_model(forward), text(40))
+    handle, family = prepared.apply(num_new=0)
+    unwritten_values = {
+        value.name.rpartition(":")[2]: value.index for value in family.base.values if "unwritten" in value.name
+    }
+    assert unwritten_values
     with handle:
-        begun.model(**text(13)).loss.backward()  # the first new size, at which replay is compared
+        prepared.model(**text(13)).loss.backward()  # the first new size, at which replay is compared
         assert not [record for record in caplog.records if "replay did not recompute" in record.message]
         assert families_of(handle.tape_cache) == {family}
 
@@ -619,18 +638,18 @@ def test_what_no_replay_makes_is_not_compared(toy_model, leaving_unwritten, capl
 def test_masks_are_drawn_again_at_a_new_size_and_compared(
     toy_model, run_steps, assert_same_steps, monkeypatch, caplog, draws_otherwise
 ):
-    """Rule R7; a mask that comes out otherwise is retained at all sizes."""
+    """Masks are redrawn and compared at a new size (rule R7). A mask that differs is retained at all sizes."""
     model = toy_model(lambda block, hidden: hidden + block.down(nn.functional.dropout(block.up(hidden), 0.5).exp()))
-    begun = Begun(model, text(40))
+    prepared = PreparedModel(model, text(40))
     plain = run_steps(model, text(13))
-    handle, _ = begun.apply(num_new=0)
+    handle, _ = prepared.apply(num_new=0)
     if draws_otherwise:
         other = torch.Generator().manual_seed(99).get_state()
         monkeypatch.setattr(validation, "draw_from_state", lambda state, device: draw_from_state(other, device))
     with handle:
         assert_same_steps(run_steps(model, text(13)), plain)
-    told = [record.message for record in caplog.records if "did not recompute" in record.message]
-    assert [("div" in message or "bernoulli" in message) for message in told] == [True] * draws_otherwise
+    messages = [record.message for record in caplog.records if "did not recompute" in record.message]
+    assert [("div" in message or "bernoulli" in message) for message in messages] == [True] * draws_otherwise
 
 
 # The validator itself
@@ -657,14 +676,14 @@ def usual(block, hidden):
 
 def plan_of(block, call, *args):
     recording = Recording("block", block, args, {})
-    recording.run(lambda *given: call(block, *given))
+    recording.run(lambda *values: call(block, *values))
     tape = TapeCache().verified_tape(recording.recorder)
     recording.close()
     return ExecutionPlan(tape, least_memory_choices(tape))
 
 
 def validate(plan, block, call, *args, keeps=True, on_divergence=lambda values: None):
-    """The validator that saw the call; what autograd saves is let go at once unless `keeps`."""
+    """Run the call under a validator and return the validator. Saved tensors are freed at once unless `keeps`."""
     validator = Validator(plan, False, on_divergence)
 
     def pack(tensor):
@@ -679,7 +698,7 @@ def validate(plan, block, call, *args, keeps=True, on_divergence=lambda values: 
 
 
 def test_a_call_that_is_its_tape_does_not_leave(linear):
-    """Storages die on the way, and new ones are made in their places."""
+    """A call equal to its tape passes, although storages are freed on the way and their addresses reused."""
     plan = plan_of(linear, usual, rows())
     assert validate(plan, linear, usual, rows(), keeps=False).divergence is None
 
@@ -690,10 +709,10 @@ def test_validation_keeps_no_memory(linear):
     with MemoryMeter.for_device(torch.device("cpu")) as meter:
         validate(plan, linear, usual, hidden, keeps=False)
     nbytes = hidden.untyped_storage().nbytes()
-    assert meter.peak_bytes < 4 * nbytes  # an operator's input and result, and the product that the sum is made from
+    assert meter.peak_bytes < 4 * nbytes  # operands, result, and the product behind the sum
     with MemoryMeter.for_device(torch.device("cpu")) as meter:
         plan_of(linear, usual, hidden)
-    assert meter.peak_bytes > 20 * nbytes  # of 24 results: so that this test can fail
+    assert meter.peak_bytes > 20 * nbytes  # of 24 results: shows that the line above can fail
 
 
 def shorter(block, hidden):
@@ -715,18 +734,19 @@ def other_tensor(block, hidden):
 
 @pytest.mark.parametrize("call", [shorter, longer, other_number, other_tensor])
 def test_it_tells_once_where_a_call_leaves_the_tape(linear, call):
-    """With what the plan would store of what was made before, as it was."""
-    found = []
+    """The mismatch is reported once, together with the values that the plan stores of the operators before the
+    mismatch."""
+    divergences = []
     plan = plan_of(linear, usual, rows())
-    validator = validate(plan, linear, call, rows(), on_divergence=found.append)
+    validator = validate(plan, linear, call, rows(), on_divergence=divergences.append)
     assert validator.has_diverged
     assert validator.divergence
-    (values,) = found
+    (values,) = divergences
     assert values.keys() <= set(plan.roots)
 
 
 def test_what_the_plan_would_store_is_given_where_a_call_leaves(linear):
-    """A value that waits for its slot: it is made early and saved last."""
+    """A value computed early and saved last is among the values returned at a mismatch."""
 
     def call(block, hidden):
         early = block(hidden).tanh()
@@ -736,25 +756,25 @@ def test_what_the_plan_would_store_is_given_where_a_call_leaves(linear):
         early = block(hidden).tanh()
         return early.sin()
 
-    found = []
+    divergences = []
     hidden = rows()
     tape = plan_of(linear, call, hidden).tape
     (tanh,) = [value.index for value in tape.values if value.name == "block:tanh"]
     choices = least_memory_choices(tape) | {tanh: Choice(action=Action.RETAIN)}
     plan = ExecutionPlan(tape, choices)
     assert tanh in plan.roots
-    validate(plan, linear, leaves, hidden, on_divergence=found.append)
-    # tanh saves its result itself, after it was made: it is no more at hand once it was saved.
-    assert [tanh in values for values in found] == [False]
-    found.clear()
+    validate(plan, linear, leaves, hidden, on_divergence=divergences.append)
+    # tanh saves its own result after computing it; once saved, the result is no longer held.
+    assert [tanh in values for values in divergences] == [False]
+    divergences.clear()
 
     def leaves_before(block, hidden):
         with torch.no_grad():
             early = block(hidden).tanh()
         return early.sin()
 
-    validate(plan, linear, leaves_before, hidden, on_divergence=found.append)
-    (values,) = found
+    validate(plan, linear, leaves_before, hidden, on_divergence=divergences.append)
+    (values,) = divergences
     assert torch.equal(values[tanh], linear(hidden).tanh())
 
 
@@ -777,7 +797,7 @@ def test_what_runs_in_a_pause_is_not_the_blocks(linear):
 
 
 def test_tensors_without_memory_are_no_affair_of_it(linear):
-    """DTensors find out shapes on them."""
+    """The validator ignores meta tensors, on which DTensors infer shapes."""
 
     def call(block, hidden):
         shape = (torch.empty(3, 5, device="meta") @ torch.empty(5, 2, device="meta")).add_(1).shape

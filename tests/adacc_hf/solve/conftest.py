@@ -1,4 +1,4 @@
-"""Other ways to choose a policy, which the solver must not be worse than."""
+"""Other methods to choose a policy, which the solver must not be worse than."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def solve_greedy() -> Callable[[Profile, float | int], Policy]:
 
 @pytest.fixture(scope="session")
 def one_plan_policies() -> Callable[[Profile], list[Policy]]:
-    """`one_plan_policies(profile)`: policies with one plan per kind, as the paper's program has: the fastest at every
-    percent of plain training's bytes, and, if there is one kind, those of its frontier."""
+    """`one_plan_policies(profile)`: policies with one plan per kind, as in the paper's program.
+
+    They are the fastest at every percent of plain training's bytes, and, with one kind, those of its frontier.
+    """
 
     def solve(profile: Profile) -> list[Policy]:
         config = AdaccConfig()
@@ -51,12 +53,16 @@ def one_plan_policies() -> Callable[[Profile], list[Policy]]:
         num_free = [blocks[k] for k in range(len(models))]
         log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
         program = MixtureProgram(profile, models, [[]] * len(models), num_free, log)
-        found = [program.least_ms(profile.plain_stored_bytes * percent // 100) for percent in range(1, 101)]
-        found += [program.least_bytes()]
+        columns_of_policies = [
+            program.least_ms(profile.plain_stored_bytes * percent // 100) for percent in range(1, 101)
+        ]
+        columns_of_policies += [program.least_bytes()]
         if len(profile.kinds) == 1:
             (frontier,) = frontiers(SolverLog(), [build_block_model(profile.kinds[0], config)])
-            found += [[column] * len(profile.blocks) for column in frontier]
-        plans = dict.fromkeys(tuple(column.plan for column in columns) for columns in found if columns is not None)
+            columns_of_policies += [[column] * len(profile.blocks) for column in frontier]
+        plans = dict.fromkeys(
+            tuple(column.plan for column in columns) for columns in columns_of_policies if columns is not None
+        )
         return [policy_of_plans(profile, policy) for policy in plans]
 
     return solve

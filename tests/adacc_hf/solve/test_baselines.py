@@ -1,4 +1,4 @@
-"""The bandwidths of the paper's Table 1, by its own numbers and by hand, and the policies that they order."""
+"""The bandwidths of the paper's Table 1, from its numbers and by hand, and the order of actions that they give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from adacc_hf.artifacts.policy import Action
 from adacc_hf.solve.baselines import bandwidths, greedy_policies
 from adacc_hf.solve.milp import build_block_model
 
-PAPER = [  # tensor MB, recompute ms, compression ms, MB after compression, action that wins
+PAPER = [  # tensor MB, recompute ms, compression ms, MB after compression, best action
     (96, 0.36, 0.37, 24, Action.RECOMPUTE),
     (42, 1.02, 0.16, 12, Action.COMPRESS),
     (42, 0.58, 0.16, 12, Action.COMPRESS),
@@ -29,11 +29,11 @@ def test_the_paper_s_tensors_go_the_paper_s_way(
     assert rows[tensor].choice.action is winner
     assert rows[tensor].recompute == pytest.approx(size / recompute_ms)
     assert rows[tensor].compress == pytest.approx((size - payload) / compress_ms)
-    assert rows[start].choice.action is Action.RETAIN  # nothing saves the block input
+    assert rows[start].choice.action is Action.RETAIN  # no action saves the block input's bytes
 
 
 def test_paper_s_bandwidths_of_t1(tape_builder, make_codec):
-    """The paper's text: 266 and 194."""
+    """Bandwidths of T1 in the paper's text: 266 and 194."""
     tape = tape_builder()
     start = tape.value("input", 8)
     (tensor,) = tape.operator("f", [start], [("T1", 96)], ms=0.36, save=[-1])
@@ -49,7 +49,7 @@ def test_policies_store_less_and_less_and_take_longer(gpt2_like_profile):
     assert all(column.plan.is_plain for column in policies[0])
     ms = [sum(column.ms for column in policy) for policy in policies]
     assert ms == sorted(ms)
-    # One activation of one block at a time, each to be changed once.
+    # One activation of one block at a time, each changed once.
     assert len(policies) == 1 + 3 * sum(row.choice.action is not Action.RETAIN for row in bandwidths(models[0]))
 
 

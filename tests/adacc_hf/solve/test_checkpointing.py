@@ -1,4 +1,4 @@
-"""Torch's checkpoint as it is predicted from a profile, against torch's checkpoint."""
+"""Predictions of torch's checkpoint from a profile, against torch's checkpoint."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,8 +27,8 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def profiled(name, rows, tokens):
-    """A model of CONFIGS, a batch for it, and its profile."""
+def profile_case(name, rows, tokens):
+    """Return a model of CONFIGS, a batch for it, and its profile."""
     torch.manual_seed(0)
     attention = "eager" if "eager" in name else "sdpa"
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).train()
@@ -45,16 +45,16 @@ def put_under_checkpoint(model, name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_checkpointed_step_is_predicted(name, one_thread):
-    model, batch, profile = profiled(name, 8, 128)
+    model, batch, profile = profile_case(name, 8, 128)
     outcome = simulate_checkpointed(profile)
     put_under_checkpoint(model, name)
-    measured = measure_step(model, batch)
-    # Beside a block's input torch's checkpoint keeps the state of the random generator, which is on the CPU here, and
-    # the positions that a block is handed.
+    step_memory = measure_step(model, batch)
+    # Besides a block's input, torch's checkpoint keeps the random generator's state, which is on the CPU here, and the
+    # block's positions.
     besides = 4 * (torch.get_rng_state().nbytes + 512)
-    assert 0 <= measured.stored_bytes - outcome.stored_bytes <= besides
-    assert 0 <= measured.peak_bytes - outcome.peak_bytes <= besides
-    # What replay keeps and needs is another matter, where masks cannot be made again.
+    assert 0 <= step_memory.stored_bytes - outcome.stored_bytes <= besides
+    assert 0 <= step_memory.peak_bytes - outcome.peak_bytes <= besides
+    # Replay differs where masks cannot be recomputed.
     replayed = uniform_policy(profile, "recompute")
     if "gpt2" in name:
         assert replayed.predicted_stored_bytes > outcome.stored_bytes
@@ -75,7 +75,7 @@ def test_forward_and_head_hold_the_inputs_of_blocks_alone(gpt2_like_profile):
 
 
 class _Products(TorchDispatchMode):
-    """Counts products of matrices."""
+    """A mode that counts matrix products."""
 
     number = 0
 
@@ -86,12 +86,13 @@ class _Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_second_forward_ends_with_the_last_tensor_saved(name, one_thread):
-    """Time is predicted for as many products as torch's checkpoint computes again."""
-    model, batch, profile = profiled(name, 2, 32)
+    """The second forward ends with the last saved tensor: the predicted time has as many products as torch
+    recomputes."""
+    model, batch, profile = profile_case(name, 2, 32)
     (kind,) = profile.kinds
     is_product = [operator.name.split(".")[1] in ("mm", "addmm", "bmm") for operator in kind.operators]
-    # With a millisecond for each product and none for other operators, the time is their number.
-    counted = replace(
+    # With a millisecond for each product and none for other operators, the time is the number of products.
+    unit_price_profile = replace(
         kind,
         operators=tuple(replace(op, ms=float(is_one)) for op, is_one in zip(kind.operators, is_product, strict=True)),
     )
@@ -103,6 +104,6 @@ def test_the_second_forward_ends_with_the_last_tensor_saved(name, one_thread):
 
     plain = products()
     put_under_checkpoint(model, name)
-    assert products() - plain == len(profile.blocks) * rerun_ms(counted)
-    # Dropout at the end of a block keeps its mask, which takes all of the forward; Llama ends with a product.
-    assert (rerun_ms(counted) < sum(is_product)) == (name == "llama")
+    assert products() - plain == len(profile.blocks) * rerun_ms(unit_price_profile)
+    # Dropout at the end of a block saves its mask, which needs the whole forward; Llama ends with a product.
+    assert (rerun_ms(unit_price_profile) < sum(is_product)) == (name == "llama")

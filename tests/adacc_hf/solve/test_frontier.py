@@ -1,4 +1,4 @@
-"""The frontier against the convex hull of all plans, and the chain of policies that it makes."""
+"""The frontier against the convex hull of all plans, and its chain of policies."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ SOLVING = settings(
 
 
 def every_point(every_plan, kind):
-    """(bytes, ms) of every plan that can be carried out, by the simulator."""
+    """Return (bytes, ms) of every feasible plan, from the simulator."""
     for plan in every_plan(kind):
         try:
             outcome = run_block(kind, plan)
@@ -28,7 +28,7 @@ def every_point(every_plan, kind):
 
 
 def on_line(columns, nbytes):
-    """The ms of the frontier, mixtures included, at `nbytes`."""
+    """Return the ms of the frontier, mixtures included, at `nbytes`."""
     if nbytes >= columns[0].nbytes:
         return 0.0
     for left, right in pairwise(columns):
@@ -45,7 +45,7 @@ def test_no_plan_is_better_than_the_frontier(profiles, every_plan, data):
     points = list(every_point(every_plan, kind))
     assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
     for nbytes, ms in points:
-        # 1e-6 of the times, of the order of 10 ms here, is what the frontier may leave (frontier.SLOPE_TOLERANCE).
+        # The frontier is exact up to 1e-6 of the times, of the order of 10 ms here (frontier.SLOPE_TOLERANCE).
         assert ms >= on_line(columns, nbytes) - 1e-4
     for column in columns:
         outcome = run_block(kind, column.plan)
@@ -64,7 +64,7 @@ def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, 
     assert slopes == sorted(slopes)
     assert slopes[0] > 0
     assert len(columns) > 5
-    # Two runs for the least bytes; a corner takes one that finds it, and each of the gaps beside it one that does not.
+    # Two runs for the least bytes. A corner takes one run that finds it, and each of its two gaps one that finds none.
     assert log.num_solves <= 2 + 2 * len(columns)
 
 
@@ -86,15 +86,15 @@ def test_the_chain_changes_one_block_at_a_time_and_the_first_ones_first(gpt2_lik
     assert policies[-1] == [columns[kind][-1] for kind in kinds]
     slopes = []
     for before, after in pairwise(policies):
-        changed = [i for i in range(5) if before[i] is not after[i]]
-        assert len(changed) == 1
-        left, right = before[changed[0]], after[changed[0]]
+        changed_blocks = [i for i in range(5) if before[i] is not after[i]]
+        assert len(changed_blocks) == 1
+        left, right = before[changed_blocks[0]], after[changed_blocks[0]]
         slopes.append((right.ms - left.ms) / (left.nbytes - right.nbytes))
     assert slopes == sorted(slopes)
     for policy in policies:
         for kind in (0, 1):
-            stored = [column.nbytes for column, k in zip(policy, kinds, strict=True) if k == kind]
-            assert stored == sorted(stored)
+            stored_bytes = [column.nbytes for column, k in zip(policy, kinds, strict=True) if k == kind]
+            assert stored_bytes == sorted(stored_bytes)
 
 
 def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
@@ -105,7 +105,10 @@ def test_a_kind_with_nothing_to_choose_has_one_plan(tape_builder):
 
 
 def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_builder, make_codec, every_plan):
-    """Half of the input coded and half of it whole would let half of a value be recomputed that a coded one forbids."""
+    """An integer program decides a plan that the relaxation divides.
+
+    With half of the input coded and half retained, half of a value could be recomputed that a coded input forbids.
+    """
     tape = tape_builder()
     start = tape.value("input", 12, codecs=(make_codec("int4", 4, 0.0, 0.0),))
     (exactness_dependents,) = tape.operator("first", [start], [("exactness_dependents", 4)], 1.0, save=[-1])

@@ -1,4 +1,4 @@
-"""Programs in numbers: what HiGHS makes of them, again and again, and what is noted about its runs."""
+"""Linear and integer programs: repeated solutions by HiGHS, and the log of its runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, comb
 
 
 def knapsack() -> tuple[LinearProgram, int]:
-    """Three things of 3, 4 and 5 bytes, of which 7 bytes may be taken."""
+    """A program with three items of 3, 4 and 5 bytes and a limit of 7 bytes."""
     program = LinearProgram()
     things = [program.variable() for _ in range(3)]
     return program, program.constrain(zip(things, (3.0, 4.0, 5.0), strict=True), high=7.0)
@@ -62,11 +62,11 @@ def test_costs_and_bounds_may_change_between_runs(integer: bool) -> None:
 
 def test_only_the_integer_program_rounds() -> None:
     program, row = knapsack()
-    relaxed, whole = (Solver(program, SolverLog(), integer=integer) for integer in (False, True))
-    for solver in (relaxed, whole):
+    relaxed, integral = (Solver(program, SolverLog(), integer=integer) for integer in (False, True))
+    for solver in (relaxed, integral):
         solver.bound(row, high=8.0)
     assert relaxed.minimize(VALUES) == pytest.approx([1, 1, 0.2])
-    assert whole.minimize(VALUES) == pytest.approx([1, 0, 1])
+    assert integral.minimize(VALUES) == pytest.approx([1, 0, 1])
 
 
 def test_a_program_without_a_solution_says_so() -> None:
@@ -103,7 +103,10 @@ def test_a_relaxation_keeps_to_a_limit_too() -> None:
 
 
 def test_the_first_program_leaves_nothing_of_its_callers_alive() -> None:
-    """PuLP keeps errors of its import, with the frames below it; a new process imports it anew."""
+    """The first program keeps none of its caller's objects alive.
+
+    PuLP keeps errors of its import with the frames below, and a new process imports PuLP anew.
+    """
     code = """
 import gc, weakref
 from adacc_hf.solve.linear_program import LinearProgram

@@ -1,4 +1,4 @@
-"""What the program may choose from, and its prices, which it works out without the simulator."""
+"""Choices of the integer program, and their prices, which it computes without the simulator."""
 
 import random
 
@@ -27,7 +27,7 @@ def test_prices_agree_with_the_simulator(profiles, data):
     column = price(model, choices)
     outcome = run_block(kind, column.plan)
     assert (column.nbytes, column.shared) == (outcome.stored_bytes, outcome.shared)
-    # Eighths add up exactly.
+    # Multiples of 1/8 add up exactly.
     assert column.ms == outcome.overhead_ms
 
 
@@ -36,9 +36,9 @@ def test_prices_agree_on_gpt2(gpt2_like_profile, seed):
     profile = gpt2_like_profile(num_blocks=1, attention="eager")
     plan = random_policy(profile, seed, ("retain", "compress", "recompute"), whole_blocks=True).plans[0]
     model = build_block_model(profile.kinds[0], AdaccConfig())
-    whole = [column for column in model.checkpoints if column.plan == plan]
-    assert bool(whole) == plan.is_checkpointed
-    column = whole[0] if whole else price(model, dict(plan.choices))
+    block_columns = [column for column in model.checkpoints if column.plan == plan]
+    assert bool(block_columns) == plan.is_checkpointed
+    column = block_columns[0] if block_columns else price(model, dict(plan.choices))
     outcome = run_block(profile.kinds[0], plan)
     assert column.nbytes == outcome.stored_bytes
     # Sums of about 30 terms in another order.
@@ -52,7 +52,7 @@ def test_what_stands_on_randomness_that_is_not_stored_is_never_replayed(tape_bui
     (a,) = tape.operator("f", [noise], [("a", 8)], ms=1.0, save=[-1])
     tape.operator("g", [a], [("b", 8)], ms=1.0, save=[-1])
     model = build_block_model(tape.kind(), AdaccConfig())
-    # f reads the noise, which nothing stores; g reads a, which can be stored.
+    # f reads the noise, which is never stored; g reads a, which can be stored.
     assert model.runnable == {2}
     assert model.recompute(a) is None
 

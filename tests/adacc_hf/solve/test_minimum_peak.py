@@ -1,4 +1,4 @@
-"""The order of plans over the blocks and the least peak, against all orders and all policies of small profiles."""
+"""The order of plans over the blocks and the least peak, against all orders and policies of small profiles."""
 
 import itertools
 
@@ -51,8 +51,8 @@ def test_the_quick_peak_is_the_timeline_s_peak(profiles, data):
 def test_the_arranged_order_is_the_best_order(gpt2_like_profile):
     from dataclasses import replace
 
-    # No head: otherwise the peak is there, whatever the order. Gradients are there from the start, as they are when
-    # they accumulate: otherwise the base of the first blocks is higher.
+    # No head, because it would have the peak in any order. Gradients are live from the start, as when they accumulate.
+    # Otherwise the base of the first blocks is higher.
     profile = replace(gpt2_like_profile(num_blocks=5), outside_peak_bytes=0, loss_peak_bytes=0)
     base = profile.blocks[0].backward_base_bytes
     profile = replace(

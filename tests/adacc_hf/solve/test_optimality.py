@@ -1,4 +1,4 @@
-"""The solver beside every policy there is, the bound that it reports, and the rule of the paper's Table 1."""
+"""The solver against all policies of a small profile, its reported bound, and the rule of the paper's Table 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOLVING = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 MS_ROUNDING = 1e-9
-"""As in test_solver.py."""
+"""Tolerance, as in test_solver.py."""
 
 
 @SOLVING
@@ -39,14 +39,14 @@ def test_no_policy_of_two_blocks_is_faster_than_the_gap_allows(profiles, every_p
             for pair in itertools.product(*outcomes)
             if needs(profile, pair) <= facts["budget_bytes"]
         )
-        # What `frontier.SLOPE_TOLERANCE` may leave of about 100 ms.
+        # `frontier.SLOPE_TOLERANCE` of about 100 ms.
         assert (1 - facts["gap"]) * policy.predicted_overhead_ms <= best_ms + 1e-4
         if facts["status"] == "optimal":
             assert policy.predicted_overhead_ms <= best_ms + 1e-4
 
 
 def every_outcome(every_plan, kind):
-    """The outcomes of plans that can be carried out, without those that another beats in all that decides."""
+    """Return the outcomes of feasible plans, without those that another plan dominates."""
     best: dict[tuple[int, int, int, int, frozenset[int]], object] = {}
     for plan in every_plan(kind):
         try:
@@ -54,14 +54,14 @@ def every_outcome(every_plan, kind):
         except ValueError:
             continue
         sizes = (outcome.stored_bytes, outcome.live_bytes, outcome.working_bytes, outcome.forward_working_bytes)
-        known = best.setdefault((*sizes, outcome.shared), outcome)
-        if outcome.overhead_ms < known.overhead_ms:
+        incumbent = best.setdefault((*sizes, outcome.shared), outcome)
+        if outcome.overhead_ms < incumbent.overhead_ms:
             best[(*sizes, outcome.shared)] = outcome
     return list(best.values())
 
 
 def stored_bytes(profile, outcomes):
-    """As the simulator counts."""
+    """Return the stored bytes, counted as the simulator does."""
     read = frozenset().union(*(outcome.shared for outcome in outcomes))
     shared = sum(record.nbytes for i, record in enumerate(profile.shared) if record.saved or i in read)
     return profile.outside_stored_bytes + shared + sum(outcome.stored_bytes for outcome in outcomes)
@@ -72,7 +72,7 @@ def test_large_models_come_close_to_the_bound(gpt2_like_profile):
         profile = gpt2_like_profile(num_blocks=num_blocks)
         for part in (0.2, 0.5, 0.8):
             facts = dict(solve_policy(profile, part).facts)
-            # What the last block loses by taking a whole plan: a step along the frontier, of many.
+            # The last block takes a single plan, and loses at most one step of many along the frontier.
             assert facts["gap"] < most
             assert facts["status"] == ("optimal" if facts["gap"] == 0.0 else "feasible")
 
@@ -92,7 +92,7 @@ def test_the_solver_is_never_slower_than_the_greedy_rule(profiles, solve_greedy,
         assert policy.predicted_overhead_ms <= greedy.predicted_overhead_ms + MS_ROUNDING
 
 
-@settings(SOLVING, max_examples=10)  # each solves a hundred programs for the other policies
+@settings(SOLVING, max_examples=10)  # each example solves a hundred programs for the other policies
 @given(data=st.data())
 def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, one_plan_policies, data):
     profile = data.draw(profiles(num_kinds=data.draw(st.integers(1, 3)), max_blocks=2))
@@ -109,7 +109,10 @@ def test_the_solver_is_never_slower_than_one_plan_per_kind(profiles, one_plan_po
 
 
 def test_one_plan_per_kind_is_tried_where_no_mixture_fits(wide_profile, one_plan_policies):
-    """The least of the mixtures replays all, which has more live at a time than one plan between that and plain has."""
+    """If no mixture fits, policies with one plan per kind are tried.
+
+    The least mixture replays everything, with a higher peak than a plan between that and plain.
+    """
     *_, middle, least = sorted(one_plan_policies(wide_profile), key=lambda p: p.predicted_overhead_ms)
     assert middle.predicted_peak_bytes < least.predicted_peak_bytes
     policy = solve_policy(wide_profile, middle.predicted_peak_bytes)

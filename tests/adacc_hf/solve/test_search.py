@@ -1,4 +1,4 @@
-"""The search beside a rival: it finds what is faster, the same as without one, and else nothing."""
+"""The search with an incumbent: it finds a faster policy, the same one as without an incumbent, or None."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = AdaccConfig()
 
 
 def found_ms(profile, budget, incumbent_ms=math.inf):
-    """The time of the policy found, by a search of its own; infinity if none is."""
+    """Return the time of the policy found by a new search, or infinity."""
     search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
     policy = search.within(budget, incumbent_ms)
     return math.inf if policy is None else search.rank(policy)[0]
@@ -39,7 +39,7 @@ def test_a_rival_hides_nothing_that_is_faster(profiles, data):
         alone_ms = found_ms(profile, budget)
     except InfeasibleBudgetError:
         return
-    # Times are eighths, so that a thousandth decides.
+    # Times are multiples of 1/8, so that a thousandth decides.
     assert found_ms(profile, budget, alone_ms + 1e-3) == pytest.approx(alone_ms, abs=1e-9)
     assert found_ms(profile, budget, alone_ms / 2) >= alone_ms - 1e-9
 
@@ -50,10 +50,10 @@ def test_what_is_slower_than_a_rival_takes_no_program(gpt2_like_profile):
     budget = Budget(nbytes, nbytes, limits_peak=True)
     kinds = Kinds(profile, CONFIG)
     search = PolicySearch(profile, CONFIG, kinds)
-    found = search.within(budget)
+    policy = search.within(budget)
     before = kinds.log.num_solves
     bound_ms = search.bound_ms(budget)
-    assert bound_ms < search.rank(found)[0]
+    assert bound_ms < search.rank(policy)[0]
     search.within(budget, bound_ms)
     assert kinds.log.num_solves == before
 
@@ -69,7 +69,8 @@ def test_the_bound_knows_what_a_backward_has_no_room_for(gpt2_like_profile):
 
 
 def test_a_policy_that_does_not_fit_counts_once_as_a_miss(tape_builder, profile_of):
-    """Between two sums of few activations the fastest policy stays the same, however many amounts are tried."""
+    """A policy that does not fit counts as one miss, however many amounts are tried between two sums of few
+    activations."""
     tape = tape_builder()
     start = tape.value("input", 4)
     for name, nbytes in (("small", 200), ("large", 800)):
@@ -83,5 +84,5 @@ def test_a_policy_that_does_not_fit_counts_once_as_a_miss(tape_builder, profile_
         return search.rank(policy) != (8.0, 204)
 
     plentiful = Budget(10000, 10000, limits_peak=True)
-    found = map(search.rank, search._uniform_policies(least, least, plentiful, fits, math.inf))
-    assert list(dict.fromkeys(found)) == [(10.0, 4), (2.0, 804), (0.0, 1000)]
+    ranks = map(search.rank, search._uniform_policies(least, least, plentiful, fits, math.inf))
+    assert list(dict.fromkeys(ranks)) == [(10.0, 4), (2.0, 804), (0.0, 1000)]

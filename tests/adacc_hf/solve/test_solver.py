@@ -1,4 +1,4 @@
-"""Budgets are met to the byte, a larger one never costs time, and an impossible one names the least that would do."""
+"""The solver: budgets are met to the byte, more budget never costs time, an impossible budget names the least one."""
 
 import gc
 import weakref
@@ -21,11 +21,11 @@ SOLVING = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 MS_ROUNDING = 1e-9
-"""Times are of the order of 1 ms and sums have below 10^4 terms, each with a relative error of 1e-16."""
+"""Tolerance for sums of fewer than 10^4 terms of the order of 1 ms, each with a relative error of 1e-16."""
 
 
 def every_outcome(every_plan, kind):
-    """The outcome of every plan that can be carried out, by the simulator."""
+    """Return the simulator's outcome of every feasible plan."""
     for plan in every_plan(kind):
         try:
             yield run_block(kind, plan)
@@ -52,7 +52,7 @@ def test_one_block_is_solved_as_well_as_by_trying_everything(profiles, every_pla
         best_ms = min(ms for size, ms in points if size <= nbytes)
         policy = solve_policy(profile, min(1.0, nbytes / profile.plain_stored_bytes))
         assert policy.predicted_stored_bytes <= nbytes
-        # Times are eighths: anything but the optimum differs by 0.125.
+        # Times are multiples of 1/8: any policy but the optimum differs by 0.125.
         assert policy.predicted_overhead_ms == pytest.approx(best_ms, abs=MS_ROUNDING)
     assume(sizes[0] > 1)
     with pytest.raises(InfeasibleBudgetError) as error:
@@ -81,7 +81,10 @@ def test_peak_budgets_hold_and_their_floor_is_exact(profiles, data):
 
 
 def test_a_failed_search_keeps_nothing_of_its_callers(gpt2_like_profile):
-    """A step's tensors, say: an error that is kept in a frame it holds itself lives until garbage is collected."""
+    """A failed search keeps no reference to its caller's frames, which may hold a step's tensors.
+
+    An error that its own frame refers to would live until garbage collection.
+    """
 
     class Tensor:
         pass
@@ -117,7 +120,7 @@ def test_gpt2_at_every_budget(gpt2_like_profile, attention, num_blocks):
         assert policy.predicted_stored_bytes <= round(fraction * profile.plain_stored_bytes)
         assert policy.predicted_overhead_ms <= previous_ms + MS_ROUNDING
         previous_ms = policy.predicted_overhead_ms
-        # 0.1 to 0.3 s on two idle cores; the paper's 0.5 s is for one that nobody else uses.
+        # 0.1 to 0.3 s on two idle cores; the paper's 0.5 s is for an idle machine too.
         assert dict(policy.facts)["seconds"] < 5.0
     assert policy.is_plain
 
@@ -126,15 +129,15 @@ def test_gpt2_at_every_budget(gpt2_like_profile, attention, num_blocks):
 def test_gpt2_within_a_peak(gpt2_like_profile, attention):
     profile = gpt2_like_profile(num_blocks=12, attention=attention)
     plain_bytes = uniform_policy(profile, "retain").predicted_peak_bytes
-    meant = r'memory_budget=1, which may have been meant as 1\.0, .* or "1GiB", is below the least possible peak'
-    with pytest.raises(InfeasibleBudgetError, match=meant) as error:
+    message = r'memory_budget=1, which may have been meant as 1\.0, .* or "1GiB", is below the least possible peak'
+    with pytest.raises(InfeasibleBudgetError, match=message) as error:
         solve_policy(profile, 1)
     floor = error.value.smallest_budget_bytes
     previous_ms = float("inf")
     for i in range(9):
         budget = floor + (plain_bytes - floor) * i // 8
         policy = solve_policy(profile, budget)
-        # One block's step along the frontier is at most 4 % of all that is stored here; a quarter of it is left unused.
+        # One block's step along the frontier is at most 4 % of all stored bytes here; a quarter of it is left unused.
         assert 0.985 * budget <= policy.predicted_peak_bytes <= budget
         assert policy.predicted_overhead_ms <= previous_ms + MS_ROUNDING
         previous_ms = policy.predicted_overhead_ms
@@ -151,7 +154,7 @@ def test_many_kinds_take_bounded_time_and_come_close_to_one(gpt2_like_profile):
         one_ms = solve_policy(profile, fraction).predicted_overhead_ms
         policy = solve_policy(many, fraction)
         assert policy.predicted_stored_bytes <= fraction * profile.plain_stored_bytes
-        # A fifth of one block's step along the frontier is lost at most: at 8 blocks below 3 %.
+        # At most a fifth of one block's step along the frontier is lost: at 8 blocks less than 3 %.
         assert policy.predicted_overhead_ms <= 1.03 * one_ms
         assert policy.predicted_overhead_ms <= previous_ms + MS_ROUNDING
         previous_ms = policy.predicted_overhead_ms
@@ -160,15 +163,15 @@ def test_many_kinds_take_bounded_time_and_come_close_to_one(gpt2_like_profile):
 @pytest.mark.parametrize("fraction", [0.9, 0.5, 0.25, 0.1])
 def test_a_mixture_is_no_slower_than_one_plan_for_all(gpt2_like_profile, fraction):
     profile = gpt2_like_profile(num_blocks=12, attention="eager")
-    mixed = solve_policy(profile, fraction)
+    mixture = solve_policy(profile, fraction)
     one_block = replace(profile, blocks=profile.blocks[:1])
     outside = profile.plain_stored_bytes - 12 * (one_block.plain_stored_bytes - fixed(profile))
     assert outside == fixed(profile)
     room = (int(fraction * profile.plain_stored_bytes) - fixed(profile)) // 12 + fixed(profile)
     uniform = solve_policy(one_block, room / one_block.plain_stored_bytes)
-    assert mixed.predicted_overhead_ms <= 12 * uniform.predicted_overhead_ms + MS_ROUNDING
-    # The uniform plan leaves room unused at these budgets, so mixing must win something.
-    assert mixed.predicted_overhead_ms < 12 * uniform.predicted_overhead_ms
+    assert mixture.predicted_overhead_ms <= 12 * uniform.predicted_overhead_ms + MS_ROUNDING
+    # The uniform plan leaves room unused at these budgets, so mixing plans must be faster.
+    assert mixture.predicted_overhead_ms < 12 * uniform.predicted_overhead_ms
 
 
 def fixed(profile):
@@ -178,8 +181,8 @@ def fixed(profile):
 def test_first_blocks_store_less(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=12)
     policy = solve_policy(profile, 0.5)
-    stored = [run_block(profile.kinds[0], policy.plan_of(block.name)).stored_bytes for block in profile.blocks]
-    assert stored[0] < stored[-1]
+    stored_bytes = [run_block(profile.kinds[0], policy.plan_of(block.name)).stored_bytes for block in profile.blocks]
+    assert stored_bytes[0] < stored_bytes[-1]
     assert simulate(profile, [policy.plan_of(block.name) for block in profile.blocks]).stored_bytes < (
         profile.plain_stored_bytes / 2
     )
@@ -250,11 +253,11 @@ def test_a_budget_in_no_known_form_is_refused(gpt2_like_profile, budget):
 def test_facts_go_into_a_policy_file(gpt2_like_profile, tmp_path):
     policy = solve_policy(gpt2_like_profile(num_blocks=1), 0.5)
     policy.save(tmp_path / "policy.json")
-    loaded = Policy.load(tmp_path / "policy.json")
-    assert loaded == policy
-    assert loaded.facts == policy.facts
-    assert dict(loaded.facts)["status"] == "optimal"
-    assert dict(loaded.facts)["gap"] == 0.0
+    loaded_policy = Policy.load(tmp_path / "policy.json")
+    assert loaded_policy == policy
+    assert loaded_policy.facts == policy.facts
+    assert dict(loaded_policy.facts)["status"] == "optimal"
+    assert dict(loaded_policy.facts)["gap"] == 0.0
 
 
 def test_a_gap_that_is_allowed_is_kept_to(gpt2_like_profile):

@@ -1,4 +1,4 @@
-"""What is known of a block's calls, by shape and by the data that they read."""
+"""Known shapes: the keys of a block's calls, by shape and by the data that they read."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from adacc_hf.tape.data_reads import data_of
 
 
 class Adding(nn.Module):
-    """Adds what it is given."""
+    """A block that adds its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -26,8 +26,8 @@ class Adding(nn.Module):
 BLOCK = Adding()
 
 
-def key_of(known, *args, block=BLOCK, **kwargs):
-    return known.key(block, partial(block, **kwargs), args, kwargs)
+def key_of(known_shapes, *args, block=BLOCK, **kwargs):
+    return known_shapes.key(block, partial(block, **kwargs), args, kwargs)
 
 
 def shape(**reads):
@@ -35,44 +35,44 @@ def shape(**reads):
 
 
 def test_data_that_nothing_reads_tells_no_calls_apart():
-    known = KnownShapes()
-    assert key_of(known, torch.tensor([1, 2])) == key_of(known, torch.tensor([2, 1]))
-    assert key_of(known, torch.tensor([1, 2])) != key_of(known, torch.tensor([1, 2, 3]))
+    known_shapes = KnownShapes()
+    assert key_of(known_shapes, torch.tensor([1, 2])) == key_of(known_shapes, torch.tensor([2, 1]))
+    assert key_of(known_shapes, torch.tensor([1, 2])) != key_of(known_shapes, torch.tensor([1, 2, 3]))
 
 
 def test_data_that_a_tape_reads_does():
-    known, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
-    key = known.add(key_of(known, a=one, b=other), shape(a=one))
-    assert key == key_of(known, a=one.clone(), b=one + 5)
-    assert key != key_of(known, a=other, b=one)
-    assert list(known) == [key]
+    known_shapes, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
+    key = known_shapes.add(key_of(known_shapes, a=one, b=other), shape(a=one))
+    assert key == key_of(known_shapes, a=one.clone(), b=one + 5)
+    assert key != key_of(known_shapes, a=other, b=one)
+    assert list(known_shapes) == [key]
 
 
 def test_what_is_known_is_forgotten_when_more_is_read():
-    """Its key lacks data that may matter at that shape too."""
-    known, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([3])
-    known.add(key_of(known, a=one, b=one), shape(a=one))
-    key = known.add(key_of(known, a=one, b=other), shape(a=one, b=other))
-    assert list(known) == [key]
-    assert key == key_of(known, a=one, b=other)
-    assert key_of(known, a=one) != key
+    """A shape is dropped when the block reads more data, because its key lacks data that may matter."""
+    known_shapes, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([3])
+    known_shapes.add(key_of(known_shapes, a=one, b=one), shape(a=one))
+    key = known_shapes.add(key_of(known_shapes, a=one, b=other), shape(a=one, b=other))
+    assert list(known_shapes) == [key]
+    assert key == key_of(known_shapes, a=one, b=other)
+    assert key_of(known_shapes, a=one) != key
 
 
 def test_how_arguments_lie_tells_calls_apart():
-    known, rows = KnownShapes(), torch.ones(4, 6)
+    known_shapes, rows = KnownShapes(), torch.ones(4, 6)
     calls = [(rows,), (rows.t().contiguous().t(),), (torch.ones(5, 6)[1:],), (torch.ones(4, 6, requires_grad=True),)]
     calls += [(rows, rows), (rows, torch.ones(4, 6))]
-    keys = [key_of(known, *args) for args in calls]
+    keys = [key_of(known_shapes, *args) for args in calls]
     assert len(set(keys)) == len(keys)
-    assert key_of(known, torch.ones(4, 6)) == keys[0]
+    assert key_of(known_shapes, torch.ones(4, 6)) == keys[0]
 
 
 def test_numbers_and_programs_tell_calls_apart():
-    known = KnownShapes()
-    keys = [key_of(known, torch.ones(2), by=by) for by in (1, 2, 3, 2.0, 3.0)]
+    known_shapes = KnownShapes()
+    keys = [key_of(known_shapes, torch.ones(2), by=by) for by in (1, 2, 3, 2.0, 3.0)]
     assert len(set(keys)) == len(keys)
-    assert key_of(known, torch.ones(2), by=3) == keys[2]
-    assert known.untraced is None
+    assert key_of(known_shapes, torch.ones(2), by=3) == keys[2]
+    assert known_shapes.untraced is None
 
 
 class Untraced(Adding):
@@ -81,13 +81,13 @@ class Untraced(Adding):
 
 
 def test_it_says_why_no_guard_vouches_for_a_call():
-    known = KnownShapes()
-    assert known.untraced is None
-    key_of(known, torch.ones(2), block=Untraced())
-    assert "tolist" in known.untraced
+    known_shapes = KnownShapes()
+    assert known_shapes.untraced is None
+    key_of(known_shapes, torch.ones(2), block=Untraced())
+    assert "tolist" in known_shapes.untraced
 
 
-# Where the tensors lie that hang on a block
+# Layout of the tensors attached to a block
 
 
 def flatten(block):
@@ -139,76 +139,76 @@ MOVES = [flatten, shift, transpose, tie, grow, grow_in_place, grow_a_buffer, ret
 
 @pytest.mark.parametrize("move", MOVES)
 def test_tensors_that_lie_elsewhere_are_another_layout(block, move):
-    known = KnownShapes()
-    key = key_of(known, torch.ones(2), block=block)
-    first = known.with_current_layout(key, block)
+    known_shapes = KnownShapes()
+    key = key_of(known_shapes, torch.ones(2), block=block)
+    first = known_shapes.with_current_layout(key, block)
     move(block)
-    second = known.with_current_layout(first, block)
+    second = known_shapes.with_current_layout(first, block)
     assert second == first._replace(layout=second.layout) != first
-    assert key_of(known, torch.ones(2), block=block).layout == second.layout  # from now on
-    assert known.with_current_layout(second, block) == second
+    assert key_of(known_shapes, torch.ones(2), block=block).layout == second.layout  # from now on
+    assert known_shapes.with_current_layout(second, block) == second
 
 
 def test_other_tensors_that_lie_alike_are_no_other_layout(block):
-    known = KnownShapes()
-    key = known.with_current_layout(key_of(known, torch.ones(2), block=block), block)
+    known_shapes = KnownShapes()
+    key = known_shapes.with_current_layout(key_of(known_shapes, torch.ones(2), block=block), block)
     block.layer.weight = nn.Parameter(torch.zeros(2, 2))
     block.layer.bias.data = torch.zeros(2)
     block.tables, block.table = [torch.zeros(4)], torch.zeros(4)
-    assert known.with_current_layout(key, block) == key
+    assert known_shapes.with_current_layout(key, block) == key
 
 
 def test_a_layout_is_known_again(block):
-    known = KnownShapes()
-    key = known.with_current_layout(key_of(known, torch.ones(2), block=block), block)
+    known_shapes = KnownShapes()
+    key = known_shapes.with_current_layout(key_of(known_shapes, torch.ones(2), block=block), block)
     table = block.table
     block.table = torch.ones(9)
-    moved = known.with_current_layout(key, block)
+    moved_key = known_shapes.with_current_layout(key, block)
     block.table = table
-    assert known.with_current_layout(moved, block) == key
-    assert key_of(known, torch.ones(2), block=block) == key
+    assert known_shapes.with_current_layout(moved_key, block) == key
+    assert key_of(known_shapes, torch.ones(2), block=block) == key
     block.table = torch.ones(9)
-    assert known.with_current_layout(key, block) == moved
+    assert known_shapes.with_current_layout(key, block) == moved_key
 
 
 def test_blocks_of_one_kind_have_keys_in_common(block):
     one, other, third = block, Adding(), Adding()
     for each in (other, third):
         each.tables, each.table = [torch.ones(9)], nn.Buffer(torch.ones(4))
-    known = [KnownShapes() for _ in range(3)]
-    keys = [key_of(k, torch.ones(2), block=b) for k, b in zip(known, (one, other, third), strict=True)]
+    known_shapes = [KnownShapes() for _ in range(3)]
+    keys = [key_of(k, torch.ones(2), block=b) for k, b in zip(known_shapes, (one, other, third), strict=True)]
     assert keys[0] != keys[1] == keys[2]
     one.tables = [torch.ones(9)]
-    assert known[0].with_current_layout(keys[0], one) == keys[1]
+    assert known_shapes[0].with_current_layout(keys[0], one) == keys[1]
 
 
 def test_few_layouts_are_kept(block, monkeypatch):
     monkeypatch.setattr(call_key, "MAX_LAYOUTS", 3)
     assert MAX_LAYOUTS > 3
-    known = KnownShapes()
-    key = key_of(known, torch.ones(2), block=block)
+    known_shapes = KnownShapes()
+    key = key_of(known_shapes, torch.ones(2), block=block)
     for size in (2, 3, 4, 5, 5, 4, 3, 2):
         block.table = torch.ones(size)
-        key = known.with_current_layout(key, block)
-        assert len(known._layouts) <= 3
+        key = known_shapes.with_current_layout(key, block)
+        assert len(known_shapes._layouts) <= 3
 
 
 def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_told_from_others(block):
-    known = KnownShapes()
+    known_shapes = KnownShapes()
     for size in range(2, 30):
         block.table = torch.ones(size)
-        known.with_current_layout(key_of(known, torch.ones(2), block=block), block)
-        assert known.has_unstable_layout == (size >= 2 + call_key.MANY_LAYOUTS - 1)
+        known_shapes.with_current_layout(key_of(known_shapes, torch.ones(2), block=block), block)
+        assert known_shapes.has_unstable_layout == (size >= 2 + call_key.MANY_LAYOUTS - 1)
     for _ in range(30 * call_key.CALLS_PER_LAYOUT):
-        key_of(known, torch.ones(2), block=block)
-    assert not known.has_unstable_layout  # they have been where they are for long
+        key_of(known_shapes, torch.ones(2), block=block)
+    assert not known_shapes.has_unstable_layout  # the addresses are old enough
 
 
-# Tapes that calls left
+# Tapes that calls diverged from
 
 
 def test_a_tape_that_was_left_is_recorded_anew_and_counted():
-    known = KnownShapes()
+    known_shapes = KnownShapes()
     follower = SimpleNamespace(forgotten=[])
 
     class Follower:
@@ -216,29 +216,29 @@ def test_a_tape_that_was_left_is_recorded_anew_and_counted():
             follower.forgotten.append(key)
 
     followers = Follower()
-    known.followers.add(followers)
-    one, other = key_of(known, torch.ones(2)), key_of(known, torch.ones(3))
+    known_shapes.followers.add(followers)
+    one, other = key_of(known_shapes, torch.ones(2)), key_of(known_shapes, torch.ones(3))
     for key in (one, other):
-        known.add(key, shape())
+        known_shapes.add(key, shape())
     for number in (1, 2):
-        known.outdate(one)
-        assert list(known) == [other]
-        assert (known.num_divergences(one), known.num_divergences(other)) == (number, 0)
-        known.add(one, shape())
+        known_shapes.outdate(one)
+        assert list(known_shapes) == [other]
+        assert (known_shapes.num_divergences(one), known_shapes.num_divergences(other)) == (number, 0)
+        known_shapes.add(one, shape())
     assert follower.forgotten == [one, one]
 
 
 def test_new_data_at_a_known_shape_is_unseen_once():
-    known, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
-    first = known.add(key_of(known, a=one), shape(a=one))
-    unseen, new_shape = key_of(known, a=other), key_of(known, a=torch.tensor([1]))
-    assert [known.has_new_data(key) for key in (first, new_shape, unseen, unseen)] == [False, False, True, False]
+    known_shapes, one, other = KnownShapes(), torch.tensor([1, 2]), torch.tensor([2, 1])
+    first = known_shapes.add(key_of(known_shapes, a=one), shape(a=one))
+    unseen, new_shape = key_of(known_shapes, a=other), key_of(known_shapes, a=torch.tensor([1]))
+    assert [known_shapes.has_new_data(key) for key in (first, new_shape, unseen, unseen)] == [False, False, True, False]
 
 
 def test_unseen_data_is_not_remembered_for_ever():
-    known, one = KnownShapes(), torch.tensor([0])
-    known.add(key_of(known, a=one), shape(a=one))
-    keys = [key_of(known, a=torch.tensor([number])) for number in range(1, MAX_SHAPES + 2)]
-    assert all(known.has_new_data(key) for key in keys)
-    assert known.has_new_data(keys[0])
-    assert not known.has_new_data(keys[-1])
+    known_shapes, one = KnownShapes(), torch.tensor([0])
+    known_shapes.add(key_of(known_shapes, a=one), shape(a=one))
+    keys = [key_of(known_shapes, a=torch.tensor([number])) for number in range(1, MAX_SHAPES + 2)]
+    assert all(known_shapes.has_new_data(key) for key in keys)
+    assert known_shapes.has_new_data(keys[0])
+    assert not known_shapes.has_new_data(keys[-1])

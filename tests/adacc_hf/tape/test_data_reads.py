@@ -1,4 +1,4 @@
-"""Data that a block reads into Python: which is seen, which is a ground for a tape, and that calls are told apart."""
+"""Data that a block reads into Python: detected reads, reads that matter for a tape, and calls that differ in data."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -37,37 +37,37 @@ def x():
     ],
 )
 def test_what_runs_no_operator_is_seen_too(read):
-    """Lists and arrays are made without an operator, which a dispatch mode would see."""
-    seen = []
-    with watched_reads(lambda tensor, by: seen.append(by)):
+    """Reads without an operator, as for lists and arrays, are detected too. A dispatch mode would miss them."""
+    reads = []
+    with watched_reads(lambda tensor, by: reads.append(by)):
         read(torch.tensor([2, 4]))
-    assert len(seen) == 1
+    assert len(reads) == 1
     assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
 
 
 def test_threads_that_watch_at_once_see_their_own_reads():
-    """The one that began first ends first, in the midst of the other's watch."""
-    seen, turns = {"first": [], "second": []}, Barrier(2, timeout=30)
+    """Two threads that watch at the same time see their own reads. The first watch ends first, during the second."""
+    reads, turns = {"first": [], "second": []}, Barrier(2, timeout=30)
 
     def watch(name, ends_first):
         if not ends_first:
             turns.wait()  # until the first one watches
-        with watched_reads(lambda tensor, by: seen[name].append(tensor.item())):
+        with watched_reads(lambda tensor, by: reads[name].append(tensor.item())):
             if ends_first:
                 turns.wait()
             turns.wait()
             torch.tensor([len(name)]).tolist()
             turns.wait()
             if not ends_first:
-                turns.wait()  # until the first one watches no more
+                turns.wait()  # until the first one has stopped
                 torch.tensor([0]).tolist()
         if ends_first:
             turns.wait()
 
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(watch, "first", True), threads.submit(watch, "second", False)]:
-            done.result()
-    assert seen == {"first": [5], "second": [6, 0]}
+        for thread in [threads.submit(watch, "first", True), threads.submit(watch, "second", False)]:
+            thread.result()
+    assert reads == {"first": [5], "second": [6, 0]}
     assert not {"tolist", "numpy"} & torch.Tensor.__dict__.keys()
 
 
@@ -83,8 +83,8 @@ def test_threads_that_watch_at_once_see_their_own_reads():
 )
 def test_what_decides_a_size(func, args, deciding):
     flat = [args[0], *(args[1] if len(args) > 1 and isinstance(args[1], list) else args[1:])]
-    found = deciding_tensors(func, args)
-    assert [id(tensor) for tensor in found] == [id(flat[place]) for place in deciding]
+    tensors = deciding_tensors(func, args)
+    assert [id(tensor) for tensor in tensors] == [id(flat[place]) for place in deciding]
 
 
 def split_at(block, hidden, lengths):
@@ -112,7 +112,7 @@ def test_what_follows_from_small_whole_arguments_is_known(tape_of, forward, argu
 
 
 def test_numbers_that_the_block_makes_of_numbers_are_no_data(tape_of):
-    """DeBERTa takes the root of a width, and Gemma 3n a quantile of a share, from tensors of one number."""
+    """Numbers computed from Python numbers are no data, such as DeBERTa's root of a width or Gemma 3n's quantile."""
     tape = tape_of(lambda block, hidden: hidden * torch.tensor(6.0).sqrt().item() + torch.tensor([2.0]), x())
     assert tape.untrusted is None
     assert tape.reads == {}
@@ -143,7 +143,7 @@ def test_large_arguments_are_no_ground():
 
 
 def test_data_is_what_an_argument_views():
-    """What its storage has besides may be what was in memory before: `unique` allocates for the worst case."""
+    """Only the part of the storage that the argument views is data. The rest may be uninitialized, as for `unique`."""
     rows = torch.tensor([[1, 2], [3, 4]])
     assert data_of(rows[:, 0]) == (1, 3)
     assert data_of(rows[0] > 1) == bytes([False, True])
@@ -157,7 +157,7 @@ def test_few_whole_numbers_are_told_one_by_one():
 
 
 def test_arguments_on_one_storage_are_told_apart_together(tape_of):
-    """A storage has one place on the tape; either of its views may have been read."""
+    """Arguments on one storage have one place on the tape, and the data of all its views counts."""
     ends = torch.tensor([0, 2, 6])
     tape = tape_of(lambda block, hidden, first, rest: rest.tolist(), x(), ends[:1], ends[1:])
     assert tape.reads == {(1,): data_of(ends[:1]), (2,): data_of(ends[1:])}
@@ -168,7 +168,7 @@ LENGTHS = ([1, 3, 2], [3, 2, 1], [2, 2, 2])
 
 @pytest.fixture
 def splitting(toy_model):
-    """A model whose blocks split their tokens as Qwen2-VL's vision blocks do, at lengths that can be set."""
+    """A model whose blocks split their tokens at adjustable lengths, as Qwen2-VL's vision blocks do."""
     lengths = torch.tensor(LENGTHS[0])
 
     def forward(block, hidden, ends, unused):
@@ -176,14 +176,14 @@ def splitting(toy_model):
         parts = [block.up(part).tanh().cumsum(1) for part in hidden.split(counts.tolist(), dim=1)]
         return hidden + block.down(torch.cat(parts, dim=1))
 
-    def given(hidden):
+    def arguments_of(hidden):
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         return {"ends": ends, "unused": None}
 
     def set_lengths(new):
         lengths.copy_(torch.tensor(new))
 
-    return toy_model(forward, kwargs_of=given), set_lengths
+    return toy_model(forward, kwargs_of=arguments_of), set_lengths
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def batch(toy_batch):
 
 
 @pytest.mark.parametrize("action", ["recompute", "retain", "random"])
-def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_same_steps, recorded, action):
+def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_same_steps, recorded_blocks, action):
     model, set_lengths = splitting
     profile = profile_model(model, batch, CONFIG)
     assert all(kind.untrusted is None for kind in profile.kinds)
@@ -201,52 +201,59 @@ def test_other_data_at_one_shape_is_exact(splitting, batch, run_steps, assert_sa
     for lengths in LENGTHS:
         set_lengths(lengths)
         plain[tuple(lengths)] = run_steps(model, batch)
-    recorded.clear()
+    recorded_blocks.clear()
     with apply_policy(model, policy, CONFIG):
         for lengths in [*LENGTHS, *LENGTHS, *LENGTHS]:
             set_lengths(lengths)
             assert_same_steps(run_steps(model, batch), plain[tuple(lengths)])
-    first = recorded.count(recorded[0])
-    # Each of three lengths is recorded when it comes for the second time, and checked once; one that is plain never.
+    first = recorded_blocks.count(recorded_blocks[0])
+    # Each of three lengths is recorded once and validated once; a plain policy records only one.
     assert first == (1 if policy.is_plain else 2 * len(LENGTHS))
 
 
 TEXT = {"x": torch.randn(3, 24, 8, generator=torch.Generator().manual_seed(0))}
 
 
-def test_numbers_that_are_read_are_sizes(splitting, run_steps, assert_same_steps, recorded):
-    """Lengths between recorded ones run as a family says; most are none at which replay is compared (rule R7)."""
+def test_numbers_that_are_read_are_sizes(splitting, run_steps, assert_same_steps, recorded_blocks):
+    """Numbers read from data are sizes: lengths between recorded ones run from a symbolic tape.
+
+    Replay is compared at few of them (rule R7).
+    """
     model, set_lengths = splitting
     set_lengths([10, 8, 6])
     policy = uniform_policy(profile_model(model, TEXT, CONFIG), "recompute")
-    known = [[4, 12, 8], [12, 4, 8], [8, 4, 12], [20, 2, 2], [2, 20, 2], [2, 2, 20], [9, 9, 6], [7, 3, 14]]
+    recorded_lengths = [[4, 12, 8], [12, 4, 8], [8, 4, 12], [20, 2, 2], [2, 20, 2], [2, 2, 20], [9, 9, 6], [7, 3, 14]]
     new = [[n, 23 - 2 * n, n + 1] for n in range(3, 11)]
     plain = []
     for lengths in new:
         set_lengths(lengths)
         plain.append(run_steps(model, TEXT, num_steps=1))
     with apply_policy(model, policy, CONFIG):
-        for lengths in known * 2:
+        for lengths in recorded_lengths * 2:
             set_lengths(lengths)
             run_steps(model, TEXT, num_steps=1)
-        recorded.clear()
+        recorded_blocks.clear()
         for place, lengths in enumerate(new):
             set_lengths(lengths)
             assert_same_steps(run_steps(model, TEXT, num_steps=1), plain[place])
-    assert len(recorded) <= 2  # of one block, where each of two were recorded at each
+    assert len(recorded_blocks) <= 2  # of one block; recording each of the 8 lengths would be 16
 
 
 @pytest.mark.parametrize("special", [0, 1])
 def test_a_number_that_is_read_and_decides_otherwise_is_noticed(
     toy_model, run_steps, assert_same_steps, special, caplog
 ):
-    """At one number between those that were recorded, in the block whose operators are checked or in another one."""
+    """A number read from data that changes the operators at one value is noticed, in the validated block or another
+    one.
+
+    The value lies between recorded ones.
+    """
     number = [2]
 
     def forward(block, hidden, count):
-        wanted = count.tolist()[0]
-        inner = block.up(hidden).tanh()[:, :wanted]
-        if wanted == 5 and block.is_special:
+        length = count.tolist()[0]
+        inner = block.up(hidden).tanh()[:, :length]
+        if length == 5 and block.is_special:
             inner = inner[:, :2].exp()
         return hidden + block.down(inner.exp()).sum(1, keepdim=True)
 
@@ -266,7 +273,8 @@ def test_a_number_that_is_read_and_decides_otherwise_is_noticed(
 
 
 def test_the_first_call_may_have_other_data_than_the_profile(splitting, batch, run_steps, assert_same_steps):
-    """Its operators differ from the profiled ones at the same shape: that is no other model."""
+    """The first call may have other data than the profile: other operators at the same shape do not mean another
+    model."""
     model, set_lengths = splitting
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     set_lengths([5, 1, 0])

@@ -1,4 +1,4 @@
-"""Values that repeat one another: found only where they must be equal, and stored once."""
+"""Equal values: found only where they must be equal, and stored once."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def x():
 
 
 def squares(count):
-    """`count` equal casts of one tensor, each saved by a square of its own."""
+    """Save `count` equal casts of one tensor, each in a square of its own."""
     return lambda x: [x.double().square() for _ in range(count)]
 
 
@@ -65,7 +65,10 @@ def test_different_values_are_not_equal(record, x, forward):
 
 
 def test_what_nobody_saves_first_stands_for_nothing(record, x):
-    """The later cast is saved first, so its storage would be the one that is kept."""
+    """A value that is saved after its copy replaces nothing.
+
+    The later cast is saved first, so its storage would be the one that is kept.
+    """
 
     def forward(x):
         first, second = x.double(), x.double()
@@ -85,7 +88,10 @@ def test_a_value_that_nobody_saves_is_taken_from_a_saved_one(record, x):
 
 
 def test_a_kernel_that_counts_its_calls_repeats_nothing(record, x):
-    """Its results may be equal by chance; replay shows that they do not follow from the input."""
+    """A kernel that counts its calls has no equal values.
+
+    Results may be equal by chance; replay shows that they do not follow from the input.
+    """
     calls = iter([1.0, 1.0, 2.0, 3.0, 4.0])
 
     @torch.library.custom_op("adacc_test::count_calls", mutates_args=())
@@ -127,7 +133,8 @@ def llama(tiny_llama, token_batch):
 
 
 def test_llama_under_autocast_keeps_one_cast_of_three(llama):
-    """q, k and v are given one tensor, and so are gate and up."""
+    """Under autocast LLaMA stores one cast of three for q, k and v, which read one tensor, and one of two for gate and
+    up."""
     kind = llama[2].kinds[0]
     pairs = {(kind.values[d].name, kind.values[c].name) for d, c in kind.equal.items() if kind.values[d].saved}
     assert pairs == {

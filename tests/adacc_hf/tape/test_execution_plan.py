@@ -1,4 +1,4 @@
-"""A plan made ready for a tape: slots, what they need, and how values are laid out for codecs."""
+"""Execution plans of a tape: slots, their dependencies, and the layout of values for codecs."""
 
 import pytest
 import torch
@@ -72,11 +72,11 @@ def test_the_first_guess_of_the_order_is_the_reverse(tape):
     before = plan.schedule
     plan.follow((0, 2, 1))
     assert plan.schedule.order == (0, 2, 1)
-    assert before.order == tuple(reversed(range(len(tape.slots))))  # a backward under way keeps its own
+    assert before.order == tuple(reversed(range(len(tape.slots))))  # a running backward keeps its order
 
 
 def test_codecs_see_dimensions_in_the_order_of_memory(record_call):
-    """A transposed attention output is encoded as it lies, without a copy."""
+    """Codecs see dimensions in memory order: a transposed attention output is encoded without a copy."""
     base = torch.randn(2, 3, 4)
     tape, _ = record_call(lambda _, x: x + 1, nn.Identity(), base.permute(2, 0, 1))
     value = next(value for value in tape.values if value.source is not None)

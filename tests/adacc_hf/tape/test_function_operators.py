@@ -1,4 +1,4 @@
-"""An `autograd.Function` whose kernels write by address is one operator of a tape (rules R5, R6, R7)."""
+"""Operators on a tape for an `autograd.Function` whose kernels write by address (rules R5, R6, R7)."""
 
 import ctypes
 import logging
@@ -26,7 +26,8 @@ _WORDS = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: 
 
 
 def memory_of(tensor):
-    """The elements of a dense tensor as an array at its address: no dispatcher and no version counter sees it."""
+    """Return the elements of a dense tensor as an array at its address, unseen by the dispatcher and version
+    counters."""
     word = np.dtype(_WORDS[tensor.dtype])
     content = (ctypes.c_char * (tensor.numel() * word.itemsize)).from_address(tensor.data_ptr())
     return np.frombuffer(content, word).reshape(tuple(tensor.shape))
@@ -48,7 +49,7 @@ def write_unseen(tensor, values):
 
 @dataclass(frozen=True)
 class Shape:
-    """The ways in which the Functions of the property test differ."""
+    """The differences between the Functions of the property test."""
 
     has_setup: bool
     dtype: torch.dtype
@@ -64,7 +65,7 @@ class Shape:
 
 
 def make_function(shape):
-    """A Function of that shape. Its backward is no derivative; it depends on every bit that was saved."""
+    """Return a Function of that shape. Its backward is no derivative, and depends on every bit of the saved tensors."""
 
     def compute(x, weights, scale):
         weight = (
@@ -80,21 +81,21 @@ def make_function(shape):
             inner = (inner * 2).sigmoid()
         return {"x": x, "weight": weight, "inner": inner, "out": out}
 
-    def result_of(made):
-        out = made["out"]
+    def result_of(tensors):
+        out = tensors["out"]
         return {
             "tensor": out,
-            "pair": (out, made["inner"] if "inner" in shape.saved else out.clone()),
+            "pair": (out, tensors["inner"] if "inner" in shape.saved else out.clone()),
             "with number": (out, out.shape[0]),
             "with none": (None, out, "text"),
         }[shape.result]
 
-    def save(ctx, made):
-        ctx.save_for_backward(*[None if name == "none" else made[name] for name in shape.saved])
+    def save(ctx, tensors):
+        ctx.save_for_backward(*[None if name == "none" else tensors[name] for name in shape.saved])
         ctx.set_materialize_grads(shape.materializes)
         ctx.scale = 0.5
         if shape.result == "pair":
-            ctx.mark_non_differentiable(result_of(made)[1])
+            ctx.mark_non_differentiable(result_of(tensors)[1])
 
     def backward(ctx, *gradients):
         gradient = next(g for g in gradients if g is not None and g.dtype is shape.dtype)
@@ -107,9 +108,9 @@ def make_function(shape):
     class Old(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weights, scale):
-            made = compute(x, weights, scale)
-            save(ctx, made)
-            return result_of(made)
+            tensors = compute(x, weights, scale)
+            save(ctx, tensors)
+            return result_of(tensors)
 
     class New(torch.autograd.Function):
         @staticmethod
@@ -121,9 +122,9 @@ def make_function(shape):
             out = output if isinstance(output, torch.Tensor) else next(t for t in output if isinstance(t, torch.Tensor))
             save(ctx, {"x": inputs[0], "weight": inputs[1], "inner": out, "out": out, "none": None})
 
-    made = New if shape.has_setup else Old
-    made.backward = staticmethod(backward)
-    return made
+    function_class = New if shape.has_setup else Old
+    function_class.backward = staticmethod(backward)
+    return function_class
 
 
 @st.composite
@@ -182,7 +183,7 @@ def test_any_function_is_replayed_bit_for_bit(toy_model, toy_batch, assert_exact
     assert all(value.recomputable for value in kind.activations if value.producer is not None and not value.is_index)
 
 
-# Functions of one purpose each.
+# Functions that each test one thing.
 
 
 class Scale(torch.autograd.Function):
@@ -201,7 +202,7 @@ class Scale(torch.autograd.Function):
 
 
 class ScaleInPlace(Scale):
-    """The same, written into x where autograd does not see it, as Liger's and Unsloth's rotations are."""
+    """x * factor, written into x unseen by autograd, like Liger's and Unsloth's rotations."""
 
     @staticmethod
     def forward(ctx, x, factor=3.0):
@@ -211,7 +212,7 @@ class ScaleInPlace(Scale):
 
 
 class ScaleMarked(Scale):
-    """The same, and autograd is told."""
+    """x * factor, written into x and declared to autograd."""
 
     @staticmethod
     def forward(ctx, x, factor=3.0):
@@ -222,7 +223,7 @@ class ScaleMarked(Scale):
 
 
 class Drop(torch.autograd.Function):
-    """Dropout with a mask that is written by address, and saved."""
+    """Dropout whose mask is written by address and saved."""
 
     @staticmethod
     def forward(ctx, x):
@@ -250,7 +251,7 @@ class Outer(torch.autograd.Function):
 
 
 class OfOperators(torch.autograd.Function):
-    """tanh, by torch's operators alone."""
+    """tanh, by torch operators alone."""
 
     @staticmethod
     def forward(ctx, x):
@@ -266,7 +267,7 @@ class OfOperators(torch.autograd.Function):
 
 
 class Counting(Scale):
-    """A Function that counts its calls, of which nothing depends."""
+    """A Function that counts its calls. No output depends on the count."""
 
     calls = 0
 
@@ -280,7 +281,7 @@ TABLE = torch.full((8,), 3.0)
 
 
 class Looking(Scale):
-    """A Function whose factors lie in a global tensor."""
+    """A Function whose factors are in a global tensor."""
 
     @staticmethod
     def forward(ctx, x, factor=3.0):
@@ -294,7 +295,7 @@ KEPT = {}
 
 
 class Keeping(Scale):
-    """A Function that returns the same tensor each time, filled anew."""
+    """A Function that returns the same tensor each time, with new contents."""
 
     @staticmethod
     def forward(ctx, x, factor=3.0):
@@ -305,7 +306,7 @@ class Keeping(Scale):
 
 
 class Opaque:
-    """An object that no replay can make again."""
+    """An object that replay cannot create again."""
 
     __slots__ = ("factor",)
 
@@ -317,7 +318,7 @@ class GivenObject(Scale):
 
 
 class NeverAlike(Scale):
-    """A Function that draws from a generator of its own."""
+    """A Function that draws from its own generator."""
 
     noise = np.random.default_rng(0)
 
@@ -330,7 +331,7 @@ class NeverAlike(Scale):
 
 
 class Raising(Scale):
-    """A Function that cannot run twice: it takes its factor out of a list."""
+    """A Function that cannot run twice, because it removes its factor from a list."""
 
     factors: ClassVar[list[float]] = []
 
@@ -345,7 +346,7 @@ scale_taken_early = Scale.apply
 
 
 def through(function, *args):
-    """A block whose hidden states go through the Function, and are saved after it."""
+    """Return a block whose hidden states pass through the Function and are saved after it."""
 
     def forward(block, hidden):
         return hidden + block.down(function(block.up(hidden), *args).tanh())
@@ -392,7 +393,7 @@ def test_the_peak_of_a_replay_is_predicted(toy_model, toy_batch, peak_of, functi
 
 
 def test_a_function_of_operators_keeps_them(toy_model, toy_batch, assert_exact):
-    """Replay runs those alone that a saved tensor needs."""
+    """Replay of a Function of torch operators runs only the operators that a saved tensor needs."""
     profile = assert_exact(toy_model(through(OfOperators.apply)), toy_batch())
     assert not any("OfOperators" in name for name in names_of(profile))
     assert all(value.recomputable for value in profile.kinds[0].activations if value.producer is not None)
@@ -412,12 +413,12 @@ def test_a_function_without_gradients_is_an_operator_too(toy_model, toy_batch, a
 
 
 def of_the_blocks_input(block, hidden):
-    x = (hidden * 0.5).tanh()  # replay would read what hidden is after the write
+    x = (hidden * 0.5).tanh()  # replay would read hidden after the write
     return x + block.down(ScaleInPlace.apply(hidden).sigmoid())
 
 
 def saved_before(block, hidden):
-    x = block.up(hidden).tanh()  # which saves x
+    x = block.up(hidden).tanh()  # saves x
     return hidden + block.down(ScaleInPlace.apply(x.detach()).sigmoid()) + x
 
 
@@ -499,11 +500,11 @@ def test_classes_of_one_name_are_told_apart(record_call):
     assert (len(names), len(identities)) == (1, 2)
 
 
-# What a Function reads into Python.
+# Data that a Function reads into Python.
 
 
 class Reading(Scale):
-    """A Function that is given a tensor of lengths, and reads the largest into Python."""
+    """A Function with a tensor of lengths, of which it reads the largest into Python."""
 
     @staticmethod
     def forward(ctx, x, lengths):
@@ -520,7 +521,7 @@ def read_of_what_it_made(block, hidden):
 
 
 def test_data_of_an_argument_tells_calls_apart(toy_model, toy_batch, assert_exact):
-    """Rule R8: calls that are given the same data run alike, and others have tapes of their own."""
+    """Calls with equal data share a tape, and calls with other data have their own tapes (rule R8)."""
     model = toy_model(read_of_an_argument, kwargs_of=lambda x: {"lengths": torch.tensor([2, 3])})
     profile = assert_exact(model, toy_batch())
     assert tanh_of(profile).recomputable
@@ -554,7 +555,7 @@ def assert_same_gradients(model, batch, policy):
 
 
 class Padding(torch.autograd.Function):
-    """A Function that is given a size, and a mask that it draws; it saves what is larger than its input."""
+    """A Function with a size and a random mask as arguments, which saves a tensor larger than its input."""
 
     @staticmethod
     def forward(ctx, x, samples, parts):
@@ -578,10 +579,10 @@ def padded(block, hidden):
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(2, 40), min_size=6, max_size=12))
 def test_batches_of_any_size(toy_model, toy_batch, sizes):
-    """The numbers that a Function is given and returns follow the sizes, as those of operators do."""
+    """Numbers among a Function's arguments and results are polynomials of the sizes, as for operators."""
     model = toy_model(padded)
     expected = {size: gradients_of(model, toy_batch(size)) for size in sizes}
-    with begun(model, toy_batch):
+    with model_with_symbolic_tape(model, toy_batch):
         for size in sizes:
             assert all(map(torch.equal, gradients_of(model, toy_batch(size)), expected[size]))
 
@@ -591,11 +592,11 @@ def of_operators_alone(block, hidden):
 
 
 RECORDED = (24, 8, 31)
-"""Sizes that make a family."""
+"""Sizes that a symbolic tape is fitted to."""
 
 
-def begun(model, toy_batch):
-    """The model under a policy that recomputes everything, with a family of sizes."""
+def model_with_symbolic_tape(model, toy_batch):
+    """Put the model under a policy that recomputes everything, record RECORDED, and return the handle."""
     policy = uniform_policy(profile_model(model, toy_batch(24), CONFIG), "recompute")
     handle = apply_policy(model, policy, CONFIG)
     for size in RECORDED:
@@ -605,31 +606,33 @@ def begun(model, toy_batch):
 
 
 def test_new_sizes_are_compared_and_not_recorded(toy_model, toy_batch, caplog, monkeypatch):
-    """They run on the family's tapes, whose operators, Functions among them, are compared at each call: Dynamo cannot
-    trace what writes by address."""
-    compared, recorded = [], []
+    """New sizes run from the symbolic tape without recording.
+
+    The operators, Functions included, are compared at each call, because Dynamo cannot trace writes by address.
+    """
+    are_compared, recorded_names = [], []
     parts_of, run = Validator._parts_of, Recording.run
     monkeypatch.setattr(
-        Validator, "_parts_of", lambda self, *args: compared.append(self._checks_bits) or parts_of(self, *args)
+        Validator, "_parts_of", lambda self, *args: are_compared.append(self._checks_bits) or parts_of(self, *args)
     )
-    monkeypatch.setattr(Recording, "run", lambda self, fn: recorded.append(self.name) or run(self, fn))
+    monkeypatch.setattr(Recording, "run", lambda self, fn: recorded_names.append(self.name) or run(self, fn))
     model = toy_model(padded)
     sizes = (17, 9, 21, 18, 11, 23, 13, 19)
     plain = [gradients_of(model, toy_batch(size)) for size in sizes]
-    with caplog.at_level(logging.WARNING), begun(model, toy_batch):
-        recorded.clear()
-        compared.clear()
+    with caplog.at_level(logging.WARNING), model_with_symbolic_tape(model, toy_batch):
+        recorded_names.clear()
+        are_compared.clear()
         for size, exact in zip(sizes, plain, strict=True):
             assert all(map(torch.equal, gradients_of(model, toy_batch(size)), exact))
-    assert not recorded
-    assert len(compared) == 2 * len(model.layers) * len(sizes)  # two Functions in each block
-    assert 0 < sum(compared) < len(compared)  # replay is compared at every so many
-    said = [text for text in caplog.messages if "is larger than the one of" not in text]
-    assert not [text for text in said if "smaller last batch" not in text]
+    assert not recorded_names
+    assert len(are_compared) == 2 * len(model.layers) * len(sizes)  # two Functions in each block
+    assert 0 < sum(are_compared) < len(are_compared)  # replay is compared at some sizes
+    messages = [text for text in caplog.messages if "is larger than the one of" not in text]
+    assert not [text for text in messages if "smaller last batch" not in text]
 
 
 class OtherwiseAt21(Scale):
-    """A Function that is not the same, at one size, when replay runs it: it looks at its context."""
+    """A Function whose replay at one size differs from its call, because it inspects its context."""
 
     @staticmethod
     def forward(ctx, x, factor=3.0):
@@ -638,16 +641,17 @@ class OtherwiseAt21(Scale):
 
 
 def test_a_size_at_which_it_comes_out_otherwise_is_found(toy_model, toy_batch, caplog):
-    """Rule R7: the first new size is compared, and what comes out otherwise is stored at all sizes."""
+    """A replay that differs at the first new size, which is compared, makes the value retained at all sizes (rule
+    R7)."""
     model = toy_model(through(OtherwiseAt21.apply))
     exact = gradients_of(model, toy_batch(21))
-    with caplog.at_level(logging.WARNING), begun(model, toy_batch):
+    with caplog.at_level(logging.WARNING), model_with_symbolic_tape(model, toy_batch):
         assert all(map(torch.equal, gradients_of(model, toy_batch(21)), exact))
     assert "replay did not recompute block:OtherwiseAt21" in caplog.text
 
 
 class Varying(Scale):
-    """A Function whose number comes from elsewhere."""
+    """A Function with a factor from outside."""
 
     factor = 3.0
 
@@ -655,7 +659,7 @@ class Varying(Scale):
 def test_another_number_is_noticed_where_operators_are_compared(toy_model, toy_batch, caplog):
     model = toy_model(lambda block, x: x + block.down(Varying.apply(block.up(x), Varying.factor).tanh()))
     try:
-        with caplog.at_level(logging.WARNING), begun(model, toy_batch) as handle:
+        with caplog.at_level(logging.WARNING), model_with_symbolic_tape(model, toy_batch) as handle:
             Varying.factor = 5.0
             with_policy = gradients_of(model, toy_batch(21))
             handle.remove()

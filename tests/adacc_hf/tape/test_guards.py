@@ -1,4 +1,4 @@
-"""Programs: which calls of a block run the same operators, and which ones no guard vouches for."""
+"""Programs: calls of a block that run the same operators, and calls that no guard covers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adacc_hf.tape.guards import (
 
 @pytest.fixture
 def block_class():
-    """`block_class(code)`: a class of blocks of its own that run `code(block, hidden, *args)`."""
+    """`block_class(code)`: a new class of blocks that run `code(block, hidden, *args)`."""
 
     def make(code):
         class Block(nn.Module):
@@ -41,7 +41,7 @@ def block_class():
 
 @pytest.fixture
 def traces(monkeypatch):
-    """A list with the scope of each trace."""
+    """List of the scopes that were traced, one for each trace."""
     scopes = []
     trace = guards.trace
     monkeypatch.setattr(guards, "trace", lambda scope, *more: scopes.append(scope) or trace(scope, *more))
@@ -57,7 +57,7 @@ def text(samples=2, tokens=6):
 
 
 class Calls:
-    """Keys of calls of one block."""
+    """Keys of the calls of one block."""
 
     def __init__(self, block, untraceable=None):
         self.block = block
@@ -89,7 +89,7 @@ def test_other_values_are_other_programs_and_are_known_again(block_class, traces
 
 
 def test_blocks_of_a_class_share_their_programs(block_class, traces):
-    """In one model or in several, as long as the guards hold."""
+    """Blocks of one class share their programs, in one model or several, while the guards hold."""
     make = block_class(scaled)
     blocks = [make(scale=scale) for scale in (1.0, 1.0, 2.0, 1.0)]
     first, second, other, _ = keys = [Calls(block).key() for block in blocks]
@@ -98,13 +98,13 @@ def test_blocks_of_a_class_share_their_programs(block_class, traces):
 
 
 def test_blocks_of_another_class_have_programs_of_their_own(block_class):
-    """A number is never given twice."""
+    """Blocks of another class have other programs, and no program number is used twice."""
     one, other = (Calls(block_class(scaled)(scale=1.0)).key() for _ in range(2))
     assert one != other
 
 
 def test_a_partial_is_looked_into(block_class):
-    """Transformers gives a block's keyword arguments so."""
+    """Guards look inside a partial, by which Transformers passes keyword arguments to a block."""
     calls = Calls(block_class(lambda block, hidden, by, more: block.layer(hidden) * by * more)())
     fn = partial(partial(calls.block, more=2.0), by=1.0)
     keys = [
@@ -142,13 +142,13 @@ def test_the_least_recently_used_program_goes(block_class, traces, monkeypatch):
     calls.block.scale = 0.0
     assert calls.key() == keys[0.0]
     calls.block.scale = 3.0
-    calls.key()  # takes the place of 1.0
+    calls.key()  # replaces the program of 1.0
     assert len(traces) == 4
     for calls.block.scale in (0.0, 2.0):
         assert calls.key() == keys[calls.block.scale]
     assert len(traces) == 4
     calls.block.scale = 1.0
-    assert calls.key() != keys[1.0]  # nobody may take it for the old one's
+    assert calls.key() != keys[1.0]  # no caller may mistake it for the old program
     assert len(traces) == 5
 
 
@@ -162,7 +162,7 @@ def test_a_program_that_compares_an_address_of_what_died_fits_no_more(block_clas
     assert len(traces) == 2
 
 
-# Numbers that no guard compares
+# Numbers without a guard
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_numbers_of_numpy_are_part_of_the_key(block_class, one, other):
 
 
 def test_not_a_number_is_equal_to_itself(block_class):
-    """Else each call would be another one."""
+    """NaN equals itself in a key. Otherwise each call would be a new one."""
     calls = Calls(block_class(scaled)(scale=np.float64("nan")))
     assert calls.key() == calls.key()
 
@@ -198,13 +198,14 @@ def test_whole_numbers_among_arguments_are_part_of_the_key(block_class, traces):
     calls = Calls(block_class(lambda block, hidden, count: block.layer(hidden).narrow(1, 0, count))())
     (program, numbers), other = calls.key(text(), 3), calls.key(text(), 4)
     assert (program, numbers, other) == (other[0], (3,), (program, (4,)))
-    assert all(type(number) is int for number in numbers)  # families take them for sizes
+    assert all(type(number) is int for number in numbers)  # symbolic tapes treat them as sizes
     assert len(traces) == 1
     assert calls.key(text(), True)[0] != program
 
 
 def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
-    """The number of items in a batch differs at every step."""
+    """Arguments that Transformers only passes through are no part of the key. The number of items differs at every
+    step."""
     calls = Calls(block_class(lambda block, hidden, **kwargs: block.layer(hidden))())
     keys = {calls.key(text(), num_items_in_batch=torch.tensor(number)) for number in range(3)}
     keys |= {calls.key(text(), num_items_in_batch=number) for number in range(5, 5 + 3)}
@@ -236,7 +237,7 @@ def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
     assert calls.key() == calls.key(text(3, 7))
     assert reason in calls.programs.untraced
     assert list(untraceable.values()) == [calls.programs.untraced]
-    assert len(traces) == 1  # and is not tried again, nor for other blocks of its class in the model
+    assert len(traces) == 1  # no second attempt, nor one for other blocks of its class in the model
     other = Calls(type(block)(), untraceable)
     assert other.key() == calls.key()
     assert other.programs.untraced == calls.programs.untraced
@@ -250,7 +251,8 @@ def test_a_traced_block_has_no_reason(block_class):
 
 
 def test_another_model_of_the_class_is_traced_again(block_class, traces):
-    """What stops a trace may be in neither key, such as a function that was patched meanwhile."""
+    """Another model of the class is traced again, because the obstacle may be in neither key, such as a patched
+    function."""
     helpers = [hidden_tanh]
     make = block_class(lambda block, hidden: helpers[0](block.layer(hidden)))
     first = Calls(make(), Untraceable())
@@ -286,7 +288,7 @@ def test_what_can_be_told_without_running_tells_untraced_calls_apart(block_class
 
 
 def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
-    """Whichever way its program is found."""
+    """A traceable path clears the reason, whether its program is new or found by its guards."""
 
     def code(block, hidden):
         return hidden_tanh(block.layer(hidden)) if block.is_hidden else block.layer(hidden)
@@ -332,7 +334,7 @@ def test_a_block_that_is_traced_no_more_is_vouched_for_where_a_program_is_known_
 
 
 def test_a_block_that_changes_now_and_then_is_traced_each_time(block_class, traces):
-    """As a rate does that moves every few hundred steps."""
+    """A block that changes rarely is traced at each change, such as a rate that changes every few hundred steps."""
     calls = Calls(block_class(scaled)(scale=0))
     for calls.block.scale in range(MOST_SHORT_LIVES + 4):
         for _ in range(SHORT_LIFE + 1):
@@ -352,7 +354,7 @@ def test_blocks_of_a_class_are_given_up_by_themselves(block_class):
 
 
 def test_tensors_without_memory_are_not_traced(block_class, traces):
-    """Shapes are all that an estimate has."""
+    """Meta and fake tensors are not traced, because an estimate needs shapes only."""
     with FakeTensorMode():
         block = block_class(scaled)(scale=1.0)
         calls = Calls(block)
@@ -364,7 +366,7 @@ def test_tensors_without_memory_are_not_traced(block_class, traces):
 # The key of calls that cannot be traced
 
 
-def made(*layers):
+def sequence_of(*layers):
     return nn.Sequential(nn.Linear(2, 2), *layers)
 
 
@@ -383,20 +385,21 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_what_a_block_is_made_of_tell_untraced_calls_apart(change):
-    """The same at other blocks that are made alike."""
-    block = made(nn.Tanh())
+    """A change of a block's attributes, modules or parameters changes the key of an untraced call, alike in equal
+    blocks."""
+    block = sequence_of(nn.Tanh())
     before = untraced_key(block)
-    assert untraced_key(made(nn.Tanh())) == before
+    assert untraced_key(sequence_of(nn.Tanh())) == before
     CHANGES[change](block)
     after = untraced_key(block)
     assert after != before
-    other = made(nn.Tanh())
+    other = sequence_of(nn.Tanh())
     CHANGES[change](other)
     assert untraced_key(other) == after
 
 
 def test_what_was_changed_back_is_as_before():
-    block = made(nn.Tanh())
+    block = sequence_of(nn.Tanh())
     before = untraced_key(block)
     handle = block[0].register_forward_hook(lambda *_: None)
     block[1] = nn.GELU().eval()
@@ -406,7 +409,7 @@ def test_what_was_changed_back_is_as_before():
 
 
 def test_autocast_tells_untraced_calls_apart():
-    block = made()
+    block = sequence_of()
     before = untraced_key(block)
     with torch.autocast("cpu", torch.bfloat16):
         assert untraced_key(block) != before

@@ -1,4 +1,4 @@
-"""Tensors that hang on a block's modules and parameters: found, replayed from, and missed where they are gone."""
+"""Tensors attached to a block's modules and parameters: found, read by replay, and reported where they are gone."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from torch import nn
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import TapeMismatchError
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.tape.inputs import attached_tensors, find_attached
+from adacc_hf.tape.attached_tensors import attached_tensors, find_attached
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -38,9 +38,9 @@ def model(toy_model):
 
 def test_all_of_them_are_found_again(model):
     block = model.layers[0]
-    found = {str(source): (source, tensor) for source, tensor in attached_tensors(block)}
-    assert list(found) == ["attached up.weight.scale", "module .state.scale", "module .by_name.default.0"]
-    for source, tensor in found.values():
+    attached = {str(source): (source, tensor) for source, tensor in attached_tensors(block)}
+    assert list(attached) == ["attached up.weight.scale", "module .state.scale", "module .by_name.default.0"]
+    for source, tensor in attached.values():
         owner = block.up.weight if source.place == "attached" else block
         assert torch.equal(find_attached(owner, source.path[1:]), tensor)
     assert find_attached(block, ("state", "offset")) is None
@@ -53,19 +53,20 @@ def test_what_depends_on_them_is_replayed(model, toy_batch, assert_exact):
     assert all(value.recomputable for value in profile.kinds[0].activations if value.producer is not None)
 
 
-def replaced(block):
+def replace_scales(block):
     block.state.scale = scale_of(7)
     block.by_name["default"] = [scale_of(5)]
 
 
-def moved(block):
-    """As a quantized layer does once its adapter was merged and taken out again."""
+def move_scale(block):
+    """Put the scale at another offset of a storage, as a quantized layer does after its adapter was merged and
+    unmerged."""
     block.state = SimpleNamespace(scale=torch.cat([scale_of(2), scale_of(3)])[3:11])
 
 
-@pytest.mark.parametrize("change", [replaced, moved])
+@pytest.mark.parametrize("change", [replace_scales, move_scale])
 def test_others_in_their_place_are_those_of_the_call(model, toy_batch, run_steps, assert_same_steps, change):
-    """Another tensor of the same form is replayed from; what is there in another form is not."""
+    """Replay reads a replaced tensor of the same form. A tensor of another form is not replayed from."""
     batch = toy_batch()
     profile = profile_model(model, batch, CONFIG)
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
@@ -77,7 +78,10 @@ def test_others_in_their_place_are_those_of_the_call(model, toy_batch, run_steps
 
 
 def test_what_went_elsewhere_during_the_recorded_call_is_not_replayed_from(toy_model, toy_batch, assert_exact):
-    """8-bit layers take their scales off the weight when they are called first, and others at each call."""
+    """An attached tensor that moves during the recorded call is not replayed from.
+
+    8-bit layers move their scales off the weight in their first call.
+    """
 
     def setup(block):
         block.up.weight.scale, block.state = scale_of(3), SimpleNamespace(scale=None)
@@ -101,7 +105,7 @@ def test_what_went_elsewhere_during_the_recorded_call_is_not_replayed_from(toy_m
 def test_another_one_in_its_place_within_a_call_is_refused(toy_model, toy_batch):
     table, states = [scale_of(1)], []
 
-    @torch.compiler.assume_constant_result  # no guard sees what it does
+    @torch.compiler.assume_constant_result  # no guard covers the function
     def put():
         for state in states:
             state.scale = table[0]
@@ -118,14 +122,12 @@ def test_another_one_in_its_place_within_a_call_is_refused(toy_model, toy_batch)
         for _ in range(3):
             model(**batch).loss.backward()
         table[0] = scale_of(2)
-        with pytest.raises(
-            TapeMismatchError, match=r"another tensor in the place of module \.state\.scale within a call"
-        ):
+        with pytest.raises(TapeMismatchError, match=r"replaced the tensor at module \.state\.scale within a call"):
             model(**batch)
 
 
 def test_another_one_that_is_put_there_by_the_block_itself_is_refused(toy_model, toy_batch):
-    """Tensors of equal geometry are no other program."""
+    """A tensor that the block itself replaces is refused. Tensors of equal geometry share a program."""
     table = [scale_of(1)]
 
     def forward(block, hidden):
@@ -139,9 +141,7 @@ def test_another_one_that_is_put_there_by_the_block_itself_is_refused(toy_model,
         for _ in range(3):
             model(**batch).loss.backward()
         table[0] = scale_of(2)
-        with pytest.raises(
-            TapeMismatchError, match=r"another tensor in the place of module \.state\.scale within a call"
-        ):
+        with pytest.raises(TapeMismatchError, match=r"replaced the tensor at module \.state\.scale within a call"):
             model(**batch)
 
 
@@ -160,7 +160,7 @@ class KeepsItsInput(torch.autograd.Function):
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
 def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch, run_steps, peak_of, policy):
-    """Nothing would be saved by it: the bytes are there in any case."""
+    """Tensors that an autograd Function holds are not recomputed, because recomputing them frees no bytes."""
 
     def forward(block, hidden):
         x = block.up(hidden).tanh()
@@ -171,34 +171,34 @@ def test_what_an_autograd_function_holds_is_not_recomputed(toy_model, toy_batch,
     named = {value.name: value for value in profile.kinds[-1].activations}
     assert not named["block:tanh"].recomputable
     assert named["block:sigmoid"].recomputable
-    made = uniform_policy(profile, policy) if isinstance(policy, str) else random_policy(profile, policy)
-    with apply_policy(model, made, CONFIG):
+    applied_policy = uniform_policy(profile, policy) if isinstance(policy, str) else random_policy(profile, policy)
+    with apply_policy(model, applied_policy, CONFIG):
         run_steps(model, batch, num_steps=2)
-        measured = measure_step(model, batch)
-    assert measured.stored_bytes == made.predicted_stored_bytes
-    assert measured.peak_bytes == peak_of(made)
+        step_memory = measure_step(model, batch)
+    assert step_memory.stored_bytes == applied_policy.predicted_stored_bytes
+    assert step_memory.peak_bytes == peak_of(applied_policy)
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", "compress"])
 def test_an_input_that_autograd_gives_a_gradient_is_there_anyway(toy_model, toy_batch, run_steps, peak_of, policy):
-    """`enable_input_require_grads` makes a leaf of the first block's input."""
+    """`enable_input_require_grads` makes the first block's input a leaf, which is live anyway."""
     model, batch = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), toy_batch(16)
     model.inlet.requires_grad_(False)
     model.inlet.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
     profile = profile_model(model, batch, CONFIG)
     assert [shared.saved for shared in profile.shared if shared.nbytes] == [True]
-    made = uniform_policy(profile, policy)
-    with apply_policy(model, made, CONFIG):
+    applied_policy = uniform_policy(profile, policy)
+    with apply_policy(model, applied_policy, CONFIG):
         run_steps(model, batch, num_steps=2)
-        measured = measure_step(model, batch)
-    assert measured.stored_bytes == made.predicted_stored_bytes
-    assert measured.peak_bytes == peak_of(made)
+        step_memory = measure_step(model, batch)
+    assert step_memory.stored_bytes == applied_policy.predicted_stored_bytes
+    assert step_memory.peak_bytes == peak_of(applied_policy)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch warns that its sparse tensors may change
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_sparse_arguments_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact, layout):
-    """As a graph's adjacency is given to every layer."""
+    """Blocks with sparse arguments, such as a graph's adjacency, run under torch's checkpoint."""
     adjacency = torch.eye(6).to_sparse(layout=layout)
 
     def forward(block, hidden, adjacency):
@@ -209,7 +209,7 @@ def test_sparse_arguments_are_left_to_torchs_checkpoint(toy_model, toy_batch, as
     assert all("sparse" in kind.untrusted for kind in profile.kinds)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and still there
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and still available
 def test_quantized_tensors_are_left_to_torchs_checkpoint(toy_model, toy_batch, assert_exact):
     def forward(block, hidden):
         x = block.up(hidden)

@@ -1,4 +1,4 @@
-"""Python values that blocks read, changed in the middle of training: each has tapes of its own (rules R1 and R8)."""
+"""Python values that blocks read, changed during training: each value has its own tapes (rules R1 and R8)."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def scaled_by_attribute(hidden):
 
 
 def by(number):
-    """A function with a number in its closure."""
+    """Return a function with a number in its closure."""
     return lambda hidden: hidden * number
 
 
 def default(number):
-    """A function with a number for its default."""
+    """Return a function with a number as its default argument."""
     return lambda hidden, scale=number: hidden * scale
 
 
 class Values:
-    """What a block reads: a number, in each of the places of Python's that a block may read one from."""
+    """A number for a block to read, in each place where Python code may keep one."""
 
     def __init__(self):
         self.attribute, self.whole, self.truth = 1.0, 1, False
@@ -75,7 +75,7 @@ class Values:
         self.settings, self.shared, self.mode = Settings(), Shared(), Mode.ONE
         self.namespace = types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0))
         self.config = PretrainedConfig(scale=1.0)
-        self.cut, self.dtype, self.kept = slice(0, 6), torch.float32, torch.Size([2])
+        self.cut, self.dtype, self.size = slice(0, 6), torch.float32, torch.Size([2])
         self.closure, self.default = by(1.0), default(1.0)
         self.active = ["first"]
 
@@ -150,7 +150,7 @@ def setup(block):
 
 
 def put(model, place, value):
-    """Change one number of the second block, or of both where they share it."""
+    """Change one number of the second block, or of both blocks where they share it."""
     block = model.layers[1]
     if place == "dropout":
         block.dropout.p = value / 10
@@ -168,7 +168,7 @@ def start(model):
 
 
 def train(model, batch, changes):
-    """Per step what `run_steps` notes; step i begins with `changes[i]`."""
+    """Return the results of `run_steps` per step. Step i begins with `changes[i]`."""
     start(model)
     results = []
     for seed, change in enumerate(changes):
@@ -185,7 +185,7 @@ def train(model, batch, changes):
 
 @pytest.fixture(scope="module")
 def toy(toy_model):
-    """One model for all examples: it is traced once for each path."""
+    """A model for all examples: it is traced once for each path."""
     return toy_model(forward, setup=setup)
 
 
@@ -197,7 +197,7 @@ def profile(toy, toy_batch):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_changed_number_is_never_replayed_with_the_old_one(toy, toy_batch, profile, assert_same_steps, place):
-    """There and back again, at calls that nobody would compare otherwise."""
+    """A number that changes and changes back is never replayed with its old value, at calls without validation too."""
     batch = toy_batch()
     changes = [None, None, None, (place, 3.0), (place, 1.0), None, (place, 3.0), None, (place, 0.5), (place, 3.0)]
     plain = train(toy, batch, changes)
@@ -208,7 +208,7 @@ def test_a_changed_number_is_never_replayed_with_the_old_one(toy, toy_batch, pro
 
 
 def test_an_array_that_changes_in_place_is_never_replayed_as_it_was(toy_model, toy_batch, run_steps, assert_same_steps):
-    """Dynamo guards no elements of it."""
+    """An array that changes in place is never replayed with old elements, although Dynamo does not guard elements."""
     array = np.linspace(0.5, 1.5, 8, dtype=np.float32)
 
     def forward(block, hidden):
@@ -240,24 +240,24 @@ def test_changed_numbers_are_never_replayed_with_the_old_ones(
     policy = random_policy(profile, seed=seed, actions=actions)
     with apply_policy(toy, policy) as handle:
         assert_same_steps(train(toy, batch, changes), plain)
-        handle.replace(policy)  # what is known of the values goes on to another policy
+        handle.replace(policy)  # the next policy uses the recorded values
         assert_same_steps(train(toy, batch, changes), plain)
 
 
-def test_a_value_is_recorded_once_for_all_policies(toy, toy_batch, profile, recorded):
+def test_a_value_is_recorded_once_for_all_policies(toy, toy_batch, profile, recorded_blocks):
     batch = toy_batch()
     policy = uniform_policy(profile, "recompute")
     start(toy)
     there_and_back = [None, None, ("attribute", 2.0), None, ("attribute", 1.0), None, ("attribute", 2.0)]
-    recorded.clear()
+    recorded_blocks.clear()
     with apply_policy(toy, policy) as handle:
         train(toy, batch, there_and_back)
-        first = recorded.count("layers.1")
+        first = recorded_blocks.count("layers.1")
         handle.replace(policy)
         train(toy, batch, there_and_back)
-    # Two of each value, as of each shape: its first call, and its second one.
+    # Two calls of each value, as of each shape, are recorded or validated: the first and the second.
     assert first == 2 * 2
-    assert recorded.count("layers.1") == first
+    assert recorded_blocks.count("layers.1") == first
 
 
 def counting(block, hidden):
@@ -266,9 +266,12 @@ def counting(block, hidden):
 
 
 def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
-    toy_model, toy_batch, run_steps, assert_same_steps, recorded
+    toy_model, toy_batch, run_steps, assert_same_steps, recorded_blocks
 ):
-    """To add to it is to read it: the block is traced no more, and each call is compared with the one tape it has."""
+    """A call counter that affects no operator causes no recording.
+
+    Incrementing the counter reads it, so the block is not traced again, and each call is compared with the one tape.
+    """
     toy, batch = toy_model(counting, setup=lambda block: setattr(block, "num_calls", 0)), toy_batch()
     plain = run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12)
     policy = uniform_policy(profile_model(toy, batch, CONFIG), "recompute")
@@ -301,7 +304,7 @@ def test_a_count_that_the_operators_follow_from_leaves_the_block_to_torchs_check
         ours = steps()
         assert handle.tape_cache.fallbacks[VARYING] > 0
     first = [step for step, (one, other) in enumerate(zip(ours, plain, strict=True)) if not same(one, other)]
-    # torch's checkpoint runs the block again in backward, and so counts twice: as plain checkpointing does.
+    # torch's checkpoint runs the block again in backward, and so counts twice, as plain checkpointing does.
     assert not first or first[0] > MOST_SHORT_LIVES
     assert "num_calls" in caplog.text
     assert "changes again and again" in caplog.text

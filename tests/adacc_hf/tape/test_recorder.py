@@ -1,4 +1,4 @@
-"""Recording: which operators, values, versions, slots and sources a tape holds."""
+"""Recording: operators, values, versions, slots and sources on a tape."""
 
 import pytest
 import torch
@@ -106,15 +106,15 @@ def test_sources_say_where_a_value_is_found(record, x):
         return y + block.table + closed_over
 
     tape, _ = record(forward, x, extra={"mask": (mask,)})
-    found = {str(value.source): value.index for value in tape.values if value.source is not None}
+    indices = {str(value.source): value.index for value in tape.values if value.source is not None}
     arguments = ["argument 0", "argument extra.mask.0"]
     state = ["buffer scale", "module .table", "parameter inner.0.bias", "parameter inner.0.weight"]
-    assert sorted(found) == [*arguments, *state, "unknown"]
+    assert sorted(indices) == [*arguments, *state, "unknown"]
     assert sum(value.source is not None for value in tape.values) == 7
-    assert all(tape.is_block_input(found[name]) and not tape.is_held_elsewhere(found[name]) for name in arguments)
-    assert all(tape.is_module_state(found[name]) and tape.is_held_elsewhere(found[name]) for name in state)
-    assert tape.is_held_elsewhere(found["unknown"])
-    assert not tape.is_module_state(found["unknown"])
+    assert all(tape.is_block_input(indices[name]) and not tape.is_held_elsewhere(indices[name]) for name in arguments)
+    assert all(tape.is_module_state(indices[name]) and tape.is_held_elsewhere(indices[name]) for name in state)
+    assert tape.is_held_elsewhere(indices["unknown"])
+    assert not tape.is_module_state(indices["unknown"])
 
 
 def test_one_storage_given_twice_is_one_value(record, x):
@@ -125,13 +125,13 @@ def test_one_storage_given_twice_is_one_value(record, x):
 
 @pytest.mark.parametrize("p", [0.1, 1.0])
 def test_dropout_is_a_draw_and_a_product(record, x, p):
-    """Rule R5; native_dropout is what a CUDA device runs."""
+    """Dropout is a random draw and a product (rule R5). A CUDA device runs native_dropout."""
     tape, recorder = record(lambda block, x: torch.native_dropout(x, p, True)[0] * 2, x)
     assert names(tape) == ["native_dropout", "native_dropout_backward", "mul"]
-    drawn, product, _ = tape.operators
-    assert drawn.random
+    bernoulli, product, _ = tape.operators
+    assert bernoulli.random
     assert not product.random
-    ((_, mask),) = drawn.outputs
+    ((_, mask),) = bernoulli.outputs
     ((_, result),) = product.outputs
     assert tape.values[mask].producer == 0
     assert tape.values[result].producer == 1
@@ -181,7 +181,7 @@ def test_what_makes_a_tape_untrusted(record, x, forward, reason):
 
 
 def test_indices_that_are_given_are_trusted(record, x):
-    """Looking a table up reads no data into Python."""
+    """Indices passed as arguments are trusted, because an embedding lookup reads no data into Python."""
     index = torch.tensor([0, 1])
     tape, _ = record(
         lambda block, x, index: x[index] * nn.functional.embedding(index, block.inner[0].weight)[:, None], x, index
@@ -190,7 +190,7 @@ def test_indices_that_are_given_are_trusted(record, x):
 
 
 def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(record, x):
-    """A later call finds the cast of the weight in the cache; its tape has it made anew, so that it can be replayed."""
+    """A cast from autocast's cache is on every call's tape, so that replay can compute it again."""
     block = Block()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tapes = [record(lambda block, x: block.inner(x), x.detach(), block=block)[0] for _ in range(2)]
@@ -203,7 +203,7 @@ def test_a_cast_from_autocasts_cache_is_an_operator_of_every_call(record, x):
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that consists of another one, and detaches to a new tensor, as torchao's float8 tensors do."""
+    """A tensor that wraps another one and detaches to a new tensor, as torchao's float8 tensors do."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -218,7 +218,7 @@ class Wrapper(torch.Tensor):
 
 
 def test_a_value_whose_base_lies_elsewhere_keeps_its_storage(x):
-    """As of tensors that consist of others, which detach to new ones: another storage may take the key of one gone."""
+    """A wrapped value keeps its storage alive. Otherwise another storage could reuse its key."""
     recorder = Recorder(Block(), (x,), {})
     for _ in range(8):
         recorder.refer(Wrapper(torch.ones(3)))

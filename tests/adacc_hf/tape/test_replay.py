@@ -1,4 +1,4 @@
-"""Replay: rules R5 and R6 on blocks made to break them, and the schedule of a backward."""
+"""Replay: rules R5 and R6 on blocks designed to break them, and the schedule of a backward."""
 
 import itertools
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 
 
 def overwrites_what_was_read(block, hidden):
-    """`second` reads a version of x that is gone when the forward ends, after a replay has made the next one."""
+    """Have `second` read a version of x that a later write replaced, after a replay has computed that next version."""
     x = block.up(hidden)
     second = x.tanh()
     x.add_(1.0)
@@ -32,7 +32,7 @@ def relu_in_place(block, hidden):
 
 
 def buckets_in_place(block, hidden):
-    """As T5 makes its relative position bias: integers changed in place, then looked up."""
+    """Change integers in place and look them up, as T5's relative position bias does."""
     distance = torch.arange(6)[:, None] - torch.arange(6)[None, :]
     buckets = (distance > 0).long() * 4
     buckets += torch.where(distance.abs() < 2, distance.abs(), torch.full_like(distance, 3))
@@ -42,8 +42,10 @@ def buckets_in_place(block, hidden):
 
 
 def overwrites_what_nobody_differentiates(block, hidden):
-    """Autograd saves x for the sine and would refuse its backward, but no gradient flows there. The exponential reads
-    the version that was overwritten."""
+    """Overwrite x, which autograd saves for the sine although no gradient flows there.
+
+    Autograd would refuse the sine's backward. The exponential reads the overwritten version.
+    """
     x = block.up(hidden)
     block.diagnostic = x.sin().detach()
     y = x.exp()
@@ -83,7 +85,7 @@ def conjugates_lazily(block, hidden):
     ],
 )
 def test_blocks_with_versions_and_views_train_exactly(toy_model, toy_batch, assert_exact, forward):
-    """Rule R6, and rule R2 for complex views of real storages."""
+    """Blocks with overwritten versions (rule R6) and complex views of real storages (rule R2) train exactly."""
     assert_exact(toy_model(forward), toy_batch(), num_policies=8)
 
 
@@ -102,7 +104,7 @@ def reads_and_updates_buffer(block, hidden):
 
 
 def normalises_batch(block, hidden):
-    """torch's batch normalisation writes its running statistics without declaring it."""
+    """Normalize by torch's batch norm, which writes its running statistics without declaring the write."""
     return hidden + block.down(block.norm(block.up(hidden)).relu())
 
 
@@ -110,12 +112,12 @@ def normalises_batch(block, hidden):
     ("forward", "setup"), [(reads_and_updates_buffer, add_buffer), (normalises_batch, add_batch_norm)]
 )
 def test_buffers_changed_in_place_change_once_per_step(toy_model, toy_batch, assert_exact, forward, setup):
-    """`assert_exact` compares the buffers too: a replay that updated them again would show."""
+    """Buffers change once per step. `assert_exact` compares them, so a replay that updated them again would show."""
     assert_exact(toy_model(forward, setup=setup), toy_batch())
 
 
 def add_quantized_weight(block):
-    """A weight of small integers whose scales hang on it, one level down and two, as bitsandbytes has them."""
+    """Add a weight of small integers whose scales are attributes, one level down and two, as in bitsandbytes."""
     block.codes = nn.Parameter(torch.randint(-8, 8, (8, 8), dtype=torch.int8), requires_grad=False)
     block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
 
@@ -129,7 +131,10 @@ def multiplies_by_quantized_weight(block, hidden):
 def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
     toy_model, toy_batch, assert_exact, run_steps, assert_same_steps
 ):
-    """Rule R12 for the scales of quantized weights, without which nothing after such a weight could be replayed."""
+    """A parameter's attributes, such as a quantized weight's scales, are read at each call (rule R12).
+
+    Otherwise no value computed from such a weight could be replayed.
+    """
     model, batch = toy_model(multiplies_by_quantized_weight, setup=add_quantized_weight), toy_batch()
     profile = assert_exact(model, batch)
     (kind,) = profile.kinds
@@ -139,8 +144,8 @@ def test_what_hangs_on_a_parameter_is_looked_up_at_each_call(
         run_steps(model, batch)
         for block in model.layers:
             block.codes.state = SimpleNamespace(scale=torch.rand(8), nested=SimpleNamespace(offset=torch.rand(())))
-        found = run_steps(model, batch)
-    assert_same_steps(found, run_steps(model, batch))
+        steps = run_steps(model, batch)
+    assert_same_steps(steps, run_steps(model, batch))
 
 
 def add_recurrent_cells(block):
@@ -152,8 +157,11 @@ def runs_recurrent_cells(block, hidden):
 
 
 def test_recurrent_cells_train_exactly(toy_model, toy_batch, assert_exact):
-    """LSTM runs another kernel without gradients. GRU saves parts of tensors and overwrites the others, so that replay
-    starts from versions that are retained and cannot be had again."""
+    """LSTM and GRU cells train exactly.
+
+    LSTM runs another kernel without gradients. GRU saves parts of tensors and overwrites the others, so that replay
+    starts from retained versions that it cannot compute again.
+    """
     profile = assert_exact(toy_model(runs_recurrent_cells, setup=add_recurrent_cells), toy_batch(), num_policies=4)
     values = {value.name: value for value in profile.kinds[0].activations if value.producer is not None}
     assert not values["lstm:mkldnn_rnn_layer"].recomputable
@@ -169,13 +177,17 @@ def writes_unseen(block, hidden):
 
 
 def test_what_autograd_does_not_see_changed_is_left_to_torch(toy_model, toy_batch, assert_exact):
-    """Backward reads the tanh as it is then. A replay would make it as it was, without which the product is another."""
+    """A block with a write unseen by autograd runs under torch's checkpoint.
+
+    Backward reads the changed tanh. A replay would compute the original one, and the product would differ.
+    """
     profile = assert_exact(toy_model(writes_unseen), toy_batch())
     assert "behind autograd's back" in profile.kinds[0].untrusted
 
 
 def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
-    """Rule R5: dropout is in every block, and all of it is drawn again, from states of its own."""
+    """Backward leaves the random generator unchanged (rule R5). Each block's dropouts are redrawn from their own
+    states."""
     model, batch = tiny_gpt2("eager"), token_batch()
     profile = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
     with apply_policy(model, uniform_policy(profile, "recompute")):
@@ -187,7 +199,8 @@ def test_backward_leaves_the_generator_alone(tiny_gpt2, token_batch):
 
 
 def test_fused_dropout_is_recomputed_from_its_mask_and_that_from_a_state(toy_model, toy_batch, assert_exact):
-    """Rule R5: of native_dropout only the mask is random."""
+    """native_dropout is recomputed from its mask, and the mask from a generator state (rule R5), as only the mask is
+    random."""
 
     def forward(block, hidden):
         thinned, _ = torch.native_dropout(block.up(hidden), 0.3, True)
@@ -205,7 +218,7 @@ def test_fused_dropout_is_recomputed_from_its_mask_and_that_from_a_state(toy_mod
 
 @pytest.fixture
 def chain(record_call):
-    """A tape with a version chain and a shared cheap start, and its recorder."""
+    """A tape with a version chain and a cheap operator that two values share, and its recorder."""
     torch.manual_seed(0)
 
     def forward(block, hidden):
@@ -227,7 +240,8 @@ def outside(tape):
 
 
 def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
-    """Each operator runs at most once, every order gives the same bits, and nothing is left at the end."""
+    """In every order of unpacks, operators run at most once, tensors equal the recorded ones, and no value stays
+    live."""
     tape, recorder = chain
     assert verify(tape, recorder.bases) >= {v for v in tape.saved_values() if tape.values[v].source is None}
     store = StorageMap(outside(tape), frozenset(), frozenset())
@@ -235,11 +249,11 @@ def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
     assert len(own) == 5
     for order in itertools.permutations(own):
         environment = environment_of(tape, recorder, outside(tape))
-        ran = []
+        run_indices = []
         for slot, program in zip(order, schedule(tape, store, order), strict=True):
             for step in program.steps:
                 step.run(environment)
-                ran.append(step.operator.index)
+                run_indices.append(step.operator.index)
             ref = tape.slots[slot]
             restored = view(environment[ref.value], ref)
             expected = view(recorder.bases[ref.value], ref)
@@ -247,7 +261,7 @@ def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
             assert restored.stride() == expected.stride()
             for value in program.frees:
                 environment[value] = None
-        assert len(ran) == len(set(ran))
+        assert len(run_indices) == len(set(run_indices))
         assert {value for value, tensor in enumerate(environment) if tensor is not None} == outside(tape)
 
 
@@ -255,9 +269,9 @@ def test_an_unpack_out_of_order_uses_what_is_at_hand(chain):
     tape, _ = chain
     store = StorageMap(outside(tape), frozenset(), frozenset())
     last = len(tape.slots) - 1
-    whole = single_program(tape, store, last, set())
-    assert [step.operator.index for step in whole.steps] == sorted({step.operator.index for step in whole.steps})
-    assert not whole.frees
+    program = single_program(tape, store, last, set())
+    assert [step.operator.index for step in program.steps] == sorted({step.operator.index for step in program.steps})
+    assert not program.frees
     assert single_program(tape, store, last, {tape.slots[last].value}).steps == ()
 
 

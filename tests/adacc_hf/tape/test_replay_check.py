@@ -1,4 +1,4 @@
-"""Rule R7: what replay cannot recompute is found out, on blocks made to deceive it."""
+"""Rule R7: values that replay cannot recompute are detected, on blocks designed to deceive the check."""
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ from adacc_hf.torch_glue.memory import MemoryMeter
 
 @torch.library.custom_op("adacc_test::scale_and_write", mutates_args=())
 def scale_and_write(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """Doubles x; its schema hides that it counts its calls in `counter`."""
+    """Double x. The schema hides that `counter` counts the calls."""
     counter.numpy()[:] += 1
     return x * 2
 
 
 @torch.library.custom_op("adacc_test::scale_and_degrade", mutates_args=())
 def scale_and_degrade(x: torch.Tensor) -> torch.Tensor:
-    """Doubles x; its schema hides that it then changes x."""
+    """Double x. The schema hides that x changes afterwards."""
     doubled = x * 2
     x.detach().numpy()[:] *= 1.5
     return doubled
@@ -29,7 +29,7 @@ def scale_and_degrade(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("adacc_test::thin_out", mutates_args=())
 def thin_out(x: torch.Tensor) -> torch.Tensor:
-    """Multiplies with random numbers of torch's generator, untagged."""
+    """Multiply by random numbers of torch's generator, without the tag of a random operator."""
     return x * torch.rand(x.shape)
 
 
@@ -38,7 +38,7 @@ _noise = np.random.default_rng(0)
 
 @torch.library.custom_op("adacc_test::never_twice_alike", mutates_args=())
 def never_twice_alike(x: torch.Tensor) -> torch.Tensor:
-    """Adds numbers that torch's seed does not reach."""
+    """Add random numbers that torch's seed does not control."""
     return x + torch.from_numpy(_noise.random(tuple(x.shape), dtype=np.float32))
 
 
@@ -49,7 +49,8 @@ never_twice_alike.register_autograd(lambda ctx, gradient: gradient)
 
 
 class FillsEmpty(torch.autograd.Function):
-    """Triples its input by writing into an empty tensor where no dispatcher sees it, as raw kernels do."""
+    """A Function that writes three times its input into an empty tensor, unseen by the dispatcher, as raw kernels
+    do."""
 
     @staticmethod
     def forward(ctx, x):
@@ -85,7 +86,7 @@ def fills_empty(block, hidden):
 
 @pytest.mark.parametrize("forward", [counts_in_hiding, degrades_its_input, thins_out])
 def test_what_replay_cannot_recompute_is_not_recomputable(toy_model, toy_batch, assert_exact, forward):
-    """Rule R7: training under liars stays that of plain training, generators and buffers included."""
+    """Training with misdeclared operators equals plain training, generators and buffers included (rule R7)."""
     profile = assert_exact(toy_model(forward, setup=add_buffer), toy_batch())
     kind = profile.kinds[0]
     tanh = next(value for value in kind.activations if value.name.endswith("tanh"))
@@ -100,7 +101,8 @@ def test_an_autograd_function_that_fills_memory_unseen_is_one_operator(toy_model
 
 
 def test_nondeterminism_that_no_seed_reaches_is_found(toy_model, toy_batch):
-    """Rule R7. No two runs are alike here, so there is no plain training to compare with."""
+    """Nondeterminism beyond torch's seed is detected (rule R7). No two runs are equal, so there is no plain training to
+    compare."""
 
     def forward(block, hidden):
         return hidden + block.down(never_twice_alike(block.up(hidden)).tanh())
@@ -124,11 +126,12 @@ def test_verification_holds_one_result_at_a_time(record_call):
     assert meter.peak_bytes < 2 * hidden.untyped_storage().nbytes()
 
 
-# A second forward of a whole block (torch's checkpoint) runs all of these operators again, what replay spares too.
+# A second forward of a whole block (torch's checkpoint) runs all of these operators again, also those that replay
+# skips.
 
 
 class NeverTwiceAlike(torch.autograd.Function):
-    """A Function over a kernel that writes by address, and that no seed of torch's reaches."""
+    """A Function over a kernel that writes by address and that torch's seed does not control."""
 
     @staticmethod
     def forward(ctx, x):
@@ -146,7 +149,7 @@ def adds_noise(block, hidden):
 
 
 def adds_noise_at_its_end(block, hidden):
-    """What nothing after it saves is made again all the same."""
+    """Add noise after the last saved tensor. The noise is computed again all the same."""
     return never_twice_alike(hidden + block.down(block.up(hidden).tanh())).sigmoid()
 
 
@@ -155,7 +158,7 @@ def adds_noise_in_a_function(block, hidden):
 
 
 def adds_noise_unseen(block, hidden):
-    """Outside of any operator or Function."""
+    """Add noise outside of any operator or Function."""
     x = block.up(hidden).tanh()
     x.detach().numpy()[:] += _noise.random(tuple(x.shape), dtype=np.float32)
     return hidden + block.down(x * 1.0)

@@ -1,4 +1,4 @@
-"""One tape for all sizes: which calls are of one family, and that its tapes are those that a record would have."""
+"""Symbolic tapes: which calls share one, and that its tape at any size equals a recorded one."""
 
 from functools import partial
 
@@ -31,12 +31,12 @@ def key_of(block, *args, **kwargs):
     return KnownShapes().key(block, partial(block, **kwargs), args, kwargs)
 
 
-def recorded(block, *args, name="block", library=None, **kwargs):
-    """(key, tape) of a call of `block`, noted in `library`."""
+def record_block(block, *args, name="block", library=None, **kwargs):
+    """Record a call of `block` in `library` and return its (key, tape)."""
     library = library or TapeCache()
     key = key_of(block, *args, **kwargs)
     recording = Recording(name, block, args, kwargs)
-    recording.run(lambda *given: block(*given, **kwargs))
+    recording.run(lambda *values: block(*values, **kwargs))
     tape = library.verified_tape(recording.recorder)
     library.remember(tape, key, name)
     recording.close()
@@ -44,7 +44,7 @@ def recorded(block, *args, name="block", library=None, **kwargs):
 
 
 def record_of(block, *args, alignment=1):
-    key, tape = recorded(block, *args)
+    key, tape = record_block(block, *args)
     return RecordedCall(CallSizes.of(key, alignment), tape)
 
 
@@ -53,7 +53,7 @@ def text(samples, tokens):
 
 
 class Block(nn.Module):
-    """Runs `forward(layer, hidden)`."""
+    """A block that runs `forward(layer, hidden)`."""
 
     def __init__(self, forward=lambda layer, hidden, *_: layer(hidden).tanh().exp()):
         super().__init__()
@@ -70,7 +70,7 @@ def sizes_of(*args, alignment=1, block=None):
     return CallSizes.of(key_of(block, *args), alignment)
 
 
-# What is told apart before any expression
+# Size classes, which differ without any polynomial
 
 
 def test_sizes_of_zero_and_one_are_told_from_others():
@@ -84,12 +84,12 @@ def test_sizes_that_are_aligned_are_told_from_others_where_kernels_do():
     assert len(set(outlines[:3])) == len(set(outlines[3:])) == 1
     assert outlines[0] != outlines[3]
     assert sizes_of(text(2, 16)).size_class == sizes_of(text(2, 17)).size_class
-    # Masks end in a number of tokens: a batch of 32 samples is served by what was recorded of few.
+    # Masks end in a number of tokens: records of few samples also serve a batch of 32.
     assert sizes_of(text(32, 16), alignment=16).size_class == outlines[0]
 
 
 def test_numbers_among_arguments_are_sizes_too():
-    """As Swin passes the height and width of an image. Those that nothing reads are none."""
+    """Numbers among the arguments are sizes if the block reads them, as Swin's image height and width."""
 
     def forward(layer, hidden, grid, name, unread=0):
         hidden = layer(hidden).unflatten(1, grid)
@@ -119,20 +119,20 @@ def test_a_call_of_another_layout_is_of_no_family():
     assert family.tape_at(sizes_of(text(7, 3).transpose(0, 1)), None) is None
 
 
-# Tapes at sizes that were never recorded
+# Tapes at sizes that were not recorded
 
 
-def assert_equal_tapes(ours, recorded):
-    """Number for number."""
-    assert ours.values == recorded.values
-    assert ours.slots == recorded.slots
-    for one, other in zip(ours.operators, recorded.operators, strict=True):
+def assert_equal_tapes(ours, recorded_tape):
+    """Assert that two tapes are equal in every number."""
+    assert ours.values == recorded_tape.values
+    assert ours.slots == recorded_tape.slots
+    for one, other in zip(ours.operators, recorded_tape.operators, strict=True):
         assert repr((one.args, one.kwargs)) == repr((other.args, other.kwargs))
-    assert [op.signature() for op in ours.operators] == [op.signature() for op in recorded.operators]
-    assert ours.structure == recorded.structure
+    assert [op.signature() for op in ours.operators] == [op.signature() for op in recorded_tape.operators]
+    assert ours.structure == recorded_tape.structure
 
 
-class Recorded:
+class RecordedModel:
     """A model whose blocks are recorded, call by call."""
 
     def __init__(self, name):
@@ -141,8 +141,8 @@ class Recorded:
         self.installation = Installation(self.model)
 
     def at(self, samples, tokens, targets):
-        """The record of each block's call."""
-        library, found = TapeCache(verify=lambda *_: frozenset()), {}
+        """Return the record of each block's call."""
+        library, records = TapeCache(verify=lambda *_: frozenset()), {}
 
         class Note(PlainStrategy):
             expects_outer_hooks = True
@@ -151,11 +151,11 @@ class Recorded:
                 self.name = name
 
             def run(self, block, fn, args, kwargs):
-                known = KnownShapes()
-                key = known.key(block, fn, args, kwargs)
+                known_shapes = KnownShapes()
+                key = known_shapes.key(block, fn, args, kwargs)
                 recording = Recording(self.name, block, args, kwargs)
                 result = recording.run(fn)
-                found[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified_tape(recording.recorder))
+                records[self.name] = RecordedCall(CallSizes.of(key, 1), library.verified_tape(recording.recorder))
                 recording.discard()
                 return result
 
@@ -164,12 +164,12 @@ class Recorded:
         ids = torch.randint(5, VOCABULARY - 5, (samples, tokens), generator=torch.Generator().manual_seed(0))
         labels = ids[:, :1].expand(-1, targets).clone() if self.is_pair else ids
         self.model(input_ids=ids, labels=labels)
-        return found
+        return records
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama", "t5"])
 def model(request, one_thread):
-    model = Recorded(request.param)
+    model = RecordedModel(request.param)
     records = [model.at(*sizes) for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14))]
     number = 4 if model.is_pair else ENOUGH_RECORDS
     model.families = {name: SymbolicTape.of([each[name] for each in records[:number]]) for name in records[0]}
@@ -187,17 +187,19 @@ def test_a_tape_is_what_a_record_would_be(model, samples, tokens, targets):
 
 
 def test_all_blocks_of_a_kind_have_one_family(model):
-    """Those that recorded the same."""
-    seen = TapeCache(verify=lambda *_: frozenset())
+    """Blocks with equal records share a symbolic tape."""
+    cache = TapeCache(verify=lambda *_: frozenset())
     for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14)):
         for name, record in model.at(*sizes).items():
-            tape = seen._tapes.setdefault(record.tape.digest, record.tape)
-            seen._records_of(name, record.sizes).add(RecordedCall(record.sizes, tape), seen._symbolic_tape_of)
-    found = [s.symbolic_tape for each in seen._records.values() for s in each.values()]
-    assert None not in found
-    kinds = {family.base.structure for family in found}
-    assert len({id(family) for family in found}) == len(kinds)
-    assert len(kinds) < len(found) or model.is_pair  # the first blocks of T5 make what the others are given
+            tape = cache._tapes.setdefault(record.tape.digest, record.tape)
+            cache._records_of(name, record.sizes).add(RecordedCall(record.sizes, tape), cache._symbolic_tape_of)
+    symbolic_tapes = [s.symbolic_tape for each in cache._records.values() for s in each.values()]
+    assert None not in symbolic_tapes
+    kinds = {family.base.structure for family in symbolic_tapes}
+    assert len({id(family) for family in symbolic_tapes}) == len(kinds)
+    assert (
+        len(kinds) < len(symbolic_tapes) or model.is_pair
+    )  # the first blocks of T5 compute tensors that the others are given
 
 
 def test_what_is_the_same_at_all_sizes_is_shared():
@@ -217,7 +219,7 @@ def test_few_tapes_are_kept(monkeypatch):
         assert len(family._sized) <= 3
 
 
-# Which sizes a symbolic tape serves
+# Sizes that a symbolic tape serves
 
 
 @pytest.fixture
@@ -226,9 +228,9 @@ def library():
 
 
 def family_of(library, tokens, samples=3, block=None):
-    """The family that serves a call of these sizes, if there is one."""
-    found = library.symbolic_tape_at(key_of(block or Block(), text(samples, tokens)), "block")
-    return None if found is None else found[0]
+    """Return the symbolic tape that serves a call of these sizes, or None."""
+    served_tape = library.symbolic_tape_at(key_of(block or Block(), text(samples, tokens)), "block")
+    return None if served_tape is None else served_tape[0]
 
 
 def served(library, tokens, samples=3, block=None):
@@ -236,12 +238,12 @@ def served(library, tokens, samples=3, block=None):
 
 
 def test_all_sizes_of_a_program_are_served(library):
-    """Also beyond those that were recorded; a size of 1 is one of another program."""
+    """All sizes of a program are served, also beyond the recorded ones. A size of 1 belongs to another program."""
     block = Block()
     for samples, tokens in ((2, 8), (4, 20)):
-        recorded(block, text(samples, tokens), library=library)
+        record_block(block, text(samples, tokens), library=library)
         assert not served(library, 10)
-    recorded(block, text(4, 13), library=library)
+    record_block(block, text(4, 13), library=library)
     sizes = [(tokens, samples) for tokens in (2, 7, 8, 9, 20, 21, 500) for samples in (2, 3, 5)]
     assert {family_of(library, *size) for size in sizes} == {family_of(library, 8, 2)} != {None}
     assert not served(library, 10, samples=1)
@@ -251,15 +253,15 @@ def test_all_sizes_of_a_program_are_served(library):
 def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
     block = Block()
     for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
-        recorded(block, text(samples, tokens), library=library)
-    (seen,) = library._records["block"].values()
-    assert len(seen.records) == ENOUGH_RECORDS  # the last one told nothing new
+        record_block(block, text(samples, tokens), library=library)
+    (class_records,) = library._records["block"].values()
+    assert len(class_records.records) == ENOUGH_RECORDS  # the last record added no information
 
 
 def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
-    """However many sizes have agreed; within them one block is, and none any more where enough have."""
+    """Beyond the recorded range each block is checked; within the range one block is, until enough sizes agreed."""
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        recorded(Block(), text(samples, tokens), library=library)
+        record_block(Block(), text(samples, tokens), library=library)
     family = family_of(library, 10)
 
     def is_checked(tokens, samples=3):
@@ -280,15 +282,15 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
 
 
 def branching(layer, hidden):
-    """Other operators from 16 tokens on."""
+    """Run other operators from 16 tokens on."""
     return layer(hidden).tanh() if hidden.shape[1] < 16 else layer(hidden).exp().tanh()
 
 
 def test_sizes_with_other_operators_are_another_family(library):
-    """Guards tell where they begin."""
+    """Sizes with other operators have another symbolic tape. Guards mark the boundary."""
     block = Block(branching)
     for tokens in (4, 9, 14, 20, 31, 40):
-        recorded(block, text(3, tokens), library=library)
+        record_block(block, text(3, tokens), library=library)
     below, above = family_of(library, 10, block=block), family_of(library, 35, block=block)
     assert None is not below is not above is not None
     assert {family_of(library, tokens, block=block) for tokens in (3, 5, 15)} == {below}
@@ -296,14 +298,14 @@ def test_sizes_with_other_operators_are_another_family(library):
 
 
 def test_families_may_lie_within_each_other(library):
-    """As where the operators of a block hang on whether a length is even."""
+    """Size ranges may be nested, for example if a block's operators depend on the parity of a length."""
 
     def forward(layer, hidden):
         return layer(hidden).tanh() if hidden.shape[1] % 2 else layer(hidden).exp()
 
     block = Block(forward)
     for tokens in (4, 5, 10, 11, 20, 21):
-        recorded(block, text(3, tokens), library=library)
+        record_block(block, text(3, tokens), library=library)
     odd, even = ({family_of(library, n, block=block) for n in numbers} for numbers in ((3, 7, 99), (2, 8, 100)))
     assert len(odd) == len(even) == 1
     assert odd.isdisjoint(even)
@@ -311,7 +313,7 @@ def test_families_may_lie_within_each_other(library):
 
 
 class Untraced(Block):
-    """A block of which no guard tells anything."""
+    """A block without any guards."""
 
 
 @torch.compiler.disable
@@ -334,10 +336,10 @@ def token_by_token(hidden):
 def test_where_other_operators_run_unseen_each_size_is_recorded(library):
     block = Untraced(lambda layer, hidden: even_or_odd(layer(hidden)))
     for tokens in (4, 10, 20):
-        recorded(block, text(3, tokens), library=library)
+        record_block(block, text(3, tokens), library=library)
     assert served(library, 6, block=block)
     for tokens in (5, 11, 21):
-        recorded(block, text(3, tokens), library=library)
+        record_block(block, text(3, tokens), library=library)
         assert not any(served(library, n, block=block) for n in range(3, 30))
 
 
@@ -350,29 +352,29 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
     assert len(lengths) == MOST_RECORDS
     block = Untraced(rounding)
     for tokens in lengths:
-        recorded(block, text(3, tokens), library=library)
+        record_block(block, text(3, tokens), library=library)
         assert not served(library, 20, block=block)
-    (seen,) = library._records["block"].values()
-    assert seen.has_failed
-    assert seen.records == []
-    for tokens in (16, 32, 48, 64):  # these do follow one
-        recorded(block, text(3, tokens), library=library)
+    (class_records,) = library._records["block"].values()
+    assert class_records.has_failed
+    assert class_records.records == []
+    for tokens in (16, 32, 48, 64):  # these lengths follow one polynomial
+        record_block(block, text(3, tokens), library=library)
     assert not served(library, 40, block=block)
 
 
 def test_of_many_structures_few_are_kept(library):
-    """A loop that runs once for each token."""
+    """Few of many tape structures are kept. Example: a loop over tokens has a structure for each length."""
     block = Untraced(lambda layer, hidden: layer(token_by_token(hidden)))
     for tokens in range(2, 20):
-        recorded(block, text(3, tokens), library=library)
-    (seen,) = library._records["block"].values()
-    assert seen.has_failed
-    assert seen.records == []
+        record_block(block, text(3, tokens), library=library)
+    (class_records,) = library._records["block"].values()
+    assert class_records.has_failed
+    assert class_records.records == []
     assert not any(served(library, tokens, block=block) for tokens in range(2, 20))
 
 
 def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
-    """A number read from data decides what runs."""
+    """Untrusted blocks, whose operators depend on a number read from data, are not recorded at each size."""
     reads = [True]
 
     @torch.compiler.disable
@@ -383,9 +385,9 @@ def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
     for number, tokens in enumerate((4, 9, 14)):
         key = key_of(block, text(3, tokens))
         assert (library.untrusted_at(key, "block") is None) == (number < ENOUGH_RECORDS - 1)
-        recorded(block, text(3, tokens), library=library)
+        record_block(block, text(3, tokens), library=library)
     reads.clear()
-    recorded(block, text(3, 5), library=library)  # now it was, once
+    record_block(block, text(3, 5), library=library)  # now recorded once
     assert library.untrusted_at(key, "block") is None
 
 
@@ -393,7 +395,7 @@ def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
 
 
 class Pair(nn.Module):
-    """Reads two texts, as a decoder's block does."""
+    """A block that reads two texts, as a decoder's block does."""
 
     def __init__(self):
         super().__init__()
@@ -411,30 +413,30 @@ def given_pair(block, samples, tokens, others):
 def test_sizes_that_were_equal_by_chance_come_apart(library):
     block = Pair()
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        recorded(block, text(samples, tokens), text(samples, tokens), library=library)
+        record_block(block, text(samples, tokens), text(samples, tokens), library=library)
     family, sizes = library.symbolic_tape_at(given_pair(block, 3, 10, 10), "block")
     assert library.tape_of(family, sizes) is not None
     family, sizes = library.symbolic_tape_at(given_pair(block, 3, 10, 15), "block")
     assert not family.covers(sizes)
     assert library.tape_of(family, sizes) is None
     for tokens, others in ((10, 15), (19, 9)):
-        recorded(block, text(3, tokens), text(3, others), library=library)
-        assert not family.is_active  # what was made from it is made anew
+        record_block(block, text(3, tokens), text(3, others), library=library)
+        assert not family.is_active  # the distinct lengths are fitted again
     for tokens, others in ((17, 8), (9, 20), (12, 12)):
         family, sizes = library.symbolic_tape_at(given_pair(block, 3, tokens, others), "block")
-        _, tape = recorded(block, text(3, tokens), text(3, others))
+        _, tape = record_block(block, text(3, tokens), text(3, others))
         assert_equal_tapes(library.tape_of(family, sizes), tape)
 
 
-# What is found out later
+# Results that show later
 
 
 @pytest.fixture
 def family(library):
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        recorded(Block(), text(samples, tokens), library=library)
-    found, _ = library.symbolic_tape_at(key_of(Block(), text(3, 10)), "block")
-    return found
+        record_block(Block(), text(samples, tokens), library=library)
+    served_tape, _ = library.symbolic_tape_at(key_of(Block(), text(3, 10)), "block")
+    return served_tape
 
 
 def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
@@ -448,41 +450,41 @@ def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
     after = family.tape_at(sizes_of(text(3, 10)), None)
     assert after is not before
     assert linear not in after.recomputable
-    assert tanh not in after.recomputable  # it would be made from that, which nothing saves
+    assert tanh not in after.recomputable  # its input would have to come from a value that no slot saves
     assert exp in after.recomputable  # from tanh, which is saved
     again = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 8), (4, 20), (4, 13))])
     assert linear in again.base.recomputable
     library._symbolic_tapes.clear()
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        recorded(Block(), text(samples, tokens), library=library, name="another")
-    (seen,) = library._records["another"].values()
-    assert seen.symbolic_tape is not family
-    assert linear not in seen.symbolic_tape.base.recomputable
+        record_block(Block(), text(samples, tokens), library=library, name="another")
+    (class_records,) = library._records["another"].values()
+    assert class_records.symbolic_tape is not family
+    assert linear not in class_records.symbolic_tape.base.recomputable
 
 
 def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     assert served(library, 10)
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
-        recorded(Block(), text(samples, tokens), library=library, name="another")
+        record_block(Block(), text(samples, tokens), library=library, name="another")
     library.distrust(family, "block", "so it is")
     assert "block block runs other operators at some sizes" in caplog.records[0].message
     assert not served(library, 10)
     assert not family.is_active
     for outlines in library._records.values():
-        for seen in outlines.values():
-            assert seen.active_symbolic_tape() is None
+        for class_records in outlines.values():
+            assert class_records.active_symbolic_tape() is None
     for tokens in (9, 11, 12):
-        recorded(Block(), text(3, tokens), library=library)
+        record_block(Block(), text(3, tokens), library=library)
     assert not served(library, 10)
 
 
 def test_new_sizes_are_compared_ever_more_rarely(family):
-    compared = []
+    are_compared = []
     for number, tokens in enumerate(range(30, 130), start=1):
         tape = family.tape_at(sizes_of(text(3, tokens)), None)
         if tape.due_check == BITS:
-            compared.append(number)
-    assert compared == [1, 2, 4, 8, 16, 32, 64]
+            are_compared.append(number)
+    assert are_compared == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_recorded_sizes_are_not_new(family):
@@ -492,7 +494,8 @@ def test_recorded_sizes_are_not_new(family):
 
 
 def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():
-    """Two lengths that happen to be one give two ramps that happen to be one."""
+    """Values that are equal at some sizes only are not merged. Example: two lengths that happen to be one give equal
+    ramps."""
 
     def forward(layer, hidden):
         ramps = [torch.arange(float(n)) for n in (hidden.shape[1], 7)]
@@ -500,7 +503,7 @@ def test_values_that_are_equal_at_some_sizes_only_do_not_stand_for_each_other():
 
     records = [record_of(Block(forward), text(*size)) for size in ((2, 7), (3, 8), (4, 12))]
     assert len(records[0].tape.equal) > len(records[1].tape.equal)
-    # Those of a length by itself and those of 7 are told apart by their numbers.
+    # Ramps of the length and of the constant 7 differ by their numbers.
     family = SymbolicTape.of(records)
     assert family.base.equal == records[1].tape.equal
 
@@ -513,13 +516,13 @@ def test_a_replay_that_failed_at_one_recorded_size_is_done_at_none():
 
 
 def test_tapes_of_calls_with_gaps_are_of_no_family():
-    """Records of other numbers than polynomials."""
+    """Calls with gaps, whose record has numbers that are no polynomials, have no symbolic tape."""
     assert SymbolicTape.of([record_of(Untraced(rounding), text(3, tokens)) for tokens in (3, 18, 30, 35, 49)]) is None
 
 
 def test_what_was_seen_holds_no_family_of_too_few():
-    seen = SizeClassRecords()
+    class_records = SizeClassRecords()
     records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (3, 8), (4, 13))]
     for record, is_there in zip(records, (False, False, False, True), strict=True):
-        seen.add(record, SymbolicTape.of)  # the same size twice tells nothing
-        assert (seen.active_symbolic_tape() is not None) == is_there
+        class_records.add(record, SymbolicTape.of)  # the same size twice adds no information
+        assert (class_records.active_symbolic_tape() is not None) == is_there

@@ -1,4 +1,4 @@
-"""The tape as a record: digests, references, and what a value says about its storage."""
+"""The tape as a record: digests, references, and each value's storage."""
 
 from collections import namedtuple
 
@@ -76,7 +76,7 @@ def test_equal_blocks_have_equal_digests():
     ],
 )
 def test_what_digests_tell_apart(forward, same_structure):
-    """The structure leaves sizes and constants out, the digest has them."""
+    """The structure ignores sizes and constants, the digest includes them."""
     module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     base = record(module, x, forward=lambda x: module(x * 2.0))
     other = record(module, x, forward=lambda x: forward(module, x))
@@ -94,7 +94,9 @@ def test_equal_operators_are_found_whatever_autograd_saves_of_them():
     assert is_whole
     assert sorted(same) == [value.index for value in base.values]
     assert [str(base.values[v].source) for v in same] == [str(frozen.values[v].source) for v in same.values()]
-    assert any(value != found for value, found in same.items())  # the input is not saved, and so comes later
+    assert any(
+        value != counterpart for value, counterpart in same.items()
+    )  # the input is not saved, and so has another index
     assert base.values_in(record(module, x, forward=lambda x: x @ module.weight.T + module.bias)) == ({}, False)
 
 
@@ -104,15 +106,15 @@ def test_of_other_operators_those_that_run_in_both_calls_are_found():
     other = record(module, x, forward=lambda x: module(module(x).sin().neg()).exp())
     same, is_whole = base.values_in(other)
     assert not is_whole
-    names = {base.values[value].name: other.values[found].name for value, found in same.items()}
-    # The next operator reads "block:tanh" here and "block:neg" there, which are not the same value.
+    names = {base.values[value].name: other.values[counterpart].name for value, counterpart in same.items()}
+    # The next operator reads "block:tanh" here and "block:neg" there, which are different values.
     assert names == {name: name for name in names}
     assert names.keys() == {value.name for value in base.values} - {"block:tanh"}
     shorter = record(module, x, forward=lambda x: module(module(x)).exp())
     same, is_whole = base.values_in(shorter)
     assert not is_whole
-    assert len(set(same.values())) == len(same)  # a value is that of one alone, though two operators read it
-    assert all(base.values[value].name == shorter.values[found].name for value, found in same.items())
+    assert len(set(same.values())) == len(same)  # no two values match one, though two operators read it
+    assert all(base.values[value].name == shorter.values[counterpart].name for value, counterpart in same.items())
 
 
 def test_the_kind_names_structure_sizes_identity_and_call():

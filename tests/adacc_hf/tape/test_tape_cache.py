@@ -1,4 +1,4 @@
-"""What is kept of the tapes of a model."""
+"""The cache of a model's tapes."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from adacc_hf.tape.tape_cache import _autocast_off
 
 
 def test_autocast_is_off_for_every_device_that_a_tape_has_values_on():
-    """A seed of fused attention may lie on the CPU, beside a block on a GPU."""
+    """Autocast is off for every device with values on the tape, as a seed of fused attention may lie on the CPU."""
     tape = SimpleNamespace(values=[SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda")])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with _autocast_off(tape):

@@ -1,4 +1,4 @@
-"""Changes between steps that Dynamo's own guards do not see: identities, ways to a weight, classes, the environment."""
+"""Changes between steps that Dynamo's guards do not cover: identities, paths to a weight, classes, the environment."""
 
 import os
 from collections import OrderedDict
@@ -16,7 +16,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 class Mark:
-    """An object that is known by nothing but itself."""
+    """An object with nothing to compare but its identity."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Named:
 
 
 class Activation(nn.Module):
-    """A layer whose class is changed."""
+    """A layer whose class a test changes."""
 
     scale = 1.0
 
@@ -47,7 +47,7 @@ class Activation(nn.Module):
 
 
 class Inherited(Activation):
-    """A layer whose methods are another class's."""
+    """A layer that inherits its methods."""
 
 
 def with_layer(make):
@@ -332,7 +332,7 @@ def test_what_no_guard_of_dynamos_sees_is_followed(toy_model, toy_batch, run_ste
     forward, setup, change = CASES[case]
     batch = toy_batch()
 
-    def trained(policy):
+    def train_steps(policy):
         model = toy_model(forward, setup=setup)
         profile = policy and profile_model(model, batch, CONFIG)
         handle = policy and apply_policy(model, uniform_policy(profile, "recompute"), CONFIG)
@@ -344,6 +344,6 @@ def test_what_no_guard_of_dynamos_sees_is_followed(toy_model, toy_batch, run_ste
             handle.remove()
         return steps
 
-    plain = trained(policy=False)
+    plain = train_steps(policy=False)
     put_back()
-    assert_same_steps(trained(policy=True), plain)
+    assert_same_steps(train_steps(policy=True), plain)

@@ -1,4 +1,4 @@
-"""Sizes of batches: which are alike, and batches made to another size."""
+"""Batch shapes: equality, and batches resized to other shapes."""
 
 import pytest
 import torch
@@ -6,24 +6,24 @@ import torch
 from adacc_hf.torch_glue.batch_shapes import (
     TensorShape,
     batch_shapes,
+    bucket_of,
     fits_in,
     has_same_tensors,
     resize_batch,
     shapes_from_json,
     shapes_to_json,
-    size_class_of,
 )
 
 
 def rollouts(samples, prompt, completion):
-    """A batch of reinforcement learning."""
+    """Return a batch of reinforcement learning."""
     ids = {"prompt_ids": (samples, prompt), "completion_ids": (samples, completion)}
     tokens = {name: torch.ones(size, dtype=torch.long) for name, size in ids.items()}
     return tokens | {"old_logps": torch.zeros(samples, completion), "advantages": torch.zeros(samples), "beta": 0.1}
 
 
 def sounds(length):
-    """A batch of Wav2Vec2, whose feature extractor makes no mask."""
+    """Return a batch of Wav2Vec2, whose feature extractor creates no mask."""
     return {"input_values": torch.zeros(2, length), "labels": torch.ones(2, 7, dtype=torch.long)}
 
 
@@ -47,15 +47,15 @@ def test_sizes_differ_from_batch_to_batch(small, large):
 
 
 def test_one_policy_is_for_sizes_up_to_a_power_of_two():
-    assert size_class_of(batch_shapes(sounds(513))) == size_class_of(batch_shapes(sounds(1024)))
-    assert size_class_of(batch_shapes(sounds(512))) != size_class_of(batch_shapes(sounds(513)))
+    assert bucket_of(batch_shapes(sounds(513))) == bucket_of(batch_shapes(sounds(1024)))
+    assert bucket_of(batch_shapes(sounds(512))) != bucket_of(batch_shapes(sounds(513)))
 
 
 def test_images_are_as_many_as_a_text_says():
     one, two = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (1, 2))
     assert not has_same_tensors(one, two)
     three, four = (batch_shapes({"pixel_values": torch.zeros(2, n, 3, 8, 8)}) for n in (3, 4))
-    assert size_class_of(three) != size_class_of(four)
+    assert bucket_of(three) != bucket_of(four)
 
 
 def test_other_tensors_make_another_sort_of_batch():
@@ -67,18 +67,18 @@ def test_other_tensors_make_another_sort_of_batch():
 def test_sizes_go_into_a_checkpoint_and_back():
     shapes = batch_shapes(images(20, 30))
     assert shapes_from_json(shapes_to_json(shapes)) == shapes
-    assert shapes_from_json([["input_ids", [2, 8], 2]]) == (TensorShape("input_ids", (2, 8)),)  # as it once was
+    assert shapes_from_json([["input_ids", [2, 8], 2]]) == (TensorShape("input_ids", (2, 8)),)  # older format
 
 
 def test_a_batch_made_to_another_size():
     shapes = [batch_shapes(rollouts(4, 6, 9)), batch_shapes(rollouts(3, 7, 5))]
-    made = resize_batch(rollouts(4, 6, 9), *shapes)
-    assert batch_shapes(made) == shapes[1]
-    assert made["beta"] == 0.1
+    resized = resize_batch(rollouts(4, 6, 9), *shapes)
+    assert batch_shapes(resized) == shapes[1]
+    assert resized["beta"] == 0.1
 
 
 def test_a_batch_may_lack_tensors_of_a_larger_one():
-    """Text alone needs less than text with images."""
+    """A batch without the images of a larger one is covered by it: text alone needs less memory."""
     ids, patches = torch.ones(2, 8, dtype=torch.long), torch.zeros(12, 3)
     seeing = batch_shapes({"input_ids": ids, "pixel_values": patches})
     assert fits_in(batch_shapes({"input_ids": ids[:, :6]}), seeing)

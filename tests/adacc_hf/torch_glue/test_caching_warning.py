@@ -1,4 +1,4 @@
-"""What Transformers says of caches and checkpointing, which is news only to who has asked for checkpointing."""
+"""Transformers' warnings about caches and checkpointing appear only if the user switched on checkpointing."""
 
 import logging
 from contextlib import nullcontext
@@ -13,22 +13,22 @@ LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
 
 
 @pytest.fixture
-def said(caplog):
-    """The messages of Transformers' layers so far, which it has never said before."""
+def new_messages(caplog):
+    """Messages of Transformers' layers so far, without those logged before the test."""
     logging.Logger.warning_once.cache_clear()
     LOG.addHandler(caplog.handler)
-    # Once each: Transformers may hand its records on to pytest too.
+    # Once each: Transformers may pass its records on to pytest too.
     yield lambda: list(dict.fromkeys(r.getMessage() for r in caplog.records if r.name == LOG.name))
     LOG.removeHandler(caplog.handler)
 
 
 def recomputing(model, batch):
-    """`model` under a policy, of a profile that was taken without a word."""
+    """Return `model` under a policy of a profile that logged no message."""
     return apply_policy(model, uniform_policy(profile_model(model, batch), "recompute"))
 
 
 def checkpoint_layers(model):
-    """Switch checkpointing on for each layer: where the model has it on, it leaves the cache out by itself."""
+    """Switch checkpointing on for each layer. If the model has it on, it leaves the cache out by itself."""
     switch_checkpointing(model, True)
     for module in model.modules():
         if hasattr(module, FLAG) and not isinstance(module, GradientCheckpointingLayer):
@@ -39,30 +39,30 @@ def caching(token_batch):
     return {**token_batch(), "use_cache": True}
 
 
-def test_our_own_flag_is_not_warned_of(tiny_gpt2, token_batch, run_steps, said):
+def test_our_own_flag_is_not_warned_of(tiny_gpt2, token_batch, run_steps, new_messages):
     model = tiny_gpt2(use_cache=True)
     with recomputing(model, token_batch()):
         run_steps(model, caching(token_batch), num_steps=1)
         LOG.warning("another matter")
         LOG.warning_once("Caching is incompatible with gradient checkpointing in somebody else's layer.")
-    assert [text.split(" in ")[-1] for text in said()] == ["another matter", "somebody else's layer."]
+    assert [text.split(" in ")[-1] for text in new_messages()] == ["another matter", "somebody else's layer."]
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another model under a policy"])
-def test_who_checkpoints_afterwards_is_still_told(tiny_gpt2, token_batch, run_steps, said, beside):
+def test_who_checkpoints_afterwards_is_still_told(tiny_gpt2, token_batch, run_steps, new_messages, beside):
     model = tiny_gpt2(use_cache=True)
     with recomputing(tiny_gpt2(), token_batch()) if beside else nullcontext():
         with recomputing(model, token_batch()):
             run_steps(model, caching(token_batch), num_steps=1)
-        assert not said()
+        assert not new_messages()
         checkpoint_layers(model)
         run_steps(model, caching(token_batch), num_steps=1)
-    assert any(text.startswith("Caching is incompatible") for text in said())
+    assert any(text.startswith("Caching is incompatible") for text in new_messages())
 
 
-def test_who_has_checkpointing_on_is_told_all_the_same(tiny_gpt2, token_batch, run_steps, said):
+def test_who_has_checkpointing_on_is_told_all_the_same(tiny_gpt2, token_batch, run_steps, new_messages):
     model = tiny_gpt2(use_cache=True)
     checkpoint_layers(model)
     with recomputing(model, token_batch()):
         run_steps(model, caching(token_batch), num_steps=1)
-    assert any(text.startswith("Caching is incompatible") for text in said())
+    assert any(text.startswith("Caching is incompatible") for text in new_messages())

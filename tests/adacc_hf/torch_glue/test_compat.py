@@ -1,4 +1,4 @@
-"""What is taken from Transformers and torch that a release may change."""
+"""Names and behaviour of Transformers and torch that a release may change."""
 
 import random
 from functools import partial
@@ -16,7 +16,7 @@ from adacc_hf.torch_glue.rng_state import PythonStates
 
 
 def test_the_names_that_transformers_reads_are_there(tiny_gpt2):
-    """A renamed flag would make every policy do nothing."""
+    """Transformers still reads the names of our flags. A renamed flag would disable every policy."""
     block = tiny_gpt2().transformer.h[0]
     assert getattr(block, compat.FLAG) is False
     assert callable(getattr(compat.PreTrainedModel, compat.SETTER))
@@ -81,7 +81,8 @@ def test_class_names_are_those_before_fsdp2(tiny_gpt2):
 
 
 def test_a_blocks_hooks_run_around_what_is_recorded():
-    """As every release hands the call over: the whole of it, or the forward alone."""
+    """A block's hooks run around the recorded call, in every release: some pass on the whole call, some the forward
+    alone."""
     block, order = nn.Linear(2, 2), []
     block.register_forward_pre_hook(lambda *_: order.append("before"))
     block.register_forward_hook(lambda *_: order.append("after"))
@@ -103,9 +104,9 @@ def test_torchs_checkpoint_takes_its_hooks_off_when_the_function_raises():
     def fail(x):
         raise KeyError("planned")
 
-    with pytest.raises(KeyError, match="planned") as held:
+    with pytest.raises(KeyError, match="planned") as error_info:
         compat.checkpoint_call(fail, torch.ones(1, requires_grad=True))
-    assert held.value is not None
+    assert error_info.value is not None
     assert compat.outer_hooks() is None
 
 

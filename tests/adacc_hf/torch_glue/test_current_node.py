@@ -1,4 +1,4 @@
-"""Which node an unpack is for, under torch's engine and under the backward over tensors without memory."""
+"""The node that an unpack is for, under torch's engine and under the backward over fake tensors."""
 
 import torch
 
@@ -20,7 +20,7 @@ class Square(torch.autograd.Function):
 
 
 def loss_and_unpacks():
-    """A loss, and the names of the nodes that what was saved for it will be unpacked for."""
+    """A loss, and the names of the nodes in the order in which their saved tensors are unpacked."""
     names = []
 
     def unpack(tensor):

@@ -1,4 +1,4 @@
-"""Tracing by Dynamo: what its guards notice, what they leave out, and that a trace leaves nothing behind."""
+"""Dynamo traces: the coverage of guards, its gaps, and that a trace leaves no state behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
 
 
 class Block(nn.Module):
-    """Runs `code(block, hidden, *args)`."""
+    """A block that runs `code(block, hidden, *args)`."""
 
     def __init__(self, code):
         super().__init__()
@@ -50,11 +50,11 @@ def scope_of(block, *args, **kwargs):
     return {"call": block, "args": args or (text(),), "kwargs": kwargs}
 
 
-def traced(block, *args, **kwargs):
+def trace_block(block, *args, **kwargs):
     return trace(scope_of(block, *args, **kwargs))
 
 
-# What guards notice
+# Coverage of guards
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ def set_global(number):
 
 
 def attribute(value):
-    """Change an attribute of a block to `value`."""
+    """Return a change that sets an attribute of a block to `value`."""
     return lambda block: setattr(block, "value", value)
 
 
@@ -212,7 +212,7 @@ def test_what_a_block_reads_is_guarded(what):
     code, before, after = CHANGES[what]
     block = Block(code)
     before(block)
-    guards = traced(block)
+    guards = trace_block(block)
     assert guards.hold(scope_of(block))
     assert guards.first_failure(scope_of(block)) == ""
     after(block)
@@ -237,38 +237,40 @@ def default_dtype(dtype):
 )
 def test_modes_are_guarded(mode):
     block = Block(lambda block, hidden: block.layer(hidden))
-    guards = traced(block)
+    guards = trace_block(block)
     with mode():
         assert not guards.hold(scope_of(block))
-        assert traced(block).hold(scope_of(block))
+        assert trace_block(block).hold(scope_of(block))
     assert guards.hold(scope_of(block))
 
 
 def test_what_is_not_read_is_not_guarded():
     block = Block(lambda block, hidden: block.layer(hidden))
     block.unread, block.layer.unread = 1, 1
-    guards = traced(block)
+    guards = trace_block(block)
     block.unread, block.layer.unread, block.more = 2, 2, 3
     assert guards.hold(scope_of(block))
 
 
 def test_sizes_are_symbols():
-    """Where no branch depends on them: 0 and 1 are told apart from all others by torch's operators."""
+    """Sizes are symbols if no branch depends on them. 0 and 1 are separate because torch's operators treat them so."""
     block = Block(lambda block, hidden: block.layer(hidden) if hidden.shape[1] < 20 else hidden)
-    guards = traced(block)
-    held = [guards.hold(scope_of(block, text(*size))) for size in ((3, 7), (6, 6), (2, 19), (2, 20), (1, 6), (2, 1))]
-    assert held == [True, True, True, False, False, False]
+    guards = trace_block(block)
+    are_held = [
+        guards.hold(scope_of(block, text(*size))) for size in ((3, 7), (6, 6), (2, 19), (2, 20), (1, 6), (2, 1))
+    ]
+    assert are_held == [True, True, True, False, False, False]
 
 
 def test_sizes_that_are_equal_by_chance_are_different_symbols():
     block = Block(lambda block, hidden, other: hidden + other.sum(1, keepdim=True))
-    guards = traced(block, text(4, 4), text(4, 4))
+    guards = trace_block(block, text(4, 4), text(4, 4))
     assert guards.hold(scope_of(block, text(4, 4), text(4, 9)))
 
 
 def test_arguments_are_guarded():
     block = Block(lambda block, hidden, scale=1.0, names=(): block.layer(hidden) * scale * len(names))
-    guards = traced(block, text(), scale=2.0, names=["a"])
+    guards = trace_block(block, text(), scale=2.0, names=["a"])
     assert guards.hold(scope_of(block, text(), scale=2.0, names=["a"]))
     for scale, names in ((3.0, ["a"]), (2.0, ["a", "b"]), (2.0, ("a",)), (torch.tensor(2.0), ["a"])):
         assert not guards.hold(scope_of(block, text(), scale=scale, names=names))
@@ -277,15 +279,15 @@ def test_arguments_are_guarded():
 
 
 def test_a_block_that_is_called_by_another_name_is_guarded():
-    """Blocks are called by `__call__` or by a partial of it: the guards are those of whatever was traced."""
+    """Guards are those of the traced callable, whether a block is called by `__call__` or by a partial."""
     block, other = Block(lambda block, hidden: block.layer(hidden)), Block(lambda block, hidden: block.layer(hidden))
-    guards = traced(block.forward)
+    guards = trace_block(block.forward)
     assert guards.hold(scope_of(block.forward))
-    assert not guards.hold(scope_of(other.forward))  # of other code: each `lambda` here has its own
+    assert not guards.hold(scope_of(other.forward))  # different code: each `lambda` here has its own
     assert not guards.hold(scope_of(block))
 
 
-# What they leave out, and what is done about it
+# Gaps of guards, and their treatment
 
 
 NUMBERS = {
@@ -298,11 +300,11 @@ NUMBERS = {
 
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_numbers_of_numpy_are_inputs(kind):
-    """No guard tells their values."""
+    """NumPy numbers are inputs, because no guard covers their values."""
     before, after = NUMBERS[kind]
     block = Block(lambda block, hidden: block.layer(hidden) * block.value)
     block.value = before
-    guards = traced(block)
+    guards = trace_block(block)
     assert guards.numbers(scope_of(block)) == (before,)
     block.value = after
     assert guards.hold(scope_of(block))
@@ -311,7 +313,7 @@ def test_numbers_of_numpy_are_inputs(kind):
 
 def test_whole_numbers_among_the_arguments_are_inputs():
     block = Block(lambda block, hidden, count, by=1: block.layer(hidden).narrow(1, 0, count) * by)
-    guards = traced(block, text(), 3, by=2)
+    guards = trace_block(block, text(), 3, by=2)
     for count, by in ((3, 2), (4, 2), (3, 5)):
         scope = scope_of(block, text(), count, by=by)
         assert guards.hold(scope)
@@ -319,15 +321,15 @@ def test_whole_numbers_among_the_arguments_are_inputs():
 
 
 def test_sizes_and_floats_are_no_inputs():
-    """Sizes are part of a call's key by themselves, and floats are guarded."""
+    """Sizes and floats are no inputs: sizes are part of a call's key, and floats are guarded."""
     block = Block(lambda block, hidden, scale: block.layer(hidden).view(-1, hidden.shape[1]) * scale)
-    guards = traced(block, text(), 2.0)
+    guards = trace_block(block, text(), 2.0)
     assert guards.numbers(scope_of(block, text(), 2.0)) == ()
     assert not guards.hold(scope_of(block, text(), 3.0))
 
 
 class Shared(nn.Module):
-    """Its weight is a part of a storage."""
+    """A layer whose weight is a view of a part of a storage."""
 
     def __init__(self, offset):
         super().__init__()
@@ -345,7 +347,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("offset", [1, 8])
 def test_a_storage_offset_is_noticed_by_the_plan_alone(offset):
     block, hidden = Shared(0), text().requires_grad_()
-    guards = traced(block, hidden)
+    guards = trace_block(block, hidden)
     recording = Recording("block", block, (hidden,), {})
     recording.run(block)
     tape = TapeCache().verified_tape(recording.recorder)
@@ -373,7 +375,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(question):
-    """That is the one that runs: guards of the other branch would say nothing of it."""
+    """Code that asks if it is being compiled takes its eager branch, which is the branch that runs."""
     is_compiling = QUESTIONS[question]
 
     def code(block, hidden):
@@ -382,7 +384,7 @@ def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(question):
 
     block = Block(code)
     block.eager, block.compiled = 1.0, 2.0
-    guards = traced(block)
+    guards = trace_block(block)
     block.compiled = 3.0
     assert guards.hold(scope_of(block))
     block.eager = 4.0
@@ -391,14 +393,14 @@ def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(question):
 
 def test_the_answer_is_put_back():
     block = Block(lambda block, hidden: block.layer(hidden) * (2.0 if torch.compiler.is_compiling() else 3.0))
-    guards = traced(block)
+    guards = trace_block(block)
     assert guards.hold(scope_of(block))
     compiled = torch.compile(block, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(text()), block.layer(text()) * 2.0)  # a user's own torch.compile is told the truth
+    assert torch.equal(compiled(text()), block.layer(text()) * 2.0)  # a user's own torch.compile gets the true answer
     assert torch.equal(block(text()), block.layer(text()) * 3.0)
 
 
-# What cannot be traced
+# Untraceable code
 
 
 @torch.compiler.disable
@@ -419,9 +421,9 @@ def opaque(hidden):
 )
 def test_what_cannot_be_traced_has_a_reason_in_one_line(code, reason):
     block = Block(code)
-    with pytest.raises(NotTraceableError) as caught:
-        traced(block)
-    message = str(caught.value)
+    with pytest.raises(NotTraceableError) as error_info:
+        trace_block(block)
+    message = str(error_info.value)
     assert reason.lower() in message.lower()
     assert 0 < len(message) <= 200
     assert "\n" not in message
@@ -431,42 +433,43 @@ def test_what_cannot_be_traced_has_a_reason_in_one_line(code, reason):
     "draw", [lambda: random.randint(1, 3), lambda: random.uniform(1.0, 2.0), lambda: random.randrange(2, 5)]
 )
 def test_numbers_from_pythons_dice_cannot_be_traced(draw):
-    """Each call has others: they would be inputs of the graph."""
+    """Numbers from Python's random generator cannot be traced. They would be inputs of the graph that differ at each
+    call."""
     state = random.getstate()
     with pytest.raises(NotTraceableError, match="a number is drawn from Python's random generator"):
-        traced(Block(lambda block, hidden: block.layer(hidden) * draw()))
+        trace_block(Block(lambda block, hidden: block.layer(hidden) * draw()))
     assert random.getstate() == state
 
 
 @pytest.mark.parametrize("stance", ["force_eager", "default"])
 def test_a_stance_that_forbids_compiling_runs_nothing(stance):
-    ran = []
+    runs = []
 
     def code(block, hidden):
         if not torch.compiler.is_dynamo_compiling():
-            ran.append(block)
+            runs.append(block)
         return block.layer(hidden)
 
     block = Block(code)
     with torch.compiler.set_stance(stance):
         if stance == "default":
-            traced(block)
+            trace_block(block)
         else:
             with pytest.raises(NotTraceableError, match="set_stance"):
-                traced(block)
-    assert ran == []
+                trace_block(block)
+    assert runs == []
 
 
 def test_dynamo_that_is_switched_off_runs_nothing():
     from torch._dynamo import config
 
-    ran = []
+    runs = []
     with config.patch(disable=True), pytest.raises(NotTraceableError, match="switched off"):
-        traced(Block(lambda block, hidden: ran.append(1) or block.layer(hidden)))
-    assert ran == []
+        trace_block(Block(lambda block, hidden: runs.append(1) or block.layer(hidden)))
+    assert runs == []
 
 
-# What a trace leaves behind
+# State left behind by a trace
 
 
 def test_no_operator_runs_and_no_state_changes():
@@ -480,7 +483,7 @@ def test_no_operator_runs_and_no_state_changes():
     block = Block(code)
     block.number, block.names, block.last = 0, [], None
     state = torch.get_rng_state()
-    traced(block)
+    trace_block(block)
     assert (block.number, block.names, block.last, block.calls.item()) == (0, [], None, 0.0)
     assert torch.equal(torch.get_rng_state(), state)
     assert block.layer.weight.grad is None
@@ -491,24 +494,24 @@ def test_a_traced_model_is_collected(can_be_traced):
     block = Block(lambda block, hidden: block.layer(hidden) if can_be_traced else hidden.tolist())
     block.config = PretrainedConfig(scale=1.0)
     hidden = text()
-    kept = None
+    trace = None
     try:
-        kept = traced(block, hidden)
+        trace = trace_block(block, hidden)
     except NotTraceableError:
         assert not can_be_traced
     references = [weakref.ref(each) for each in (block, block.layer, block.layer.weight, block.config, hidden)]
     del block, hidden
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
-    assert (kept is not None) == can_be_traced
+    assert (trace is not None) == can_be_traced
 
 
 def test_guards_die_with_an_object_that_they_compare_by_address():
-    """Another one may be made where that was."""
+    """Guards that compare an object by address die with it, because another object may get the same address."""
     block = Block(lambda block, hidden: block.layer(hidden) * (2.0 if isinstance(block.value, block.kind) else 3.0))
     block.kind = type("Kind", (), {})
     block.value = 1.0
-    guards = traced(block)
+    guards = trace_block(block)
     assert guards.is_alive
     assert guards.hold(scope_of(block))
     del block.kind
@@ -517,52 +520,52 @@ def test_guards_die_with_an_object_that_they_compare_by_address():
 
 
 def test_guards_outlive_a_reset_of_dynamo():
-    """Whoever tests or evaluates with torch.compile calls it between two models."""
+    """Guards outlive `torch._dynamo.reset()`, which tests and evaluations call between two models."""
     block = Block(lambda block, hidden: block.layer(hidden) * block.value * block.number)
     block.value, block.number = 1.0, np.float64(2.0)
-    guards = traced(block)
+    guards = trace_block(block)
     torch._dynamo.reset()
     assert guards.hold(scope_of(block))
     assert guards.numbers(scope_of(block)) == (2.0,)
     block.value = 2.0
     assert not guards.hold(scope_of(block))
-    assert traced(block).hold(scope_of(block))
+    assert trace_block(block).hold(scope_of(block))
 
 
 def test_any_number_of_blocks_is_traced():
-    """Dynamo keeps few traces of one function, and gives up beyond them."""
+    """Any number of blocks is traced, although Dynamo keeps few traces of one function."""
     from torch._dynamo import config
 
     block = Block(lambda block, hidden: hidden * block.value)
     for block.value in range(config.recompile_limit + 4):
-        guards = traced(block)
+        guards = trace_block(block)
     assert guards.hold(scope_of(block))
 
 
 def test_warnings_of_dynamo_are_no_errors(caplog):
-    """It looks at `.grad` of tensors that are no leaves, of which torch warns."""
+    """Warnings raised while Dynamo traces, such as torch's about `.grad` of non-leaf tensors, are no errors."""
     block, hidden = Block(lambda block, hidden: block.layer(hidden)), text().requires_grad_() * 1
     with warnings.catch_warnings(), caplog.at_level(logging.INFO):
         warnings.simplefilter("error")
-        assert traced(block, hidden).hold(scope_of(block, hidden))
+        assert trace_block(block, hidden).hold(scope_of(block, hidden))
         with pytest.raises(NotTraceableError):
-            traced(Block(lambda block, hidden: hidden.tolist()))
+            trace_block(Block(lambda block, hidden: hidden.tolist()))
     assert not caplog.records
 
 
 def test_a_mode_of_the_user_sees_nothing_of_it():
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    seen = []
+    functions = []
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
+            functions.append(func)
             return func(*args, **(kwargs or {}))
 
     block = Block(lambda block, hidden: block.layer(hidden).tanh())
     hidden = text()
     with Mode():
-        guards = traced(block, hidden)
-    assert seen == []
+        guards = trace_block(block, hidden)
+    assert functions == []
     assert guards.hold(scope_of(block, hidden))

@@ -1,4 +1,4 @@
-"""Gradients that nobody trains with reach nobody who waits for some."""
+"""Gradients of a profile or a comparison do not reach gradient hooks."""
 
 import pytest
 import torch
@@ -14,33 +14,36 @@ HOOKS = {"before it is accumulated": "register_hook", "after": "register_post_ac
 
 
 @pytest.fixture(params=HOOKS)
-def told(request, tiny_gpt2):
-    """A model, and a list that grows with every gradient of a parameter that a hook was told of."""
-    model, told = tiny_gpt2(), []
+def hooked_model(request, tiny_gpt2):
+    """A model, and the list of gradients that hooks on its parameters were called with."""
+    model, gradients = tiny_gpt2(), []
     for parameter in model.parameters():
-        getattr(parameter, HOOKS[request.param])(told.append)
-    return model, told
+        getattr(parameter, HOOKS[request.param])(gradients.append)
+    return model, gradients
 
 
 @pytest.mark.parametrize("measure", [lambda m, b: profile_model(m, b, AdaccConfig()), measure_step])
-def test_nobody_hears_of_a_profile(told, token_batch, measure):
-    """An optimizer that steps inside backward would move the weights, ZeRO would send gradients to other ranks."""
-    model, told = told
+def test_nobody_hears_of_a_profile(hooked_model, token_batch, measure):
+    """A profile calls no gradient hooks.
+
+    An optimizer that steps inside backward would move the weights, ZeRO would send gradients to other ranks.
+    """
+    model, gradients = hooked_model
     measure(model, token_batch())
-    assert told == []
+    assert gradients == []
     model(**token_batch()).loss.backward()
-    assert len(told) == len(list(model.parameters()))
+    assert len(gradients) == len(list(model.parameters()))
 
 
-def test_nobody_hears_of_a_compared_gradient(told, token_batch):
-    model, told = told
+def test_nobody_hears_of_a_compared_gradient(hooked_model, token_batch):
+    model, gradients = hooked_model
     profile = profile_model(model, token_batch(), AdaccConfig())
     with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         sample = BlockSample(handle.plans.strategies["transformer.h.1"])
         model(**token_batch()).loss.backward()
-        told.clear()
+        gradients.clear()
         assert sample.compare().error == 0
-    assert told == []
+    assert gradients == []
 
 
 def test_hooks_are_back_after_an_error_and_can_be_removed():

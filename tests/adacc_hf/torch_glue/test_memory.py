@@ -1,4 +1,4 @@
-"""Measured bytes against predicted bytes, and the meter that measures them."""
+"""Measured bytes against predicted bytes, and the memory meter."""
 
 import gc
 import weakref
@@ -39,8 +39,8 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
-def measured(request, tiny_gpt2, token_batch):
-    """(profile, a function that measures a step under a policy, or plainly)."""
+def profile_and_measure(request, tiny_gpt2, token_batch):
+    """(profile, function that measures a step under a policy, or plainly)."""
     attention, dtype = request.param
     model, batch = tiny_gpt2(attention, layers=3), token_batch()
     autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
@@ -50,10 +50,10 @@ def measured(request, tiny_gpt2, token_batch):
     def measure(policy=None):
         with autocast:
             if policy is None:
-                measure_step(model, batch)  # the first step may fill caches of torch's own
+                measure_step(model, batch)  # the first step may fill torch's caches
                 return measure_step(model, batch)
             with apply_policy(model, policy):
-                for _ in range(2):  # recorded, and with the order of backward learned
+                for _ in range(2):  # recorded, then with the learned order of backward
                     forward_loss(model, batch).backward()
                 model.zero_grad(set_to_none=True)
                 return measure_step(model, batch)
@@ -63,17 +63,17 @@ def measured(request, tiny_gpt2, token_batch):
 
 @pytest.mark.parametrize("actions", [("retain", "recompute"), ACTIONS, ("compress",)], ids="+".join)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_prediction_is_what_is_measured(measured, peak_of, actions, seed):
-    """Lossy codecs are among the choices."""
-    profile, measure = measured
+def test_prediction_is_what_is_measured(profile_and_measure, peak_of, actions, seed):
+    """Predicted bytes equal the measured ones, with lossy codecs among the choices."""
+    profile, measure = profile_and_measure
     policy = random_policy(profile, seed, actions)
     step = measure(policy)
     assert step.stored_bytes == policy.predicted_stored_bytes
     assert step.peak_bytes == peak_of(policy)
 
 
-def test_retaining_everything_is_plain_training(measured):
-    profile, measure = measured
+def test_retaining_everything_is_plain_training(profile_and_measure):
+    profile, measure = profile_and_measure
     policy = uniform_policy(profile, "retain")
     plain = measure()
     step = measure(policy)
@@ -81,15 +81,18 @@ def test_retaining_everything_is_plain_training(measured):
     assert plain.peak_bytes == step.peak_bytes
 
 
-def test_full_recomputation_stores_and_peaks_less(measured):
-    profile, measure = measured
+def test_full_recomputation_stores_and_peaks_less(profile_and_measure):
+    profile, measure = profile_and_measure
     plain, step = measure(), measure(uniform_policy(profile, "recompute"))
     assert step.stored_bytes < 0.6 * plain.stored_bytes
     assert step.peak_bytes < plain.peak_bytes
 
 
 def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_batch, peak_of):
-    """The size that the comparison was promised at. Embeddings are small, so that blocks decide the peak."""
+    """Recomputing everything peaks no higher than torch's checkpoint.
+
+    Embeddings are small here, so that blocks have the peak.
+    """
     model, batch = tiny_gpt2(layers=6, width=256, n_head=4, n_positions=256), token_batch(8, 256)
     policy = uniform_policy(profile_model(model, batch), "recompute")
     with apply_policy(model, policy):
@@ -100,19 +103,19 @@ def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_b
     switch_checkpointing(model, on=True, torch_options={"use_reentrant": False})
     theirs = measure_step(model, batch)
     switch_checkpointing(model, on=False)
-    # Three dropouts of a block have a generator's state each; checkpoint has one for the block.
+    # Three dropouts of a block have a generator state each; checkpoint has one for the block.
     assert ours.peak_bytes <= theirs.peak_bytes + 2 * torch.get_rng_state().nbytes
     assert ours.peak_bytes == peak_of(policy)
 
 
 def test_the_meter_counts_live_and_peak_bytes():
     with MemoryMeter.for_device(CPU) as meter:
-        kept = torch.empty(1000)
+        tensor = torch.empty(1000)
         meter.mark(("kept",))
         for _ in range(3):
             torch.empty(500)
         meter.mark(("after temporaries",))
-        del kept
+        del tensor
         meter.mark(("end",))
     points = {point.label[0]: point for point in meter.points}
     assert [point.label[0] for point in meter.points] == ["start", "kept", "after temporaries", "end"]
@@ -126,14 +129,14 @@ def test_the_meter_counts_live_and_peak_bytes():
 @pytest.mark.parametrize("kind", [CpuMemoryMeter, FakeMemoryMeter])
 def test_a_mark_made_while_a_tensor_dies_does_not_count_it(kind):
     with kind() as meter:
-        kept, dying = torch.empty(100), torch.empty(1000)
+        long_lived, dying = torch.empty(100), torch.empty(1000)
         storage = dying.untyped_storage()
         weakref.finalize(storage, meter.mark, ("death",), storage.nbytes())
         del storage, dying
         torch.empty(20)
     death = meter.points[-1]
     assert (death.label, death.live_bytes, death.max_bytes) == (("death",), 400, 480)
-    del kept
+    del long_lived
 
 
 def test_marks_after_the_end_are_ignored():
@@ -141,10 +144,10 @@ def test_marks_after_the_end_are_ignored():
         pass
     with MemoryMeter.for_device(CPU) as second:
         first.mark(("late",))
-        kept = torch.empty(10)
+        tensor = torch.empty(10)
     assert [point.label for point in first.points] == [point.label for point in second.points] == [("start",)]
     assert second.peak_bytes == 40
-    del kept
+    del tensor
 
 
 def test_an_unknown_device_is_refused():
@@ -157,7 +160,7 @@ def test_storages_are_counted_once():
     assert distinct_bytes([storage, storage[2:], storage.view(2, 5).t(), torch.zeros(3)]) == 52
 
 
-@pytest.mark.filterwarnings("ignore")  # what torchao says of its versions is its own matter
+@pytest.mark.filterwarnings("ignore")  # torchao warns of its versions
 def test_a_quantized_weight_takes_what_its_codes_and_scales_take():
     quantization = pytest.importorskip("torchao.quantization")
     layer = nn.Sequential(nn.Linear(64, 64, bias=False))
@@ -181,11 +184,11 @@ def test_static_bytes_have_everything_that_lives_between_steps():
     )  # two moments, the step's count
     state = optimizer.state[model.weight]
     state["exp_avg"] = state["exp_avg"].to("meta")
-    assert count_static_bytes(model, batch, optimizer) == 2 * 64 + 64 + 20 + 32 + 12 + 4  # what lies elsewhere is not
+    assert count_static_bytes(model, batch, optimizer) == 2 * 64 + 64 + 20 + 32 + 12 + 4  # not counted elsewhere
 
 
 def test_what_else_is_on_a_gpu_is_live_too(monkeypatch, tiny_gpt2, token_batch):
-    """A second model, say. Gradients that are there are no part of what a profile's step stands on."""
+    """Other tensors on a GPU, such as a second model, count as static bytes. Existing gradients do not."""
     model, batch = tiny_gpt2(), token_batch()
     alone = profile_model(model, batch)
     model(**batch).loss.backward()
@@ -200,47 +203,50 @@ def test_what_else_is_on_a_gpu_is_live_too(monkeypatch, tiny_gpt2, token_batch):
 
 
 def test_workspaces_are_taken_for_a_profile_and_not_for_every_count(monkeypatch):
-    made = []
+    devices = []
     ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: made.append(device) or ones(*size, **options))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * len(made))
+    monkeypatch.setattr(
+        torch, "ones", lambda *size, device, **options: devices.append(device) or ones(*size, **options)
+    )
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * len(devices))
     gpu = torch.device("cuda", 0)
     assert allocated_bytes(gpu) == 0
-    assert not made
+    assert not devices
     allocate_workspaces(gpu)
     assert allocated_bytes(gpu) == 10
-    assert made == [gpu]
+    assert devices == [gpu]
     allocate_workspaces(CPU)
     assert allocated_bytes(CPU) == 0
-    assert made == [gpu]
+    assert devices == [gpu]
 
 
 def test_what_a_profile_and_a_measured_step_stand_on_has_workspaces_in_it(monkeypatch, tiny_gpt2, token_batch):
-    asked = []
+    workspace_devices = []
     for module in ("torch_glue.memory", "price.measurement"):
-        monkeypatch.setattr(f"adacc_hf.{module}.allocate_workspaces", asked.append)
+        monkeypatch.setattr(f"adacc_hf.{module}.allocate_workspaces", workspace_devices.append)
     model, batch = tiny_gpt2(), token_batch()
     static_bytes(model, batch)
-    assert asked == []
+    assert workspace_devices == []
     Measurement().static_bytes(model, batch, None)
-    assert asked == [CPU]
+    assert workspace_devices == [CPU]
     measure_step(model, batch)
-    assert asked == [CPU, CPU]
+    assert workspace_devices == [CPU, CPU]
 
 
 @pytest.mark.parametrize(("share", "nbytes"), [(1.0, 1300), (0.13, 1300), (0.1, 1000)])
 @pytest.mark.parametrize(
-    ("backend", "is_expandable", "kept"), [("native", True, 1), ("native", False, 0.9), ("cudaMallocAsync", False, 1)]
+    ("backend", "is_expandable", "usable_share"),
+    [("native", True, 1), ("native", False, 0.9), ("cudaMallocAsync", False, 1)],
 )
 def test_a_gpu_has_what_is_free_and_ours_within_its_share_but_for_fragments(
-    monkeypatch, share, nbytes, backend, is_expandable, kept
+    monkeypatch, share, nbytes, backend, is_expandable, usable_share
 ):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": is_expandable}])
-    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == pytest.approx(nbytes * kept, abs=1)
+    assert available_bytes(torch.device("cuda", 0), static_bytes=7) == pytest.approx(nbytes * usable_share, abs=1)
 
 
 def test_a_cpu_has_what_is_free_and_what_is_live(monkeypatch):
@@ -258,8 +264,8 @@ def test_a_measured_step_leaves_gradients_as_they_were(tiny_gpt2, token_batch):
     assert step.static_bytes == count_static_bytes(model, batch)
     assert [label for label, _ in step.timeline] == ["start", "forward", "backward"]
     assert step.peak_bytes == max(nbytes for _, nbytes in step.timeline)
-    changed = [g for g, c in zip(gradients, copies, strict=True) if not torch.equal(g, c)]
-    assert not changed
+    changed_gradients = [g for g, c in zip(gradients, copies, strict=True) if not torch.equal(g, c)]
+    assert not changed_gradients
 
 
 def test_a_step_under_torchs_checkpoint_stores_the_input_and_the_generators_state():
@@ -283,16 +289,17 @@ def test_a_batch_without_labels_is_refused(tiny_gpt2, token_batch):
 
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_no_garbage_is_collected_meanwhile(was_enabled):
-    """A cycle that holds a tensor stays live however often Python would collect, and all is as before."""
+    """Garbage collection is off inside the context, and a cycle that holds a tensor stays live. It is restored
+    afterwards."""
     (gc.enable if was_enabled else gc.disable)()
     try:
         with garbage_collection_disabled(), MemoryMeter.for_device(CPU) as meter:
             cycle = [torch.ones(1000)]
             cycle.append(cycle)
             del cycle
-            kept = [[] for _ in range(10 * gc.get_threshold()[0])]
+            cycles = [[] for _ in range(10 * gc.get_threshold()[0])]
             meter.mark(("end",))
-        assert kept
+        assert cycles
         assert meter.points[-1].live_bytes == 4000
         assert gc.isenabled() is was_enabled
     finally:

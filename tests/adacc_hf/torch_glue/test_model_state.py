@@ -1,4 +1,4 @@
-"""State that a model's Python code changes: found wherever it is kept, put back, and changed once per call."""
+"""State that a model's Python code changes: found wherever it is stored, restored, and changed once per call."""
 
 import array
 import collections
@@ -47,7 +47,7 @@ class Slots:
 
 
 class Counts(nn.Module):
-    """Changes, in each call, what `kind` names; `state` reads it."""
+    """A module that changes the state named by `kind` in each call; `state` reads it."""
 
     shared = collections.Counter()  # noqa: RUF012
     total = 0
@@ -78,16 +78,16 @@ class Counts(nn.Module):
 
 
 def counter():
-    seen = []
+    sums = []
     num = 0
 
     def count(x=None, log=[]):  # noqa: B006
         nonlocal num
         if x is not None:
             num += 1
-            seen.append(float(x.detach().sum()))
+            sums.append(float(x.detach().sum()))
             log.append(num)
-        return num, list(seen), list(log)
+        return num, list(sums), list(log)
 
     return count
 
@@ -147,7 +147,7 @@ CHANGES = {
 
 
 def state(module):
-    """All that a `Counts` may change, as something that can be compared."""
+    """Return all state that a `Counts` may change, in a comparable form."""
 
     def plain(value):
         if isinstance(value, torch.Tensor):
@@ -290,7 +290,8 @@ def make_tables(module):
 
 
 def test_tables_that_are_made_once_stay():
-    """Else a profile would record the operators that make a table, which training runs once."""
+    """Tables that are created once stay after a profile. Else the profile would record operators that training runs
+    once."""
     module = nn.Identity()
     module.table, module.pair, module.grown, module.size, module.seen = None, None, torch.zeros(2), 2, []
     module.total = None
@@ -303,7 +304,7 @@ def test_tables_that_are_made_once_stay():
             assert (module.size, module.seen) == (2, [])
         make_tables(module)
         module.late = torch.ones(1)
-    assert [len(found) for found in names] == [4, 4, 4]
+    assert [len(names_of_state) for names_of_state in names] == [4, 4, 4]
     assert module.table is table
     assert module.pair is pair
     assert module.grown is grown
@@ -336,7 +337,7 @@ def test_a_block_whose_mode_changes_is_looked_at_again():
 
 
 def run_in_no_trace(module, run):
-    """`run` in a context that leaves no trace of it; returns (before, after)."""
+    """Run `run` in a `no_trace` context and return the states (before, after)."""
 
     def everything():
         gradients = [None if p.grad is None else p.grad.tolist() for p in module.parameters()]
@@ -438,7 +439,7 @@ def changes_all(block, hidden):
 
 
 def changes_all_and_reads(block, hidden):
-    """So that torch's checkpoint runs it."""
+    """Change all state and read data, so that torch's checkpoint runs the block."""
     return changes_all(block, hidden) * (1.0 if hidden.sum().item() > 0 else 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Every private name that is used of torch and Transformers is there, in the releases that are installed."""
+"""Every private name of torch and Transformers in use exists in the installed releases."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import nn
 from adacc_hf.compiler import functorch
 from adacc_hf.torch_glue import compat, private
 
-# Inductor's import is told so.
+# Inductor's import requires this.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 RELEASES = f"torch {torch.__version__} and Transformers {transformers.__version__}"
 
 
 @pytest.fixture(scope="module")
 def owners(tiny_gpt2) -> dict[str, Any]:
-    """An object of each class in `ATTRIBUTES`, or what stands for one."""
+    """An object of each class in `ATTRIBUTES`, or a stand-in."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp._flat_param import FlatParameter
     from torch.distributed.tensor import DTensor
@@ -64,16 +64,16 @@ def test_one_that_is_gone_is_named(owners):
 
 
 def is_there(name: str) -> bool:
-    """Whether `name`, of a module or of something in one, can be had."""
+    """Return True if `name`, of a module or of an object in one, can be resolved."""
     parts = name.split(".")
-    found = importlib.import_module(parts[0])
+    obj = importlib.import_module(parts[0])
     for place, part in enumerate(parts[1:], start=2):
-        if not hasattr(found, part):
+        if not hasattr(obj, part):
             try:
                 importlib.import_module(".".join(parts[:place]))
             except ImportError:
                 return False
-        found = getattr(found, part)
+        obj = getattr(obj, part)
     return True
 
 

@@ -1,4 +1,4 @@
-"""A process has one session of torch's profiler: a user's goes first, and one thread's waits for another's."""
+"""A process has one session of torch's profiler: the user's takes precedence, and threads wait for each other's."""
 
 import threading
 from contextlib import ExitStack, contextmanager
@@ -20,24 +20,24 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 @contextmanager
 def scheduled(steps, **schedule):
-    """A profiler after so many steps of a schedule."""
-    with profiler.profile(activities=CPU, schedule=profiler.schedule(**schedule)) as profiled:
+    """Return a profiler that has run that many steps of a schedule."""
+    with profiler.profile(activities=CPU, schedule=profiler.schedule(**schedule)) as session:
         for _ in range(steps):
-            profiled.step()
+            session.step()
         yield
 
 
 @contextmanager
-def started():
-    profiled = profiler.profile(activities=CPU)
-    profiled.start()
+def started_session():
+    session = profiler.profile(activities=CPU)
+    session.start()
     yield
-    profiled.stop()
+    session.stop()
 
 
 AT_WORK = {
     "whole": lambda: profiler.profile(activities=CPU),
-    "started": started,
+    "started": started_session,
     "with memory": lambda: profiler.profile(activities=CPU, profile_memory=True),
     "autograd": torch.autograd.profiler.profile,
     "warm-up": lambda: scheduled(1, wait=1, warmup=1, active=1),
@@ -49,9 +49,9 @@ AT_WORK = {
 @contextmanager
 def second_cycle():
     schedule = profiler.schedule(wait=0, warmup=1, active=1, repeat=2)
-    with profiler.profile(activities=CPU, schedule=schedule, acc_events=True) as profiled:
-        profiled.step()
-        profiled.step()
+    with profiler.profile(activities=CPU, schedule=schedule, acc_events=True) as session:
+        session.step()
+        session.step()
         yield
 
 
@@ -85,7 +85,7 @@ def test_a_profiler_that_does_nothing_is_no_obstacle(tiny_gpt2, token_batch, kin
 @pytest.mark.parametrize("kind", [kind for kind in AT_WORK if kind != "warm-up of the second cycle"])
 def test_a_users_profiler_that_starts_meanwhile_takes_over(kind, ends_first):
     meter = CpuMemoryMeter().__enter__()
-    with AT_WORK[kind]() as profiled:
+    with AT_WORK[kind]() as session:
         if not ends_first:
             with pytest.raises(ProfilerConflictError, match="was started"):
                 meter.__exit__(None, None, None)
@@ -93,11 +93,11 @@ def test_a_users_profiler_that_starts_meanwhile_takes_over(kind, ends_first):
     if ends_first:
         with pytest.raises(ProfilerConflictError, match="was started"):
             meter.__exit__(None, None, None)
-    if isinstance(profiled, profiler.profile) and kind != "warm-up":
-        assert any("sin" in event.name for event in profiled.events())
+    if isinstance(session, profiler.profile) and kind != "warm-up":
+        assert any("sin" in event.name for event in session.events())
     with CpuMemoryMeter() as meter:
-        kept = torch.ones(1000)
-    assert meter.peak_bytes >= kept.nbytes
+        tensor = torch.ones(1000)
+    assert meter.peak_bytes >= tensor.nbytes
 
 
 def test_an_error_is_not_replaced_by_the_users_profiler():
@@ -108,7 +108,7 @@ def test_an_error_is_not_replaced_by_the_users_profiler():
 
 
 def in_threads(run, number):
-    """What `run(n)` returned or raised in threads that start together."""
+    """Return the result or exception of `run(n)` for each of several threads that start together."""
     results, barrier = [None] * number, threading.Barrier(number)
 
     def call(n):
@@ -138,8 +138,8 @@ def test_profiles_in_several_threads_are_right(tiny_gpt2, token_batch):
 def test_a_meter_waits_for_that_of_another_thread():
     def measure(_):
         with CpuMemoryMeter() as meter:
-            kept = torch.ones(1 << 18)
-        return meter.peak_bytes, kept.nbytes
+            tensor = torch.ones(1 << 18)
+        return meter.peak_bytes, tensor.nbytes
 
     assert all(peak >= nbytes for peak, nbytes in in_threads(measure, 3))
 
@@ -157,15 +157,15 @@ def test_one_profiles_while_another_measures(tiny_gpt2, token_batch):
 def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):
     model = tiny_gpt2()
     profile = profile_model(model, token_batch(), CONFIG)
-    inside, done = threading.Event(), threading.Event()
-    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: (inside.set(), done.wait(60))[0])
+    inside, may_continue = threading.Event(), threading.Event()
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: (inside.set(), may_continue.wait(60))[0])
     with apply_policy(model, uniform_policy(profile, "recompute")):
         other = threading.Thread(target=lambda: model(**token_batch()).loss.backward())
         other.start()
         assert inside.wait(60)
         with pytest.raises(ConcurrentCallError, match="in one thread"):
             model(**token_batch())
-        done.set()
+        may_continue.set()
         other.join(60)
         model(**token_batch()).loss.backward()
 

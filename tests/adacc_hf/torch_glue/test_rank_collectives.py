@@ -1,4 +1,4 @@
-"""Agreement between ranks: alone, and with two gloo processes, for which this file is the script."""
+"""Agreement between ranks: alone, and with two gloo processes. This file is also the script of these processes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_one_process_does_nothing(profile_of, tape_builder):
     assert broadcast_from_first_rank(lambda: profile) is profile
     check_same_policy(uniform_policy(profile, "retain"))
     error = InfeasibleBudgetError("too small", 7)
-    with pytest.raises(InfeasibleBudgetError) as caught:
+    with pytest.raises(InfeasibleBudgetError) as error_info:
         broadcast_from_first_rank(raising(error))
-    assert caught.value is error
+    assert error_info.value is error
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """What each of the two processes does; an assert that fails fails the process."""
+    """Run one of the two processes. A failed assert fails the process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
     assert num_ranks() == 2
@@ -66,21 +66,21 @@ def check_least(rank: int, profiles) -> None:
 
 
 def check_result(rank: int, profile) -> None:
-    solved = []
+    solver_calls = []
 
     def solve():
-        solved.append(rank)
+        solver_calls.append(rank)
         return uniform_policy(profile, "recompute")
 
     assert broadcast_from_first_rank(solve) == uniform_policy(profile, "recompute")
-    assert solved == ([0] if rank == 0 else [])
+    assert solver_calls == ([0] if rank == 0 else [])
     assert broadcast_from_first_rank(lambda: None if rank == 0 else 1 / 0) is None
 
 
 def check_errors(rank: int) -> None:
-    with pytest.raises(InfeasibleBudgetError, match="too small") as caught:
+    with pytest.raises(InfeasibleBudgetError, match="too small") as error_info:
         broadcast_from_first_rank(raising(InfeasibleBudgetError("too small", 7)))
-    assert caught.value.smallest_budget_bytes == 7
+    assert error_info.value.smallest_budget_bytes == 7
     kind, message = (UnsendableError, "^odd$") if rank == 0 else (AdaccError, "first rank failed with Unsend.*: odd")
     with pytest.raises(kind, match=message):
         broadcast_from_first_rank(raising(UnsendableError("odd")))

@@ -1,4 +1,4 @@
-"""States of the default generators: taken, drawn from, and put back."""
+"""States of the default generators: read, drawn from, and restored."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ CPU = torch.device("cpu")
 def test_what_is_drawn_from_a_state_is_what_was_drawn_after_it_and_the_generator_is_put_back():
     torch.manual_seed(3)
     state = generator_state(CPU)
-    drawn = torch.rand(5)
+    numbers = torch.rand(5)
     later = torch.get_rng_state()
     with draw_from_state(state, CPU):
-        assert torch.equal(torch.rand(5), drawn)
+        assert torch.equal(torch.rand(5), numbers)
     assert torch.equal(torch.get_rng_state(), later)
     with pytest.raises(RuntimeError, match="shape"), draw_from_state(state, CPU):
         (torch.rand(2) + torch.rand(2)).view(3)
@@ -22,7 +22,7 @@ def test_what_is_drawn_from_a_state_is_what_was_drawn_after_it_and_the_generator
 
 
 def test_a_state_is_a_storage_of_its_own():
-    """It is counted among what a block stores."""
+    """A state has its own storage, which counts as a block's stored bytes."""
     one, other = generator_state(CPU), generator_state(CPU)
     assert one.data_ptr() != other.data_ptr()
     assert one.untyped_storage().nbytes() == one.nbytes == torch.get_rng_state().nbytes

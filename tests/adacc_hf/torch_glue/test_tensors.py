@@ -81,7 +81,7 @@ def test_memory_is_that_of_the_part(mesh: DeviceMesh) -> None:
     assert distinct_bytes([tensor, local_of(tensor), torch.zeros(3)]) == 96 + 12
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that its sparse tensors may change yet
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch warns that its sparse tensors may change
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_memory_of_a_sparse_tensor_is_that_of_its_elements_and_indices(layout) -> None:
     tensor = torch.eye(6).to_sparse(layout=layout)
@@ -92,19 +92,19 @@ def test_memory_of_a_sparse_tensor_is_that_of_its_elements_and_indices(layout) -
 
 
 class Reduced(nn.Module):
-    """Adds up what all ranks have, then squares it."""
+    """A module that sums the input over all ranks and squares the sum."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # named as modules name it
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # modules use this name
         doubled = input * 2
         dist.all_reduce(doubled)
         return doubled.exp()
 
 
 def test_what_other_ranks_take_part_in_is_a_new_version_that_never_runs_again(mesh: DeviceMesh) -> None:
-    block, given = Reduced(), torch.randn(3)
-    recorder = Recorder(block, (given,), {})
+    block, x = Reduced(), torch.randn(3)
+    recorder = Recorder(block, (x,), {})
     with recorder:
-        block(given)
+        block(x)
     tape = recorder.tape()
     assert [operator.is_collective for operator in tape.operators] == [False, True, False]
     assert [operator.may_run_again for operator in tape.operators] == [True, False, True]
@@ -122,10 +122,10 @@ def test_a_tape_of_freed_memory_is_not_trusted() -> None:
             gathered.untyped_storage().resize_(0)
             return result
 
-    block, given = Frees(), torch.randn(3)
-    recorder = Recorder(block, (given,), {})
+    block, x = Frees(), torch.randn(3)
+    recorder = Recorder(block, (x,), {})
     with recorder:
-        block(given)
+        block(x)
     assert recorder.tape().untrusted.startswith("memory of tensors that backward reads is freed")
 
 

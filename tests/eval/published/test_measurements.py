@@ -1,4 +1,4 @@
-"""Published measurements as data: complete, of known models, halved once and for all."""
+"""Published measurements as data: complete, of known models, split into halves once."""
 
 from dataclasses import asdict, replace
 
@@ -27,8 +27,8 @@ from adacc_hf.eval.published.speed import MODES
 
 
 def test_there_are_enough_of_enough_sources():
-    counted = [row for row in rows().values() if row.set_aside is None]
-    assert len(counted) >= 30
+    usable = [row for row in rows().values() if row.set_aside is None]
+    assert len(usable) >= 30
     assert len({row.source for row in rows().values()}) >= 10
     assert {row.source for row in rows().values()} | {item.source for item in undecidable()} <= sources().keys()
 
@@ -43,7 +43,7 @@ def test_a_row_is_of_what_the_planner_knows(name):
     assert row.meter in METERS
     assert row.unit in UNITS
     assert row.not_said
-    assert row.assumed, "what a source does not say is assumed in words"
+    assert row.assumed, "settings that a source omits are listed as assumptions"
     assert OLDER.keys() >= set(row.older)
     assert (row.context_mb > 0) == (row.meter == "nvidia-smi")
     request = request_of(row)
@@ -52,16 +52,16 @@ def test_a_row_is_of_what_the_planner_knows(name):
 
 
 def test_the_halves_do_not_depend_on_the_order_of_rows():
-    away = held_out(rows())
-    assert len(away) == len(rows()) // 2
-    assert away == held_out(list(reversed(list(rows()))))
+    held_out_names = held_out(rows())
+    assert len(held_out_names) == len(rows()) // 2
+    assert held_out_names == held_out(list(reversed(list(rows()))))
 
 
 def test_a_second_look_changes_what_it_says_and_no_figure():
     for look in second_looks():
         assert set(look.sources) <= sources().keys()
-        of_it = [row for row in rows().values() if look.is_for(row)]
-        assert of_it, look.reason
+        matching_rows = [row for row in rows().values() if look.is_for(row)]
+        assert matching_rows, look.reason
     row = rows()["litgpt phi-1.5 batch 1"]
     again, of_model = apply_second_looks(row)
     assert again.lora == {**row.lora, "dropout": 0.05}
@@ -71,10 +71,10 @@ def test_a_second_look_changes_what_it_says_and_no_figure():
 
 
 def test_there_are_enough_pairs_of_speeds_of_enough_sources():
-    counted = [pair for pair in pairs().values() if pair.set_aside is None]
-    assert len(counted) >= 8
-    assert len({pair.source for pair in counted}) >= 4
-    assert {pair.source for pair in counted} <= sources().keys()
+    usable_pairs = [pair for pair in pairs().values() if pair.set_aside is None]
+    assert len(usable_pairs) >= 8
+    assert len({pair.source for pair in usable_pairs}) >= 4
+    assert {pair.source for pair in usable_pairs} <= sources().keys()
 
 
 @pytest.mark.parametrize("name", pairs())
@@ -97,14 +97,14 @@ def test_a_ratio_is_of_times_whatever_was_measured():
 
 
 def test_pairs_of_rows_are_in_the_half_of_their_row():
-    away = held_out_pairs()
+    held_out_names = held_out_pairs()
     for name in pairs().keys() & rows().keys():
-        assert (name in away) == (name in held_out(rows()))
+        assert (name in held_out_names) == (name in held_out(rows()))
     others = pairs().keys() - rows().keys()
-    assert len(away & others) == len(others) // 2
+    assert len(held_out_names & others) == len(others) // 2
 
 
 def test_what_remains_is_said_of_open_rows_and_pairs_alone():
-    away = held_out(rows()) | {f"{name}, speed" for name in held_out_pairs()}
+    held_out_names = held_out(rows()) | {f"{name}, speed" for name in held_out_pairs()}
     assert remains().keys() <= rows().keys() | {f"{name}, speed" for name in pairs()}
-    assert not away & remains().keys()
+    assert not held_out_names & remains().keys()

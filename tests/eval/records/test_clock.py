@@ -1,4 +1,4 @@
-"""The clocks, and where CPU time may not be used."""
+"""The clocks, and the cases in which CPU time must not be used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_cpu_time_does_not_pass_while_sleeping() -> None:
     time.sleep(0.3)
     passed = {name: now() - starts[name] for name, now in CLOCKS.items()}
     assert passed["wall"] >= 0.3
-    # Other threads of the test process may work meanwhile; on an idle process it is below 1 ms.
+    # Other threads of the test process may work in the meantime. In an idle process the time is below 1 ms.
     assert passed["cpu"] < 0.2
 
 

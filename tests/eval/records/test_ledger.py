@@ -1,4 +1,4 @@
-"""Records that grow point by point, survive a kill, and are one run's alone."""
+"""Records that grow point by point, survive a killed run, and belong to one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adacc_hf.reports.run_record import Settings
 
 
 class KilledError(Exception):
-    """Stands for whatever ends a run in the middle."""
+    """Error that represents any reason for which a run ends early."""
 
 
 @pytest.fixture
@@ -24,27 +24,29 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def run(settings: Settings, keys: str, resume: bool | None = None, status: str = "measured", **run_info: int) -> str:
-    """The points that a run of one point per letter of `keys` had to measure; "!" ends it in the middle."""
-    measured = []
+    """Return the points that a run with one point per letter of `keys` measured. "!" ends the run early."""
+    measured_keys = []
     with open_ledger(settings, {"letters": "abc", **run_info}, resume) as ledger:
         for key in keys:
             if key == "!":
                 raise KilledError
-            ledger.measure(key, lambda key=key: measured.append(key) or {"status": status, "order": len(measured)})
+            ledger.measure(
+                key, lambda key=key: measured_keys.append(key) or {"status": status, "order": len(measured_keys)}
+            )
         ledger.finish(total=len(ledger.points))
-    return "".join(measured)
+    return "".join(measured_keys)
 
 
-def saved(settings: Settings) -> dict:
+def load_record(settings: Settings) -> dict:
     return json.loads(settings.output.read_text())
 
 
 def test_a_killed_run_goes_on_where_it_stopped(settings: Settings) -> None:
     with pytest.raises(KilledError):
         run(settings, "ab!c")
-    assert saved(settings)["meta_info"]["status"] == "running"
+    assert load_record(settings)["meta_info"]["status"] == "running"
     assert run(settings, "abc") == "c"
-    record = saved(settings)
+    record = load_record(settings)
     assert record["meta_info"]["status"] == "complete"
     assert list(record["train_info"]["points"]) == ["a", "b", "c"]
     assert record["train_info"]["total"] == 3
@@ -76,11 +78,11 @@ def test_where_time_is_short_failures_wait_and_no_point_begins_that_may_take_lon
     with open_ledger(in_time, {}, False) as ledger:
         ledger.measure("short", lambda: {"status": "measured"})
         ledger._longest_s = 61.0
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             ledger.measure("too long", lambda: pytest.fail("there is no time for it"))
-    assert ended.value.code == OUT_OF_TIME
-    assert list(saved(settings)["train_info"]["points"]) == ["short"]
-    assert saved(settings)["meta_info"]["status"] == "running"
+    assert exit_info.value.code == OUT_OF_TIME
+    assert list(load_record(settings)["train_info"]["points"]) == ["short"]
+    assert load_record(settings)["meta_info"]["status"] == "running"
 
 
 @pytest.mark.parametrize("status", ["out_of_memory", "cannot_run", "red"])
@@ -116,7 +118,7 @@ def test_figures_are_saved_as_they_will_be_read(settings: Settings) -> None:
     with open_ledger(settings, {}, None) as ledger:
         assert isinstance(ledger, Ledger)
         point = ledger.measure("a", lambda: {"status": "measured", "pair": (1, 2)})
-        assert point == saved(settings)["train_info"]["points"]["a"] == {"status": "measured", "pair": [1, 2]}
+        assert point == load_record(settings)["train_info"]["points"]["a"] == {"status": "measured", "pair": [1, 2]}
 
 
 def test_a_record_can_be_reported_on_again(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Plots that come out the same each time, of whatever there is."""
+"""Plots are deterministic, and need only some of the points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON and the Markdown that runners leave."""
+"""The JSON and Markdown files that runners write."""
 
 from __future__ import annotations
 

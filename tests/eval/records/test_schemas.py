@@ -1,4 +1,4 @@
-"""Every committed record is as its schema says, and the schemas notice what is not."""
+"""Every committed record matches its schema, and the schemas reject invalid records."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def test_the_schema_is_one() -> None:
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A record whose points were measured, but for one."""
+    """Return a record in which all points but one were measured."""
 
-    def made_up(function, order: dict, timeout_s: float | None) -> dict:
+    def invented_point(function, order: dict, timeout_s: float | None) -> dict:
         if order["method"] == "full":
             return {"status": "error", "reason": "broken"}
         return {"status": "measured", "curve": [(1, 2.0)], "training_curve": [(1, 2.0)]}
 
     output = tmp_path_factory.mktemp("schemas") / "loss.json"
-    loss.main(["--methods", "none", "full", "adacc", "--output", str(output)], made_up)
+    loss.main(["--methods", "none", "full", "adacc", "--output", str(output)], invented_point)
     return json.loads(output.read_text())
 
 
@@ -44,11 +44,11 @@ def test_a_fresh_record_is_valid(record: dict[str, Any]) -> None:
 
 
 def test_a_record_without_a_table_of_its_own_is_valid(tmp_path: Path) -> None:
-    def made_up(function, order: dict, timeout_s: float) -> dict:
+    def invented_point(function, order: dict, timeout_s: float) -> dict:
         return {"status": "out_of_memory", "reason": "too large", "static_bytes": 1, "peak_bytes": 2}
 
     output = tmp_path / "max_batch.json"
-    max_batch.main(["--methods", "none", "--output", str(output)], made_up)
+    max_batch.main(["--methods", "none", "--output", str(output)], invented_point)
     check_record(json.loads(output.read_text()))
 
 

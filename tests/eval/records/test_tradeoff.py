@@ -1,4 +1,4 @@
-"""Speed at equal peak and peak at equal speed, read off a curve."""
+"""Speed at equal peak and peak at equal speed, interpolated on a curve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_by_hand() -> None:
 def test_a_peer_is_compared_both_ways() -> None:
     rows = compare(points((10, 1), (20, 3)), [Point(name="peer", peak_bytes=15, speed=1.0, compiled=True)])
     assert (rows[0].peer, rows[0].compiled, rows[0].speed_ratio) == ("peer", True, 2.0)
-    assert rows[0].peak_ratio == pytest.approx(10 / 15)  # as fast as its slowest point
+    assert rows[0].peak_ratio == pytest.approx(10 / 15)  # as fast as the curve's slowest point
 
 
 def test_nothing_is_read_off_beyond_the_points() -> None:
@@ -38,17 +38,17 @@ def test_nothing_is_read_off_beyond_the_points() -> None:
 
 
 @given(POINTS)
-def test_a_frontier_rises_and_covers_every_point(found: list[Point]) -> None:
-    best = frontier(found)
+def test_a_frontier_rises_and_covers_every_point(curve_points: list[Point]) -> None:
+    best = frontier(curve_points)
     assert all(a.peak_bytes < b.peak_bytes and a.speed < b.speed for a, b in pairwise(best))
-    for point in found:
-        assert any(kept.peak_bytes <= point.peak_bytes and kept.speed >= point.speed for kept in best)
+    for point in curve_points:
+        assert any(best_point.peak_bytes <= point.peak_bytes and best_point.speed >= point.speed for best_point in best)
 
 
 @given(POINTS)
-def test_no_point_of_the_curve_beats_the_curve(found: list[Point]) -> None:
-    """Against its own points the ratios are 1 or better, up to rounding of the interpolation."""
-    for row in compare(found, found):
+def test_no_point_of_the_curve_beats_the_curve(curve_points: list[Point]) -> None:
+    """Compared with its own points the curve has ratios of 1 or better, up to rounding in the interpolation."""
+    for row in compare(curve_points, curve_points):
         assert row.speed_ratio >= 1 - 1e-9
         assert row.peak_ratio <= 1 + 1e-9
 

@@ -1,4 +1,4 @@
-"""Where the rows of a data set come from, and what is said about wrong ones."""
+"""Sources of a data set's rows, and the error messages for invalid rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPLITS = {"lambada_openai": "test", "arc_easy": "test", "sciq": "test", "swag": 
 
 
 def prompts(task: Any) -> list[tuple[str, Any]]:
-    """What the model reads, and the right answer, row by row."""
+    """Return the context and the correct answer of every row."""
     return [(task.doc_to_text(row), task.doc_to_target(row)) for row in task.eval_docs]
 
 
@@ -33,12 +33,12 @@ def test_parquet_holds_the_same_rows(name: str, num_parts: int, data_dir: Path, 
     from datasets import Dataset
 
     from_json = prompts(load_tasks([name], data_dir)[name])
-    split = SPLITS[name]
-    (data_dir / name / f"{split}.jsonl").unlink()
-    dataset = Dataset.from_list(rows[f"{name}/{split}"])
+    split_name = SPLITS[name]
+    (data_dir / name / f"{split_name}.jsonl").unlink()
+    dataset = Dataset.from_list(rows[f"{name}/{split_name}"])
     for part in range(num_parts):
         suffix = "" if num_parts == 1 else f"-{part:05}-of-{num_parts:05}"
-        dataset.shard(num_parts, part, contiguous=True).to_parquet(data_dir / name / f"{split}{suffix}.parquet")
+        dataset.shard(num_parts, part, contiguous=True).to_parquet(data_dir / name / f"{split_name}{suffix}.parquet")
     assert len(local_files(data_dir, name)) == num_parts
     assert prompts(load_tasks([name], data_dir)[name]) == from_json
 

@@ -1,4 +1,4 @@
-"""The paper's figures, checked against the means that it prints itself."""
+"""The paper's figures, compared with the means that the paper prints."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from adacc_hf.eval.tasks.paper_table4 import PAPER_TABLE4, paper_figures, paper_
 ROWS = [(*model, method, *values) for model, methods in PAPER_TABLE4.items() for method, values in methods.items()]
 
 PRINTED_WRONG = ("117M", 64, "adacc_no_outlier")
-"""The mean of this row's columns is 51.09; the paper prints 51.03."""
+"""Row whose mean over the columns is 51.09, where the paper prints 51.03."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:3])))
 def test_means_are_those_of_the_columns(row: tuple[float | None, ...]) -> None:
     *columns, mean = row[3:]
-    # Two decimals, of which the last is sometimes cut off and sometimes rounded; a dash counts as 0.
+    # The figures have two decimals, and the last one is sometimes truncated and sometimes rounded. A dash counts as 0.
     tolerance = 0.0101 if row[:3] != PRINTED_WRONG else 0.0601
     assert sum(value or 0.0 for value in columns) / 4 == pytest.approx(mean, abs=tolerance)
 

@@ -1,4 +1,4 @@
-"""What a record remembers of its tasks, and how scores read."""
+"""Information on tasks in a record, and the text of scores."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from adacc_hf.eval.tasks.task_scores import percent, task_info
 
 def test_info_changes_with_the_rows_and_the_limit(data_dir: Path) -> None:
     names = ["lambada_openai", "sciq"]
-    before = task_info(load_tasks(names, data_dir), None)
-    assert task_info(load_tasks(names, data_dir), None) == before
-    assert task_info(load_tasks(names, data_dir), 3) != before
+    original_info = task_info(load_tasks(names, data_dir), None)
+    assert task_info(load_tasks(names, data_dir), None) == original_info
+    assert task_info(load_tasks(names, data_dir), 3) != original_info
     (data_dir / "lambada_openai" / "test.jsonl").write_text(json.dumps({"text": "Some other words"}) + "\n")
-    after = task_info(load_tasks(names, data_dir), None)
-    assert after["tasks"]["lambada_openai"] != before["tasks"]["lambada_openai"]
-    assert after["tasks"]["sciq"] == before["tasks"]["sciq"]
+    changed_info = task_info(load_tasks(names, data_dir), None)
+    assert changed_info["tasks"]["lambada_openai"] != original_info["tasks"]["lambada_openai"]
+    assert changed_info["tasks"]["sciq"] == original_info["tasks"]["sciq"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The gate before the clock: how far a lossless method may be off, on a device that adds in any order and on one that
-does not."""
+"""The correctness gate before timing: the allowed error of a lossless method, on a device with a fixed order of sums
+and on one without."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SUBJECT = Subject(preset="demo", batch=1, tokens=16)
 
 
 def gradients(off: float) -> Gradients:
-    """Of one parameter, by that much off from another run's."""
+    """Return the gradients of one parameter, `off` away from those of another run."""
     return Gradients(torch.tensor(2.0), {"weight": torch.tensor([1.0 + off, 0.0])})
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """How far the gradients of the next steps are off, one after the other."""
+    """Return the list of the next steps' gradient errors, which a test fills and must use up."""
     offs: list[float] = []
     monkeypatch.setattr(barrier, "step_gradients", lambda *_: gradients(offs.pop(0)))
     yield offs
@@ -33,10 +33,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def test_noise_is_the_worst_of_three_runs(runs: list[float]) -> None:
-    """The first two are equal, by chance."""
+    """The first two of the three runs are equal by chance."""
     runs += [0.0, 0.0, 1e-3]
     reference = reference_gradients(SUBJECT, SUBJECT.model(), SUBJECT.example())
-    assert reference.noise == pytest.approx(1e-3, rel=1e-3)  # float32 has 1 + 1e-3 to 1e-7
+    assert reference.noise == pytest.approx(1e-3, rel=1e-3)  # float32 represents 1 + 1e-3 to 1e-7
 
 
 @pytest.mark.parametrize(("device", "is_red"), [("cpu", True), ("cuda", False)])
@@ -50,8 +50,8 @@ def test_a_gpu_may_add_in_another_order_though_no_run_showed_it(runs: list[float
         with pytest.raises(WrongResultError, match="weight differs"):
             check(subject, model, installed, reference)
     else:
-        found = check(subject, model, installed, reference)
-        assert found["gradient_error"] == pytest.approx(ROUNDING["fp32"] / 2, rel=0.02)  # of float32's own 1e-7
+        errors = check(subject, model, installed, reference)
+        assert errors["gradient_error"] == pytest.approx(ROUNDING["fp32"] / 2, rel=0.02)  # of float32's own 1e-7
 
 
 def test_what_is_wrong_is_red_on_a_gpu_too(runs: list[float]) -> None:

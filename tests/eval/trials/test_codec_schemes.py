@@ -1,4 +1,4 @@
-"""What the gradient-error table compares."""
+"""Schemes of the gradient-error table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_takes_knows_each_codecs_scales() -> None:
 
 
 def saved_by_blocks(model, batch) -> int:
-    """How many float tensors that are neither parameters nor masks the blocks save, counted in another way."""
+    """Count the float tensors that the blocks save, without parameters and masks, by another method."""
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     inside, count = [False], 0
 
@@ -79,8 +79,8 @@ def test_round_trips_change_gradients_and_then_leave_no_trace(tiny: Workload) ->
         int4 = compute_gradients(model, batch, 0)
     with RoundTrips(model, Scheme(name="int8", group_size=64)):
         int8 = compute_gradients(model, batch, 0)
-    assert torch.equal(int4.loss, exact.loss)  # forward is untouched
-    # 4 bits more are 16 times finer; half of that leaves room for what is not rounding.
+    assert torch.equal(int4.loss, exact.loss)  # forward is unchanged
+    # 4 more bits are 16 times finer. Half of that leaves room for errors other than rounding.
     assert relative_error(exact, int4) > 8 * relative_error(exact, int8) > 0
     assert first_difference(exact, compute_gradients(model, batch, 0)) is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -93,10 +93,10 @@ def test_block_that_raises_does_not_leave_the_hooks_on(tiny: Workload) -> None:
     with pytest.raises(ZeroDivisionError), trips:
         model(**batch)
     fault.remove()
-    seen = trips.num_tensors
-    assert seen > 0
+    num_tensors = trips.num_tensors
+    assert num_tensors > 0
     model(**batch).loss.backward()
-    assert trips.num_tensors == seen
+    assert trips.num_tensors == num_tensors
 
 
 def test_with_options_changes_each_codec_as_far_as_it_can(tiny: Workload) -> None:
@@ -104,17 +104,19 @@ def test_with_options_changes_each_codec_as_far_as_it_can(tiny: Workload) -> Non
     model, batch = eager.model(), next(eager.batches())
     policy = uniform_policy(profile_model(model, batch), Action.COMPRESS)
     scheme = Scheme(name=LAYER_SPECIFIC, scale="max7", group_size=32, rounding="stochastic")
-    changed = with_options(policy, scheme)
-    found = {}
-    for (_, before), (value, after) in zip(policy.plans[0].choices, changed.plans[0].choices, strict=True):
-        assert (before.action, before.codec) == (after.action, after.codec)
-        found[after.codec] = dict(after.options)
-        assert after.codec in (None, "bitmask") or dict(after.options)["seed"] == value
-    assert found["outlier_int4"]["scale"] == found["channel_int4"]["scale"] == "max7"
-    assert found["asymmetric_int4"]["scale"] == "range15"
-    assert found["bitmask"] == {}
-    assert {found[name]["group_size"] for name in ("outlier_int4", "asymmetric_int4", "int8")} == {32}
-    assert found["int8"]["rounding"] == "stochastic"
+    changed_policy = with_options(policy, scheme)
+    options_by_codec = {}
+    for (_, old_choice), (value, new_choice) in zip(
+        policy.plans[0].choices, changed_policy.plans[0].choices, strict=True
+    ):
+        assert (old_choice.action, old_choice.codec) == (new_choice.action, new_choice.codec)
+        options_by_codec[new_choice.codec] = dict(new_choice.options)
+        assert new_choice.codec in (None, "bitmask") or dict(new_choice.options)["seed"] == value
+    assert options_by_codec["outlier_int4"]["scale"] == options_by_codec["channel_int4"]["scale"] == "max7"
+    assert options_by_codec["asymmetric_int4"]["scale"] == "range15"
+    assert options_by_codec["bitmask"] == {}
+    assert {options_by_codec[name]["group_size"] for name in ("outlier_int4", "asymmetric_int4", "int8")} == {32}
+    assert options_by_codec["int8"]["rounding"] == "stochastic"
 
 
 def test_layer_specific_schemes_are_all_different() -> None:

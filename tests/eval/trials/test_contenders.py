@@ -1,4 +1,4 @@
-"""The gate before the clock, and the figures after it."""
+"""The correctness gate before timing, and the figures after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 @pytest.fixture
 def build(tiny: Workload):
-    """Contenders on one model: plain, checkpointing, and one per action given."""
+    """Return contenders on one model: plain, checkpointing, and one for each action."""
     model, batch = tiny.model(), next(tiny.batches())
     profile = profile_model(model, batch)
 
@@ -40,7 +40,7 @@ def build(tiny: Workload):
 
 
 def scale_gradient(contender: Contender, factor: float) -> None:
-    """Plant an error in one gradient; the loss stays as it is."""
+    """Scale one gradient by a hook, so that it is wrong. The loss stays correct."""
     contender.model.transformer.h[0].mlp.c_fc.weight.register_hook(lambda gradient: gradient * factor)
 
 
@@ -67,11 +67,11 @@ def test_gate_looks_at_the_steady_state_too(build) -> None:
     contenders = build(Action.RECOMPUTE)
     calls = []
 
-    def wrong_from_the_third_call_on(gradient):
+    def spoil_after_second_call(gradient):
         calls.append(None)
         return gradient if len(calls) < 3 else gradient * (1 + 2**-20)
 
-    contenders[2].model.transformer.h[0].mlp.c_fc.weight.register_hook(wrong_from_the_third_call_on)
+    contenders[2].model.transformer.h[0].mlp.c_fc.weight.register_hook(spoil_after_second_call)
     with pytest.raises(WrongResultError, match="step 3"):
         check_gradients(contenders)
 
@@ -99,10 +99,10 @@ def test_a_chunked_head_may_round_the_loss_otherwise(tiny: Workload) -> None:
 def test_contenders_keep_their_memory(build) -> None:
     everyone = build(Action.RETAIN, Action.RECOMPUTE)
     check_gradients(everyone)
-    stored = {contender.name: contender.memory().stored_bytes for contender in everyone}
-    assert stored["retain"] == stored[PLAIN] == everyone[2].policy.predicted_stored_bytes
-    assert stored["recompute"] == everyone[3].policy.predicted_stored_bytes
-    assert stored[CHECKPOINTING] < stored[PLAIN] / 2
+    stored_bytes = {contender.name: contender.memory().stored_bytes for contender in everyone}
+    assert stored_bytes["retain"] == stored_bytes[PLAIN] == everyone[2].policy.predicted_stored_bytes
+    assert stored_bytes["recompute"] == everyone[3].policy.predicted_stored_bytes
+    assert stored_bytes[CHECKPOINTING] < stored_bytes[PLAIN] / 2
 
 
 def test_lossy_policies_are_told_from_lossless_ones(build) -> None:
@@ -127,7 +127,7 @@ def test_all_take_part_in_every_round_and_take_turns(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(contenders.CLOCKS, "wall", lambda: float(next(ticks)))
     samples = time_rounds([Stub("a"), Stub("b"), Stub("c")], 2, "wall")
     assert calls == ["a", "b", "c", "c", "a", "b"]
-    assert samples == {name: [1000.0, 1000.0] for name in "abc"}  # each step lies one tick of the clock apart
+    assert samples == {name: [1000.0, 1000.0] for name in "abc"}  # each step lasts one tick of the clock
 
 
 def test_ratios_are_of_medians() -> None:
@@ -142,7 +142,8 @@ def test_ratios_are_of_medians() -> None:
 
 @pytest.mark.parametrize(("factor", "passes"), [(3.0, True), (5.0, False)])
 def test_what_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: float, passes: bool) -> None:
-    """A GPU adds in another order from run to run."""
+    """A GPU adds in another order from run to run, so that plain runs differ. The difference is no error of a
+    method."""
 
     class Stub:
         is_lossless, other_sums, device = True, False, torch.device("cpu")
@@ -164,7 +165,8 @@ def test_what_plain_runs_differ_by_is_no_error_of_a_lossless_method(factor: floa
 
 
 def test_where_plain_runs_are_alike_a_lossless_method_is_bit_equal() -> None:
-    """Also where the difference is too small for the error of the whole gradient."""
+    """A lossless method must be bit-equal there, also if the difference is too small for the error of the whole
+    gradient."""
 
     class Stub:
         is_lossless, other_sums, device = True, False, torch.device("cpu")

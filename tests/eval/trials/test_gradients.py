@@ -1,4 +1,4 @@
-"""Gradients of a batch, and their distance."""
+"""Gradients of a batch, and the distance between two of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def gradients(loss: float, **by_name: list[float]) -> Gradients:
 
 def test_same_seed_gives_equal_gradients_and_leaves_none(tiny: Workload) -> None:
     model, batch = tiny.model(), next(tiny.batches())
-    one, same, other = (compute_gradients(model, batch, seed) for seed in (0, 0, 1))
-    assert first_difference(one, same) is None
-    assert first_difference(one, other) == "the loss"  # dropout differs
-    assert one.by_name.keys() == dict(model.named_parameters()).keys()
+    gradients_of_seed, same, other_seed = (compute_gradients(model, batch, seed) for seed in (0, 0, 1))
+    assert first_difference(gradients_of_seed, same) is None
+    assert first_difference(gradients_of_seed, other_seed) == "the loss"  # dropout differs
+    assert gradients_of_seed.by_name.keys() == dict(model.named_parameters()).keys()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -32,8 +32,8 @@ def test_first_difference_names_it() -> None:
 
 
 def test_relative_error_is_of_the_whole_vector() -> None:
-    expected, found = gradients(1.0, a=[3.0], b=[4.0, 0.0]), gradients(1.0, a=[3.0], b=[4.0, 0.5])
+    expected, nearby = gradients(1.0, a=[3.0], b=[4.0, 0.0]), gradients(1.0, a=[3.0], b=[4.0, 0.5])
     # |(0, 0, 0.5)| / |(3, 4, 0)|; every number here is exact in binary.
-    assert relative_error(expected, found) == pytest.approx(0.1, rel=1e-12)
+    assert relative_error(expected, nearby) == pytest.approx(0.1, rel=1e-12)
     assert relative_error(expected, expected) == 0.0
     assert relative_error(expected, gradients(1.0, a=[3.0])) == math.inf

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: every end has its status and its reason."""
+"""Measurements in separate processes: every way to end has a status and a reason."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_a_step_over_the_limit_keeps_its_figures() -> None:
     assert figures == {"status": "out_of_memory", "reason": "takes 2, limit 1", "peak_bytes": 2}
 
 
-# The functions below run in the other process, which finds them by the name of an importable module.
+# The functions below run in the other process, which imports them by module name.
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str):
-    """A function `act` in a module that the other process can import."""
+    """Return a function `act` in a module that the other process can import."""
     (tmp_path / "isolated_work.py").write_text(f"import os, time\ndef act(**arguments):\n    {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -76,16 +76,16 @@ def test_it_runs_in_another_process(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert figures["pid"] != os.getpid()
 
 
-@pytest.mark.parametrize("given", [None, "backend:cudaMallocAsync"])
+@pytest.mark.parametrize("setting", [None, "backend:cudaMallocAsync"])
 def test_a_gpu_gives_memory_out_as_the_user_says_or_without_fragments(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str | None
 ) -> None:
     name = "PYTORCH_CUDA_ALLOC_CONF"
     monkeypatch.delenv(name, raising=False)
-    if given is not None:
-        monkeypatch.setenv(name, given)
+    if setting is not None:
+        monkeypatch.setenv(name, setting)
     act = worker(monkeypatch, tmp_path, f"return {{'found': os.environ['{name}']}}")
-    assert run_isolated(act, {})["found"] == (given or "expandable_segments:True")
+    assert run_isolated(act, {})["found"] == (setting or "expandable_segments:True")
 
 
 def test_a_process_that_dies_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_it_is_ended_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     act = worker(monkeypatch, tmp_path, "time.sleep(600)")
     start = time.monotonic()
     assert run_isolated(act, {}, 0.5) == {"status": "timeout", "reason": "no result after 0.5 s: raise --timeout"}
-    assert time.monotonic() - start < 60  # the sleep is 600
+    assert time.monotonic() - start < 60  # the process would sleep for 600
 
 
 def test_a_failed_start_gives_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,10 @@ def test_a_failed_start_gives_the_last_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_worker_goes_on_in_one_process_until_an_order_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What an order prints is no answer, and what it is refused for is no fault of the process."""
+    """Printed lines are not read as answers.
+
+    An order over its limit leaves the process running, other failures end it.
+    """
     body = (
         "print('noise')\n    import adacc_hf.eval.trials.isolation as i\n"
         "    if 'limit' in arguments: raise i.OverLimitError('too much', {'peak_bytes': 2})\n"
@@ -118,16 +121,16 @@ def test_a_worker_goes_on_in_one_process_until_an_order_fails(monkeypatch: pytes
         "    time.sleep(arguments.get('seconds', 0))\n    return {'pid': os.getpid()}"
     )
     act = worker(monkeypatch, tmp_path, body)
-    with isolation.Worker() as at_work:
-        first = at_work(act, {}, 120)
-        assert at_work(act, {"limit": 1}, 120)["status"] == "out_of_memory"
-        assert at_work(act, {}, 120) == first
+    with isolation.Worker() as worker_process:
+        first = worker_process(act, {}, 120)
+        assert worker_process(act, {"limit": 1}, 120)["status"] == "out_of_memory"
+        assert worker_process(act, {}, 120) == first
         pids = {first["pid"]}
         for failing, status in (({"fault": 1}, "error"), ({"death": 1}, "error"), ({"seconds": 600}, "timeout")):
-            assert at_work(act, failing, 1 if status == "timeout" else 120)["status"] == status
-            pids.add(at_work(act, {}, 120)["pid"])
+            assert worker_process(act, failing, 1 if status == "timeout" else 120)["status"] == status
+            pids.add(worker_process(act, {}, 120)["pid"])
         assert len(pids) == 4
         assert os.getpid() not in pids
-        last = at_work._process.pid
+        last = worker_process._process.pid
     with pytest.raises(ProcessLookupError):
         os.kill(last, 0)

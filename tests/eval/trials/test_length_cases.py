@@ -1,4 +1,4 @@
-"""Sizes that never repeat, and batches of them."""
+"""Sizes that never repeat, and batches of these sizes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_every_length_may_be_used_once_but_not_twice() -> None:
 def test_a_seed_is_a_batch(name: str) -> None:
     case = LENGTH_CASES[name]
     size = case.draw(SCALE, seed=0)[0]
-    first, same, other = (case.make_batch(SCALE, size, "cpu", seed) for seed in (3, 3, 4))
+    first, same, other_batch = (case.make_batch(SCALE, size, "cpu", seed) for seed in (3, 3, 4))
     assert {name: tensor.shape for name, tensor in first.items()} == {
-        name: tensor.shape for name, tensor in other.items()
+        name: tensor.shape for name, tensor in other_batch.items()
     }
     assert all(torch.equal(tensor, same[name]) for name, tensor in first.items())
-    assert not torch.equal(first["labels"], other["labels"])
+    assert not torch.equal(first["labels"], other_batch["labels"])
 
 
 @pytest.mark.parametrize("name", LENGTH_CASES)

@@ -1,4 +1,4 @@
-"""Memory limits from the command line, and Adacc's budget under them."""
+"""Memory limits from the command line, and Adacc's budget under such a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and batches of trials: equal for equal settings, whatever the random generator's state."""
+"""Models and batches of trials are equal for equal settings, whatever the random generator's state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_tokens_default_to_the_context() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(("--tokens", "257"), "257 is outside its range"), (("--preset", "./no-such"), "no-such is none of")],
+    [(("--tokens", "257"), "257 is outside its range"), (("--preset", "./no-such"), "no-such is not a preset")],
     ids=["tokens", "preset"],
 )
 def test_what_cannot_be_is_refused(argv: tuple[str, ...], message: str) -> None:

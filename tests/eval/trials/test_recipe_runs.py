@@ -1,4 +1,4 @@
-"""Trainings in processes of their own: where they start, and what stops a second one."""
+"""Trainings in separate processes: their working folders, and the lock against a second start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_folder_that_is_trained_into_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_training_holds_its_folder_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock is the training's too: whoever killed only its parent finds the folder taken."""
+    """The training process holds the lock, too. If only its parent is killed, the folder stays locked."""
     script = tmp_path / "recipe.py"
     script.write_text(
         "import fcntl, os, sys\n"

@@ -1,4 +1,4 @@
-"""One trial of every method on a tiny model: gate, peak, speed."""
+"""One trial of every method on a tiny model: correctness gate, peak, speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from adacc_hf.eval.trials.trial import run_trial
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The config of a GPT-2 whose larger activations are 64 KiB and more, so that they may be compressed."""
+    """Return a folder with the config of a GPT-2 whose larger activations are at least 64 KiB, so that they may be
+    compressed."""
     path = tmp_path_factory.mktemp("model")
     config = GPT2Config(n_layer=3, n_embd=64, n_head=2, n_positions=64, vocab_size=256)
     config.bos_token_id = config.eos_token_id = None
@@ -61,9 +62,9 @@ def test_a_budget_on_the_peak_counts_the_whole_step(subject: dict, plain: dict) 
 
 def test_over_the_limit_is_told_with_the_bytes(subject: dict, plain: dict) -> None:
     limit = plain["peak_bytes"] - 1
-    with pytest.raises(OverLimitError, match="the step takes") as caught:
+    with pytest.raises(OverLimitError, match="the step takes") as error_info:
         run_trial(subject, "paper", "none", limit_bytes=limit, gate=False)
-    assert caught.value.figures["peak_bytes"] == plain["peak_bytes"]
+    assert error_info.value.figures["peak_bytes"] == plain["peak_bytes"]
     assert run_trial(subject, "paper", "none", limit_bytes=limit + 1, gate=False)["peak_bytes"] == limit + 1
 
 
@@ -79,7 +80,7 @@ def test_a_limit_is_judged_by_live_bytes_and_the_allocator_has_room_beyond_it(mo
 def test_retries_of_the_allocator_are_counted_while_steps_are_timed(
     subject: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of the gate and the profile."""
+    """Retries in the correctness gate and the profile are not counted."""
     counts = iter([7, 9])
     monkeypatch.setattr(trial, "num_alloc_retries", lambda device: next(counts))
     assert run_trial(subject, "paper", "none", rounds=1)["num_alloc_retries"] == 2
@@ -125,7 +126,7 @@ def test_compile_is_asked_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     class FakeBench:
         model = "model"
 
-    # Not monkeypatch, which would take the setting out of torch's config when it puts it back.
+    # monkeypatch would delete the setting from torch's config when it restores the value.
     with functorch_config.patch(activation_memory_budget=1.0):
         installed = peer_methods.PEERS["compile_0.25"].install(FakeBench(), None)
         assert functorch_config.activation_memory_budget == 0.25
@@ -147,7 +148,7 @@ def test_our_backend_is_given_its_budget(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Skewed:
-    """A model whose gradients are wrong by a factor; the loss is right."""
+    """A model whose gradients are wrong by a factor. The loss is correct."""
 
     def __init__(self, model: torch.nn.Module, factor: float) -> None:
         self.model = model
@@ -172,59 +173,62 @@ class Skewed:
     ids=["exact", "lossy-small", "lossy-large", "own-small", "own-large", "own-lossy-small", "own-lossy-large"],
 )
 def test_the_gate_holds_each_method_to_its_promise(subject: dict, promise: Promise, factor: float, allowed: bool):
-    what = Subject(**subject)
-    model = what.model()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    reference = barrier.reference_gradients(what, model, what.example())
+    model_subject = Subject(**subject)
+    model = model_subject.model()
+    parameters_before = [parameter.detach().clone() for parameter in model.parameters()]
+    reference = barrier.reference_gradients(model_subject, model, model_subject.example())
     assert reference.noise == 0.0
     installed = InstalledMethod(call=Skewed(model, factor), promise=promise)
     if allowed:
-        measured = barrier.check(what, model, installed, reference)
-        assert 0.0 < max(measured.get("gradient_error", 0.0), measured.get("slope_error", 0.0)) < 0.05
+        check_result = barrier.check(model_subject, model, installed, reference)
+        assert 0.0 < max(check_result.get("gradient_error", 0.0), check_result.get("slope_error", 0.0)) < 0.05
     else:
         with pytest.raises(WrongResultError, match=r"compared with plain: .* differs|not the slope"):
-            barrier.check(what, model, installed, reference)
-    for old, new in zip(before, model.parameters(), strict=True):
+            barrier.check(model_subject, model, installed, reference)
+    for old, new in zip(parameters_before, model.parameters(), strict=True):
         torch.testing.assert_close(old, new.detach(), rtol=0, atol=1e-5)  # moved there and back, in float32
 
 
 def test_another_order_of_sums_may_round_differently(subject: dict) -> None:
-    what = Subject(**subject)
-    model = what.model()
-    reference = barrier.reference_gradients(what, model, what.example())
+    model_subject = Subject(**subject)
+    model = model_subject.model()
+    reference = barrier.reference_gradients(model_subject, model, model_subject.example())
     installed = InstalledMethod(call=Skewed(model, 1 + 2**-20), promise=Promise.EXACT, other_sums=True)
-    assert 0.0 < barrier.check(what, model, installed, reference)["gradient_error"] < 1e-5
+    assert 0.0 < barrier.check(model_subject, model, installed, reference)["gradient_error"] < 1e-5
     with pytest.raises(WrongResultError, match="allowed 1e-05; of the loss"):
         barrier.check(
-            what, model, InstalledMethod(call=Skewed(model, 1.01), promise=Promise.EXACT, other_sums=True), reference
+            model_subject,
+            model,
+            InstalledMethod(call=Skewed(model, 1.01), promise=Promise.EXACT, other_sums=True),
+            reference,
         )
 
 
 def test_another_loss_is_red(subject: dict) -> None:
-    what = Subject(**subject)
-    model = what.model()
-    reference = barrier.reference_gradients(what, model, what.example())
+    model_subject = Subject(**subject)
+    model = model_subject.model()
+    reference = barrier.reference_gradients(model_subject, model, model_subject.example())
     torch.nn.init.zeros_(model.transformer.wte.weight)
     for promise, message in [
         (Promise.LOSSY, "of the loss .*, allowed 0$"),
         (Promise.OWN_RANDOMNESS, "differs from .*, the loss of plain, by more than 2%"),
     ]:
         with pytest.raises(WrongResultError, match=message):
-            barrier.check(what, model, InstalledMethod(call=model, promise=promise), reference)
+            barrier.check(model_subject, model, InstalledMethod(call=model, promise=promise), reference)
 
 
 def test_what_does_not_fit_is_checked_on_less(subject: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     real = barrier._measured_reference
 
-    def measured(subject, model, batch, name):
+    def limited_reference(subject, model, batch, name):
         if len(batch["input_ids"]) > 2 or name == "plain":
             raise torch.OutOfMemoryError("too large")
         return real(subject, model, batch, name)
 
-    monkeypatch.setattr(barrier, "_measured_reference", measured)
+    monkeypatch.setattr(barrier, "_measured_reference", limited_reference)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    what = Subject(**subject)
-    reference = barrier.reference_gradients(what, what.model(), what.example())
+    model_subject = Subject(**subject)
+    reference = barrier.reference_gradients(model_subject, model_subject.model(), model_subject.example())
     assert (reference.name, len(reference.batch["input_ids"])) == ("HF gradient checkpointing", 2)
 
 
@@ -232,7 +236,7 @@ def test_the_trials_subject_must_exist() -> None:
     subject = {"preset": "./no-such", "batch": 1, "tokens": 8}
     figures = run_here(run_trial, {"subject": subject, "family": "paper", "method": "none"})
     assert figures["status"] == "error"
-    assert "is none of demo" in figures["reason"]
+    assert "is not a preset (demo" in figures["reason"]
 
 
 @pytest.mark.gpu
@@ -257,7 +261,7 @@ def test_eager_peers_are_exact_on_a_gpu(subject: dict, method: str) -> None:
 
 @pytest.mark.gpu
 def test_what_the_gate_took_on_a_gpu_is_not_the_methods(subject: dict) -> None:
-    """It trains plainly for its reference, which takes more than the method."""
+    """The gate trains plainly for its reference, and needs more memory for that than the method."""
     on_gpu = subject | {"device": "cuda", "batch": 16}
     torch.cuda.empty_cache()
     ungated, gated = (run_trial(on_gpu, "paper", "full", gate=gate) for gate in (False, True))

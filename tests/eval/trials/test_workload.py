@@ -1,4 +1,4 @@
-"""Models and batches to measure on."""
+"""Models and batches for measurements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from adacc_hf.eval.trials.workload import TEXT_BYTES, Workload, library_bytes
 
 
 def test_model_depends_on_the_seed_alone(tiny: Workload) -> None:
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     weights = [tiny.model(seed=seed).transformer.wte.weight for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 def test_model_is_what_was_asked_for(tiny: Workload) -> None:
@@ -39,7 +39,7 @@ def test_every_family_trains(tiny: Workload, family: str, blocks: list[str]) -> 
     assert sum(len(model.get_submodule(path)) for path in blocks) == tiny.layers
     assert model.config.use_cache is False
     loss = model(**next(workload.batches())).loss
-    assert 4 < loss.item() < 8  # a guess among 256 bytes costs 5.5
+    assert 4 < loss.item() < 8  # a guess among 256 bytes has a loss of 5.5
 
 
 def test_an_unknown_family_is_refused() -> None:
@@ -59,5 +59,5 @@ def test_batches_are_stretches_of_the_text(tiny: Workload) -> None:
 
 
 def test_text_is_long_enough() -> None:
-    # The 200 steps of the gradient-error table draw 0.4 MiB from it.
+    # The 200 steps of the gradient-error table draw 0.4 MiB from the text.
     assert 2**20 <= len(library_bytes()) <= TEXT_BYTES

@@ -1,4 +1,4 @@
-"""Puts AdaccCallback into every Trainer that others' code makes, and notes how each training went."""
+"""Hooks that add AdaccCallback to every Trainer of other packages' code, and record the outcome of each training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import Trainer, TrainerCallback
 from adacc_hf.callbacks import AdaccCallback
 
 TIMES = ("_runtime", "_per_second", "step_time", "total_flos")
-"""Endings of what is logged of the machine, and of what Transformers counts in its own ways, not of the training."""
+"""Endings of logged names that depend on the machine, or on Transformers' own counts, not on the training."""
 
 
 class StepPeaks(TrainerCallback):
-    """The most bytes live in each step, by a meter that is no part of what is tested."""
+    """Peak of live bytes in each step, by a meter that is independent of adacc_hf."""
 
     def __init__(self) -> None:
         self.peaks: list[int] = []
@@ -32,17 +32,17 @@ class StepPeaks(TrainerCallback):
 
 
 class Trainings:
-    """What became of all trainings of this process, in order."""
+    """Records of all trainings in this process, in order."""
 
     def __init__(self, callback_settings: dict[str, Any] | None) -> None:
-        """With settings, each Trainer gets an AdaccCallback of these."""
+        """If `callback_settings` are not None, add an AdaccCallback with these settings to each Trainer."""
         self.label = ""
-        """Whatever runs now: it is noted with each training."""
-        self.found: list[dict[str, Any]] = []
+        """Name of the current case, which is recorded with each training."""
+        self.records: list[dict[str, Any]] = []
         self._settings = callback_settings
 
     def watch(self) -> None:
-        """From now on."""
+        """Start recording: patch Trainer's constructor and its method `train`."""
         Trainer.__init__ = self._around_init(Trainer.__init__)
         Trainer.train = self._around_train(Trainer.train)
 
@@ -61,7 +61,7 @@ class Trainings:
             steps = StepPeaks()
             trainer.add_callback(steps)
             record: dict[str, Any] = {"label": self.label, "error": None}
-            self.found.append(record)
+            self.records.append(record)
             try:
                 return train(trainer, *args, **kwargs)
             except Exception as error:
@@ -76,26 +76,27 @@ class Trainings:
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
-    """What a training left: all that must be the same with and without the callback, and what the callback did."""
-    own = [one for one in trainer.callback_handler.callbacks if isinstance(one, AdaccCallback)]
+    """Return the results that must be equal with and without the callback, and the callback's counts of actions."""
+    own_callbacks = [one for one in trainer.callback_handler.callbacks if isinstance(one, AdaccCallback)]
+    policy = own_callbacks[0].policy if own_callbacks else None
     return {
         "logs": [repr(sorted(of_training(record).items())) for record in trainer.state.log_history],
         "num_steps": trainer.state.global_step,
         "weights": digest(trainer.model),
-        "actions": own[0].policy.action_counts() if own and own[0].policy is not None else None,
+        "actions": None if policy is None else policy.action_counts(),
     }
 
 
 def of_training(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of the log without times and without what the callback adds to it."""
+    """Return a record of the log without times and without the callback's entries."""
     return {name: value for name, value in record.items() if not name.startswith("adacc/") and not name.endswith(TIMES)}
 
 
 def digest(model: torch.nn.Module) -> str:
-    """A hash of all weights and buffers, to the last bit."""
-    found = hashlib.sha256()
+    """Return a hash of all bits of the weights and buffers."""
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode())
+        sha256.update(name.encode())
         if isinstance(tensor, torch.Tensor) and tensor.numel():
-            found.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            sha256.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()

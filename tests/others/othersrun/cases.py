@@ -1,6 +1,6 @@
-"""The pinned list: whose scripts, trainers, methods and tests are run with the callback, and what is known of them.
+"""Pinned list of other packages' scripts, trainers, methods and tests that run with the callback.
 
-Packages and their versions stand in packages.txt, sources.txt and the project's constraints.txt.
+Packages and versions are listed in packages.txt, sources.txt and the project's constraints.txt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RUNS = Path(os.environ.get("ADACC_OTHERS") or ROOT / "runs" / "others")
 PACKAGES, SOURCES, MADE = RUNS / "packages", RUNS / "sources", RUNS / "made"
 
 LOSSLESS = {"memory_budget": 0.6, "actions": ("retain", "recompute")}
-"""Under which training is bit-equal to training without the callback."""
+"""Settings of the callback with which training is bit-equal to training without it."""
 
 QWEN = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
 REWARD_MODEL = "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5"
@@ -25,41 +25,41 @@ REWARD_MODEL = "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something of others that trains."""
+    """Code of another package that trains a model."""
 
     name: str
     package: str
     refused: str | None = None
-    """Words of the error by which the callback refuses it, as is meant."""
+    """Part of the expected error, if the callback must refuse the case."""
     idle: str | None = None
-    """Why the callback has nothing to do in it, where it has not."""
+    """Reason why the callback recomputes nothing, if that is expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script(Case):
-    """A script that is run as from the command line: all that its trainers log must be the same, and the weights."""
+    """Script that runs as from the command line. Its trainers' logs and the weights must be equal in both runs."""
 
     path: str
-    """In PACKAGES."""
+    """Path in PACKAGES."""
     arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerClass(Case):
-    """A trainer that its package has no script for; `drivers.train_with` runs it."""
+    """Trainer without a script in its package. `drivers.train_with` runs it."""
 
     module: str
     trainer: str
     data: str
     settings: dict[str, Any] = field(default_factory=dict)
     models: tuple[str, ...] = ()
-    """Arguments that take another model."""
+    """Names of arguments that take another model."""
     rewards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method(Case):
-    """A method of PEFT in Transformers' Trainer; `drivers.train_method` runs it."""
+    """Method of PEFT in Transformers' Trainer. `drivers.train_method` runs it."""
 
     config: str
     settings: dict[str, Any]
@@ -69,19 +69,19 @@ class Method(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class Tests(Case):
-    """Tests of a package: each must end as it does without the callback."""
+    """Tests of a package. Each test must have the same result with and without the callback."""
 
     folder: str
-    """In SOURCES."""
+    """Folder in SOURCES."""
     files: tuple[str, ...]
     select: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
-    """Part of a test's name: words of the error by which the callback refuses it, as is meant."""
+    """Part of the expected error of a test that the callback must refuse, by a part of the test's name."""
     lost: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names by module that these tests import and the package of today has not; tests that use them fail anyway."""
+    """Names by module that the tests import and the installed package has removed. Tests that use them fail anyway."""
 
 
-def _script(name: str, *arguments: str, data: str, model: str = QWEN, label: str = "", **known: Any) -> Script:
+def _script(name: str, *arguments: str, data: str, model: str = QWEN, label: str = "", **expected: Any) -> Script:
     options = {
         "model_name_or_path": model,
         "dataset_name": str(MADE / "data" / data),
@@ -97,13 +97,13 @@ def _script(name: str, *arguments: str, data: str, model: str = QWEN, label: str
         "dtype": "float32",
         "gradient_checkpointing": "false",
     }
-    given = [part for option, value in options.items() for part in (f"--{option}", value)]
+    common = [part for option, value in options.items() for part in (f"--{option}", value)]
     return Script(
         name=f"trl {label or name}.py",
         package="trl",
         path=f"trl/scripts/{name}.py",
-        arguments=(*given, *arguments),
-        **known,
+        arguments=(*common, *arguments),
+        **expected,
     )
 
 
@@ -148,12 +148,12 @@ TRAINERS = [
         "prompts",
         settings={"max_new_tokens": 8},
         rewards=True,
-        refused="its loss is made neither by itself nor by the Trainer's compute_loss",
+        refused="its loss has to be made by the model itself or by the Trainer's compute_loss",
     ),
     _trainer("tpo", "TPOTrainer", "triples", settings=_SHORT),
 ]
 
-PEFT_METHODS = [Method(name=f"peft {name}", package="peft", config=config, **known) for name, config, known in METHODS]
+PEFT_METHODS = [Method(name=f"peft {name}", package="peft", config=config, **more) for name, config, more in METHODS]
 
 LOST = {
     "trl": ("BaseBinaryJudge", "BasePairwiseJudge", "FDivergenceType"),
@@ -206,9 +206,9 @@ CASES: list[Case] = [*SCRIPTS, *TRAINERS, *PEFT_METHODS, *TESTS]
 
 
 def groups() -> dict[str, list[Case]]:
-    """Cases by the process that runs them: scripts and tests have one each, since they change what they find."""
-    found: dict[str, list[Case]] = {}
+    """Return the cases by process. Scripts and tests have a process each, because they change global state."""
+    cases_by_group: dict[str, list[Case]] = {}
     for case in CASES:
-        shared = {TrainerClass: "trainers", Method: "methods"}.get(type(case))
-        found.setdefault(shared or case.name, []).append(case)
-    return found
+        shared_group = {TrainerClass: "trainers", Method: "methods"}.get(type(case))
+        cases_by_group.setdefault(shared_group or case.name, []).append(case)
+    return cases_by_group

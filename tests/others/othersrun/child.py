@@ -1,4 +1,4 @@
-"""One process that runs others' code, metered: with the callback in every Trainer, or without.
+"""Metered process that runs other packages' code, with the callback in every Trainer or without.
 
 python child.py CASE_GROUP (plain|adacc) RESULT.json
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(FOLDER), str(FOLDER.parent / "memory_meter")]
-os.environ.pop("LD_PRELOAD", None)  # what others' code starts is no part of it
+os.environ.pop("LD_PRELOAD", None)  # child processes are not metered
 
 from othersrun import cases, drivers, local_data  # noqa: E402
 from othersrun.attach import Trainings  # noqa: E402
@@ -29,7 +29,7 @@ def run_script(case: cases.Script) -> None:
 
 
 def run_tests(case: cases.Tests, trainings: Trainings) -> dict[str, str]:
-    """What became of each test, in words: "passed", "failed", "skipped", and the error of those that failed."""
+    """Run the tests of a case. Return by test "passed", "skipped", or "failed" with the error."""
     import pytest
 
     plugin = drivers.TestWatch(trainings)
@@ -56,7 +56,7 @@ def run_tests(case: cases.Tests, trainings: Trainings) -> dict[str, str]:
 
 
 def run(group: str, trainings: Trainings) -> dict[str, str]:
-    """Run the cases of a group. Returns results by name: of tests, or errors of cases."""
+    """Run the cases of a group. Return the results of tests, and the errors of other cases, by name."""
     results: dict[str, str] = {}
     for case in cases.groups()[group]:
         trainings.label = case.name
@@ -81,7 +81,7 @@ def main() -> None:
     trainings.watch()
     local_data.serve()
     results = run(group, trainings)
-    Path(target).write_text(json.dumps({"results": results, "trainings": trainings.found}))
+    Path(target).write_text(json.dumps({"results": results, "trainings": trainings.records}))
 
 
 if __name__ == "__main__":

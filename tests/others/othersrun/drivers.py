@@ -1,4 +1,4 @@
-"""Runs what has no script of its own: trainers and methods of packages, and packages' own tests."""
+"""Drivers for cases without a script: trainers and methods of packages, and packages' own tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def train(case: cases.Method | cases.TrainerClass) -> None:
-    """One short training, from the same seed each time."""
+    """Run one short training with a fixed seed."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         (train_method if isinstance(case, cases.Method) else train_with)(case, folder)
@@ -47,7 +47,7 @@ def load(name: str) -> Any:
 
 
 def train_method(case: cases.Method, folder: str) -> None:
-    """A method of PEFT in Transformers' Trainer, on sequences of several lengths."""
+    """Train with a method of PEFT in Transformers' Trainer, on sequences of several lengths."""
     import peft
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
@@ -64,27 +64,30 @@ def train_method(case: cases.Method, folder: str) -> None:
 
 
 def train_with(case: cases.TrainerClass, folder: str) -> None:
-    """A trainer of TRL, with its own configuration."""
+    """Train with a trainer of TRL and its own configuration."""
     from transformers import AutoTokenizer
 
     module = importlib.import_module(case.module)
     trainer_class = getattr(module, case.trainer)
     config_class = getattr(module, case.trainer.replace("Trainer", "Config"))
     tokenizer = AutoTokenizer.from_pretrained(MODELS["qwen2"])
-    more = {name: load("qwen2") for name in case.models}
+    extra_arguments = {name: load("qwen2") for name in case.models}
     if case.rewards:
-        more["reward_funcs"] = characters
+        extra_arguments["reward_funcs"] = characters
     trainer_class(
         model=load("qwen2"),
         args=config_class(output_dir=folder, **SETTINGS | dict(case.settings)),
         train_dataset=data(case.data),
         processing_class=tokenizer,
-        **more,
+        **extra_arguments,
     ).train()
 
 
 def train_on_the_cpu() -> None:
-    """TRL's configurations ask for bfloat16, in which CPUs without instructions for it take minutes a step."""
+    """Make all TrainingArguments use the CPU and float32.
+
+    TRL's configurations ask for bfloat16, in which CPUs without bfloat16 instructions take minutes per step.
+    """
     from transformers import TrainingArguments
 
     check = TrainingArguments.__post_init__
@@ -97,13 +100,13 @@ def train_on_the_cpu() -> None:
 
 
 def fill_in(module: str, name: str) -> None:
-    """Let `name` be imported from a module that has it no more: tests that have no use for it can be run."""
+    """Add a placeholder for `name` to a module that has removed it, so that tests that only import it can run."""
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except ModuleNotFoundError:
-        found = sys.modules[module] = ModuleType(module)
-    if not hasattr(found, name):
-        setattr(found, name, type(name, (), {"__bool__": lambda self: False, "__init__": lambda self, *_, **__: None}))
+        target = sys.modules[module] = ModuleType(module)
+    if not hasattr(target, name):
+        setattr(target, name, type(name, (), {"__bool__": lambda self: False, "__init__": lambda self, *_, **__: None}))
 
 
 def data(name: str) -> Any:
@@ -113,7 +116,7 @@ def data(name: str) -> Any:
 
 
 class TestWatch:
-    """A plugin of pytest: notes what became of each test, and tells trainings which test they are of."""
+    """Pytest plugin that records the result of each test, and labels trainings with the current test."""
 
     __test__ = False
 
@@ -123,7 +126,7 @@ class TestWatch:
 
     def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:
         self._trainings.label = item.nodeid
-        torch.manual_seed(0)  # tests do not depend on those that were run before
+        torch.manual_seed(0)  # tests must not depend on earlier tests
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":

@@ -1,4 +1,4 @@
-"""Data sets that others' code asks the hub for, from files made here."""
+"""Local files in place of the hub's data sets that other packages' code loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVED = {
     ("trl-internal-testing/zen", "conversational_prompt_only"): "chat prompts",
     ("trl-internal-testing/zen", "conversational_prompt_completion"): "chat answers",
 }
-"""(name, configuration) on the hub: folder of `tiny.DATA`."""
+"""Name in `tiny.DATA` by (name, configuration) on the hub."""
 
 
 def folder_of(name: str) -> Path:
@@ -27,7 +27,7 @@ def folder_of(name: str) -> Path:
 
 
 def serve() -> None:
-    """From now on `datasets.load_dataset` takes those of `SERVED` from here."""
+    """Patch `datasets.load_dataset` to load the data sets in `SERVED` from local files."""
     import datasets
 
     load = datasets.load_dataset

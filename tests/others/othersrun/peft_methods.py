@@ -1,4 +1,4 @@
-"""PEFT's methods, by their configuration: (name, class of the configuration, what else a case has)."""
+"""PEFT's methods: (name, class of the configuration, other fields of the case)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 _QV = {"target_modules": ["q_proj", "v_proj"]}
 _CAUSAL = {"task_type": "CAUSAL_LM"}
 _A_CACHE = {"refused": "passes its prefix to the blocks as a key-value cache"}
-"""Gradient checkpointing cannot keep it either; PEFT itself refuses the two together."""
+"""Fields of methods with a key-value cache. PEFT itself refuses them with gradient checkpointing."""
 
 
 def _settings(**settings: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ _ADAPTERS: list[tuple[str, str, dict[str, Any]]] = [
     ("supertuning", "SupertuningConfig", {}),
     ("beft", "BeftConfig", {}),
 ]
-"""Those that change the projections of queries and values."""
+"""Methods that change the projections of queries and values."""
 
 METHODS: list[tuple[str, str, dict[str, Any]]] = [
     *((name, config, _settings(**_QV, **settings)) for name, config, settings in _ADAPTERS),

@@ -1,4 +1,4 @@
-"""Starts the two processes of a group of cases, metered and without a way to the network."""
+"""Launcher of the two processes of a group of cases, metered and without network access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 def run_both(group: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a group left without the callback, and with it; both run at the same time, on one thread each."""
+    """Run a group without and with the callback, at the same time with one thread each. Return both outcomes."""
     results = RUNS / "results"
     results.mkdir(parents=True, exist_ok=True)
     targets = {mode: results / f"{group.replace(' ', '-')}.{mode}.json" for mode in ("plain", "adacc")}
@@ -40,7 +40,7 @@ def run_both(group: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _read(target: Path) -> dict[str, Any]:
     if not target.exists():
-        raise RuntimeError(f"the process died: {target.with_suffix('.log').read_text()[-4000:]}")
+        raise RuntimeError(f"the process ended without a result: {target.with_suffix('.log').read_text()[-4000:]}")
     return json.loads(target.read_text())
 
 

@@ -1,6 +1,6 @@
-"""Tiny models, a tokenizer and data under the names that others' code asks the hub for. Nothing is fetched.
+"""Tiny models, a tokenizer and data with the hub names that other packages' code uses. Nothing is downloaded.
 
-They are made once, into a cache of the hub's layout (HF_HOME), where `from_pretrained` finds them offline.
+The files are created once, in the layout of the hub's cache (HF_HOME), so that `from_pretrained` works offline.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ MODELS = {
     "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": "llama reward",
     "trl-internal-testing/tiny-T5ForConditionalGeneration": "t5",
 }
-"""What is made for each name: a type of model of Transformers, and perhaps another head."""
+"""Type of each model in Transformers, followed by its head if that is not the default."""
 
 
 def make(folder: Path) -> Path:
-    """The folder of models and data, made unless it is there already. It is `folder`, which is used as HF_HOME."""
-    wanted = Path(__file__).read_text()
+    """Create models and data in `folder`, which is used as HF_HOME, unless they are up to date. Return `folder`."""
+    source = Path(__file__).read_text()
     stamp = folder / "made-by.txt"
-    if not stamp.exists() or stamp.read_text() != wanted:
+    if not stamp.exists() or stamp.read_text() != source:
         shutil.rmtree(folder, ignore_errors=True)
         for name, kind in MODELS.items():
             make_model(snapshot(folder, name), kind)
         for name, rows in DATA.items():
             write_rows(folder / "data" / name, rows)
-        stamp.write_text(wanted)
+        stamp.write_text(source)
     return folder
 
 
 def snapshot(folder: Path, name: str) -> Path:
-    """Where the hub's cache has the files of a model."""
+    """Return the folder of a model's files in the hub's cache."""
     base = folder / "hub" / f"models--{name.replace('/', '--')}"
     (base / "refs").mkdir(parents=True)
     (base / "refs" / "main").write_text(REVISION)
@@ -89,7 +89,7 @@ def snapshot(folder: Path, name: str) -> Path:
 
 
 def tokenizer() -> Any:
-    """One token per byte: every text can be written."""
+    """Return a tokenizer with one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -99,7 +99,7 @@ def tokenizer() -> Any:
     bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=bytewise,
         pad_token="<pad>",
         eos_token="<eos>",
@@ -108,8 +108,8 @@ def tokenizer() -> Any:
         additional_special_tokens=special[4:],
         model_max_length=LENGTH,
     )
-    made.chat_template = CHAT
-    return made
+    wrapped.chat_template = CHAT
+    return wrapped
 
 
 def make_model(target: Path, kind: str) -> None:
@@ -152,8 +152,8 @@ def _sentences(least: int, most: int) -> Callable[[], str]:
 
 
 def _rows(num_rows: int, **columns: Any) -> list[dict[str, Any]]:
-    """Rows whose columns are made by functions."""
-    return [{name: one() for name, one in columns.items()} for _ in range(num_rows)]
+    """Return rows whose columns are created by functions."""
+    return [{name: make_value() for name, make_value in columns.items()} for _ in range(num_rows)]
 
 
 _short, _long = _sentences(2, 5), _sentences(4, 9)
@@ -185,8 +185,8 @@ DATA: dict[str, list[dict[str, Any]]] = {
 
 
 def write_rows(target: Path, rows: list[dict[str, Any]]) -> None:
-    """A folder that `load_dataset` takes, with a split to train on and one to look at, by both its names."""
+    """Write a folder for `load_dataset` with a training split, and an evaluation split with two names."""
     target.mkdir(parents=True)
-    seen, unseen = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
-    for split, part in {"train": seen, "validation": unseen, "test": unseen}.items():
+    training, evaluation = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+    for split, part in {"train": training, "validation": evaluation, "test": evaluation}.items():
         (target / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

@@ -1,4 +1,4 @@
-"""What two runs of a case, one without and one with the callback, say of the callback."""
+"""Comparison of two runs of a case, one without and one with the callback."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from othersrun.cases import Case, Tests
 
 Outcome = Mapping[str, Any]
-"""What a child left: results by name, and trainings."""
+"""Record of a child process: "results" by name, and "trainings"."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line of the table."""
+    """Result of a comparison, one line of the table."""
 
     words: str
     fault: str | None = None
-    """What is wrong, with the callback or with the case; None where nothing is."""
+    """Description of a fault of the callback or the case, or None."""
     plain_peak: int | None = None
-    """Most bytes live in a step without the callback, in bytes."""
+    """Peak of live bytes over all steps without the callback."""
     peak: int | None = None
-    """The same with it, the steps before its policy and the profile among them."""
+    """Peak of live bytes over all steps with the callback, including profiling and the steps before a policy."""
     last_peak: int | None = None
-    """The same, in the last step of a training alone, which is under a policy."""
+    """Peak of live bytes in the last step with the callback, which is under a policy."""
     plain_last_peak: int | None = None
 
 
@@ -35,12 +35,12 @@ def judge(case: Case, plain: Outcome, adacc: Outcome) -> Verdict:
     runs = [[one for one in outcome["trainings"] if one["label"] == case.name] for outcome in (plain, adacc)]
     error = plain["results"].get(case.name)
     if error is not None or not runs[0]:
-        return _fault(f"it does not train without the callback either: {error}")
+        return _fault(f"the case does not train without the callback either: {error}")
     error = adacc["results"].get(case.name)
     if case.refused is not None:
         if error is None or case.refused not in error:
-            return _fault(f"it should be refused with {case.refused!r}, and is not: {error}")
-        return Verdict("refused, as is meant", plain_peak=_most(runs[0]), plain_last_peak=_last(runs[0]))
+            return _fault(f"the callback should refuse the case with {case.refused!r}, but the error is: {error}")
+        return Verdict("refused, as expected", plain_peak=_most(runs[0]), plain_last_peak=_last(runs[0]))
     if error is not None:
         return _fault(f"with the callback: {error}", "FAILS")
     fault = difference(*runs)
@@ -76,9 +76,9 @@ def _judge_tests(case: Tests, plain: Outcome, adacc: Outcome) -> Verdict:
     runs = [[one for one in outcome["trainings"] if one["label"] not in failing] for outcome in (plain, adacc)]
     fault = difference(*runs)
     faults += [fault] if fault is not None else []
-    words = f"{num_passed} tests pass as without, {len(runs[0])} trainings bit-equal"
-    words += f", {num_refused} refused as is meant" if num_refused else ""
-    words += f", {num_failing} fail without it too" if num_failing else ""
+    words = f"{num_passed} tests pass in both runs, {len(runs[0])} trainings bit-equal"
+    words += f", {num_refused} refused as expected" if num_refused else ""
+    words += f", {num_failing} fail without the callback too" if num_failing else ""
     return Verdict(
         "FAILS" if faults else words,
         "\n".join(faults) or None,
@@ -90,16 +90,16 @@ def _judge_tests(case: Tests, plain: Outcome, adacc: Outcome) -> Verdict:
 
 
 def difference(plain: list[dict[str, Any]], adacc: list[dict[str, Any]]) -> str | None:
-    """The first thing that is not the same to the last bit in two lists of trainings; None if all is."""
+    """Describe the first difference between two lists of trainings, compared bit by bit. Return None if equal."""
     if [one["label"] for one in plain] != [one["label"] for one in adacc]:
         return f"{len(plain)} trainings without the callback, {len(adacc)} with it"
     for before, after in zip(plain, adacc, strict=True):
         for records in zip(before["logs"], after["logs"], strict=False):
             if records[0] != records[1]:
                 return f"{before['label']}: logged {records[0]} without the callback, {records[1]} with it"
-        for what in ("num_steps", "weights", "error"):
-            if before[what] != after[what]:
-                return f"{before['label']}: {what} {before[what]} without the callback, {after[what]} with it"
+        for key in ("num_steps", "weights", "error"):
+            if before[key] != after[key]:
+                return f"{before['label']}: {key} {before[key]} without the callback, {after[key]} with it"
         if len(before["logs"]) != len(after["logs"]):
             return f"{before['label']}: {len(before['logs'])} logs without the callback, {len(after['logs'])} with it"
     return None

@@ -1,4 +1,4 @@
-"""Which shape policy a size of batch belongs to, and what is remembered of sizes over a long run."""
+"""PolicyCache: assignment of batch sizes to policies, and the limit on remembered sizes in a long run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def ids(length, samples=2):
 
 
 def parts(count):
-    """A batch of so many parts that each of them has a name of its own: no two have a bucket in common."""
+    """Return shapes with a name that depends on `count`: no two have a size class in common."""
     return (TensorShape(f"part_{count}", (2,)),)
 
 
 def size_policy(shapes):
-    """One whose profile tells of no other sizes."""
+    """Return a policy whose profile has no size model."""
     return SizePolicy(shapes, SimpleNamespace(profile=SimpleNamespace(sizes=None)), "plans")
 
 
 @pytest.fixture
 def profiled():
-    """The shape policies of a run whose first batch had 32 tokens."""
+    """Return the policies of a run whose first batch had 32 tokens."""
     size_policies = PolicyCache()
     size_policies.add(size_policy(ids(32)))
     return size_policies
@@ -45,13 +45,13 @@ def test_a_size_that_fits_in_none_wants_a_profile_at_once_unless_none_could_tell
     assert most_wanted([profiled.unplanned()]) is None
     profiled.around(ids(40))
     assert most_wanted([profiled.unplanned()]) == ids(40)
-    profiled.may_measure = False
+    profiled.can_run_on_parts = False
     profiled.around(ids(100))
     assert most_wanted([profiled.unplanned()]) == ids(40)
 
 
 def test_sizes_that_never_come_again_are_not_remembered_for_ever(profiled):
-    profiled.may_measure = False
+    profiled.can_run_on_parts = False
     for length in range(5000):
         assert profiled.around(parts(1000 + length)) is None
     assert len(profiled.unplanned()) == MAX_UNPLANNED

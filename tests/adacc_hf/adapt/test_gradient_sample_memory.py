@@ -1,4 +1,4 @@
-"""The memory of steps that hold a block's input and gradient for comparison."""
+"""Memory of steps that hold a block's input and gradient for comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
 NUM_LAYERS = 5
 INPUT_BYTES = 8 * 32 * 64 * 4
 ROUNDED = 20_000
-"""Scalars and codecs' small tensors that the simulator does not see, of several megabytes."""
+"""Bytes of scalars and codecs' small tensors that the simulator does not count, of several megabytes."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def case():
 
 
 def settle(model, batch):
-    """The first two calls of a block are recorded, which takes memory of its own."""
+    """Run the first two calls of a block, which are recorded and take extra memory."""
     for _ in range(2):
         measure_step(model, batch)
 
@@ -43,17 +43,17 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeyp
     peaks = peaks_with_samples(profile, policy)
     assert list(peaks) == [block.name for block in profile.blocks]
     replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
-    measured = {}
+    measured_peaks = {}
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
             monkeypatch.setattr(replanner, "_sample_names", lambda every_kind, name=name: [name])
             replanner.start_tracking(handle.plans)
-            measured[name] = measure_step(model, batch).peak_bytes
+            measured_peaks[name] = measure_step(model, batch).peak_bytes
             replanner.finish_tracking()
-    assert all(measured[name] <= peaks[name] + ROUNDED for name in peaks), (measured, peaks)
-    # What is predicted errs by the block's own input and gradient at most, which it may hold at its peak anyway.
-    assert all(peaks[name] <= measured[name] + 2 * INPUT_BYTES for name in peaks), (measured, peaks)
+    assert all(measured_peaks[name] <= peaks[name] + ROUNDED for name in peaks), (measured_peaks, peaks)
+    # The prediction errs by the block's own input and gradient at most, which it may hold at its peak anyway.
+    assert all(peaks[name] <= measured_peaks[name] + 2 * INPUT_BYTES for name in peaks), (measured_peaks, peaks)
 
 
 @pytest.mark.parametrize("action", ["compress", "recompute"])
@@ -72,25 +72,25 @@ def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
                 replanner.finish_tracking()
             before = static_bytes(model, batch, None) + 2 * INPUT_BYTES
             assert before + meter.peak_bytes <= peaks[name], name
-            # The gradients that are held are not all there when the block's backward is at its peak.
+            # Only a part of the held gradients is live at the peak of the block's backward.
             assert peaks[name] <= 1.1 * (before + meter.peak_bytes), name
 
 
 def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
     model, batch, profile = case
-    seen = {}
+    sampled_blocks = {}
     plain = uniform_policy(profile, "compress").predicted_peak_bytes
     for extra in (0, INPUT_BYTES, 3 * INPUT_BYTES):
         config = AdaccConfig(min_compress_bytes=4096, memory_budget=plain + extra, guard_blocks=1)
         policy = uniform_policy(profile, "compress")
         replanner = Replanner(profile, policy, config)
-        seen[extra] = set()
+        sampled_blocks[extra] = set()
         with apply_policy(model, policy) as handle:
             settle(model, batch)
             for _ in range(NUM_LAYERS):
                 replanner.start_tracking(handle.plans)
-                seen[extra] |= replanner._samples.keys()
+                sampled_blocks[extra] |= replanner._samples.keys()
                 assert measure_step(model, batch).peak_bytes <= plain + extra + ROUNDED
                 replanner.finish_tracking()
-    assert seen[0] <= seen[INPUT_BYTES] <= seen[3 * INPUT_BYTES]
-    assert len(seen[3 * INPUT_BYTES]) == NUM_LAYERS
+    assert sampled_blocks[0] <= sampled_blocks[INPUT_BYTES] <= sampled_blocks[3 * INPUT_BYTES]
+    assert len(sampled_blocks[3 * INPUT_BYTES]) == NUM_LAYERS

@@ -1,4 +1,4 @@
-"""The walk from what is wanted back to what it is made of."""
+"""The walk from required values back to their inputs."""
 
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
 
@@ -6,9 +6,9 @@ READS = {"a": (), "b": ("a",), "c": ("a", "b"), "d": ("c", "b"), "e": ("d",)}
 
 
 def test_the_walk_goes_back_to_the_ends_and_no_further():
-    ends, passed = walk_back(["d"], lambda name: None if name in ("b", "e") else READS[name])
+    ends, inner_nodes = walk_back(["d"], lambda name: None if name in ("b", "e") else READS[name])
     assert list(ends) == ["b"]
-    assert list(passed) == ["d", "c", "a"]
+    assert list(inner_nodes) == ["d", "c", "a"]
 
 
 def test_what_is_wanted_may_be_an_end():
@@ -16,6 +16,6 @@ def test_what_is_wanted_may_be_an_end():
 
 
 def test_nothing_is_asked_for_twice():
-    asked = []
-    walk_back(["e", "d"], lambda name: asked.append(name) or READS[name])
-    assert sorted(asked) == sorted(READS)
+    queries = []
+    walk_back(["e", "d"], lambda name: queries.append(name) or READS[name])
+    assert sorted(queries) == sorted(READS)

@@ -1,4 +1,4 @@
-"""What threads other than the profiled one take and free, in the account of the CPU's allocator."""
+"""Allocations and frees of threads other than the profiled one, in the CPU allocator's account."""
 
 import subprocess
 import sys
@@ -7,24 +7,25 @@ import threading
 import pytest
 import torch
 
-from adacc_hf.torch_glue import memory as cpu_account
-from adacc_hf.torch_glue.memory import CpuMemoryMeter, count_all_threads
+from adacc_hf.torch_glue import cpu_allocations as cpu_account
+from adacc_hf.torch_glue.cpu_allocations import count_all_threads
+from adacc_hf.torch_glue.memory import CpuMemoryMeter
 
 
 def in_another_thread(call):
-    """Run `call` to its end, but not here."""
+    """Run `call` to its end in another thread."""
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
 
 
 def live_after_another_thread_frees():
-    """Live bytes of a meter before and after another thread lets go of 4000 bytes, with 40 more of its own."""
-    held = []
+    """Return a meter's live bytes before and after another thread frees 4000 bytes and allocates 40."""
+    tensors = []
     with CpuMemoryMeter() as meter:
-        held.append(torch.empty(1000))
+        tensors.append(torch.empty(1000))
         meter.mark(("held",))
-        in_another_thread(held.clear)
+        in_another_thread(tensors.clear)
         own = torch.empty(10)
         meter.mark(("freed",))
     del own
@@ -36,10 +37,10 @@ def test_what_another_thread_frees_is_not_live():
 
 
 def test_what_another_thread_takes_is_live():
-    taken = []
+    tensors = []
 
     def take():
-        taken.append(torch.empty(1000))
+        tensors.append(torch.empty(1000))
 
     with CpuMemoryMeter() as meter:
         in_another_thread(take)
@@ -58,13 +59,13 @@ def test_without_the_switch_a_meter_counts_its_own_thread(monkeypatch):
 def test_the_switch_is_left_as_it_was(before):
     flag = cpu_account.all_threads_flag
     assert flag is not None, "this build of torch has none: what gloo's threads free counts as live"
-    kept, flag.value = flag.value, before
+    own_value, flag.value = flag.value, before
     try:
         with CpuMemoryMeter():
             assert flag.value
         assert flag.value is before
     finally:
-        flag.value = kept
+        flag.value = own_value
 
 
 def test_the_switch_is_left_as_it_was_after_an_error():
@@ -86,7 +87,10 @@ with CpuMemoryMeter():
 
 
 def test_blocks_that_were_there_before_are_freed_without_a_word():
-    """torch says so once per process: hence one of its own."""
+    """Blocks that were allocated before are freed without a warning.
+
+    torch warns once per process, so the test starts one.
+    """
     run = subprocess.run([sys.executable, "-c", FREE_WHAT_WAS_THERE], capture_output=True, text=True, check=True)
     assert "of unknown size" not in run.stderr
     assert "the user's line\na library's line\n" in run.stderr

@@ -1,4 +1,4 @@
-"""The least peak: between the bound that holds for every policy and what plans of the frontier reach."""
+"""The least peak, between the lower bound for every policy and the peaks of the frontier's plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOLVING = settings(
 
 
 def every_peak(every_plan, profile):
-    """The peak of every policy of a profile with one block."""
+    """Return the peak of every policy of a profile with one block."""
     (kind,) = profile.kinds
     for plan in every_plan(kind):
         try:

@@ -1,4 +1,4 @@
-"""Profiles of models whose loss somebody else makes."""
+"""Profiles of models with a loss function outside the model."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def compute_loss(model, batch):
 
 
 def test_a_loss_made_of_the_outputs(tiny_gpt2, token_batch):
-    """The same blocks as with the model's own loss; neither model nor batch are changed."""
+    """A loss of the outputs leads to the same kinds as the model's own loss. Model and batch are unchanged."""
     model, batch = tiny_gpt2(), token_batch()
     modules = {name: dict(m.__dict__) for name, m in model.named_modules()}
     profile, own = profile_model(model, batch, CONFIG, compute_loss=compute_loss), profile_model(model, batch, CONFIG)
@@ -30,7 +30,7 @@ def test_a_loss_made_of_the_outputs(tiny_gpt2, token_batch):
 
 
 def test_a_loss_with_a_backward_of_its_own_is_refused(tiny_gpt2, token_batch):
-    """A gradient penalty, say: the survey of a model keeps nothing that it could go back to."""
+    """A loss with its own backward, such as a gradient penalty, is refused: the profile keeps no graph for it."""
 
     def penalty(model, batch):
         output = model(**batch, output_hidden_states=True)
@@ -43,7 +43,7 @@ def test_a_loss_with_a_backward_of_its_own_is_refused(tiny_gpt2, token_batch):
 
 def test_without_a_loss_the_error_names_both_ways(tiny_gpt2, token_batch):
     batch = {"input_ids": token_batch()["input_ids"]}
-    with pytest.raises(ValueError, match=r"pass the labels with it, or.*compute_loss="):
+    with pytest.raises(ValueError, match=r"add the labels to the batch, or.*compute_loss="):
         profile_model(tiny_gpt2(), batch, CONFIG)
 
 

@@ -1,4 +1,4 @@
-"""What a graph shows of where a coarse codec does too much."""
+"""Values of a graph that a coarse codec would degrade too much."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from adacc_hf.compiler.joint_graph import JointGraph
 
 
 class Rectified(nn.Module):
-    """A product, ReLU and another product; a hyperbolic tangent beside."""
+    """A product, ReLU and another product, after a hyperbolic tangent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Rectified(nn.Module):
 
 
 class Parted(nn.Module):
-    """Queries, keys and values are parts of one product, as GPT-2's are."""
+    """Queries, keys and values as parts of one product, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _names(joint: JointGraph, values: frozenset[int]) -> set[str]:
 def test_what_fused_attention_multiplies_and_gives_is_sensitive(attention_graph: Any) -> None:
     joint = attention_graph(is_fused=True)
     sensitive = precision_needs(joint)
-    # Of the five products that of queries, keys and values, in one; and what fused attention gives first.
+    # Of the five products the one of queries, keys and values; and fused attention's first output.
     products = [node.name for node in joint.nodes if "mm" in node.name]
     (result, _) = (node.name for node in joint.nodes if "attention" in str(node.args))
     assert len(products) > 3

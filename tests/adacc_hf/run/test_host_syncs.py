@@ -1,5 +1,4 @@
-"""What a step at a size that never ran would make the host wait for on a GPU: where replay is compared, and nowhere
-else (rules R7 and R10)."""
+"""Host synchronizations of a step at a new size: only where replay is compared (rules R7 and R10)."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 class Waiting(TorchDispatchMode):
-    """Counts the operators that read what a tensor holds."""
+    """A mode that counts the operators that read a tensor's data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in WAITS:
-            self.found[str(func)] += 1
+            self.operators[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -36,7 +35,7 @@ def waits(model, batch) -> Counter[str]:
     with Waiting() as waiting:
         model(**batch).loss.backward()
     model.zero_grad(set_to_none=True)
-    return waiting.found
+    return waiting.operators
 
 
 @pytest.mark.parametrize("action", ["recompute", "compress", "random"])
@@ -45,11 +44,11 @@ def test_a_new_size_waits_where_it_is_compared_and_nowhere_else(tiny_gpt2, token
     profile = profile_model(model, token_batch(8, 64), CONFIG)
     actions = ("retain", "recompute", "compress")
     policy = random_policy(profile, 0, actions) if action == "random" else uniform_policy(profile, action)
-    with no_packed_sequences():  # Transformers waits to see whether a batch is packed, in plain training too
+    with no_packed_sequences():  # Transformers synchronizes to detect packing, in plain training too
         plain = {size: waits(model, token_batch(*size)) for size in NEW_SIZES}
         with apply_policy(model, policy, CONFIG):
-            found = [waits(model, token_batch(*size)) - plain[size] for size in NEW_SIZES]
-    compared = [number for number, more in enumerate(found, start=1) if more]
-    # The 1st, 2nd, 4th, 8th, 16th: ever more rarely.
-    assert compared == [number for number in range(1, len(NEW_SIZES) + 1) if number & (number - 1) == 0]
-    assert all(more.keys() == {"aten.equal.default"} for more in found if more)
+            extra_waits = [waits(model, token_batch(*size)) - plain[size] for size in NEW_SIZES]
+    compared_sizes = [number for number, more in enumerate(extra_waits, start=1) if more]
+    # The 1st, 2nd, 4th, 8th, 16th: at growing intervals.
+    assert compared_sizes == [number for number in range(1, len(NEW_SIZES) + 1) if number & (number - 1) == 0]
+    assert all(more.keys() == {"aten.equal.default"} for more in extra_waits if more)

@@ -1,4 +1,4 @@
-"""Masks that are drawn again in backward (rule R5): bit for bit those of forward, at the bytes that were predicted."""
+"""Masks redrawn in backward (rule R5) are bit-equal to forward's, and the stored bytes are as predicted."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def bert(attention):
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def trained(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
+def plain_training(request, tiny_gpt2, tiny_llama, token_batch, run_steps):
     """(model with dropout, its batch, its profile, three steps of plain training)."""
     name, attention = request.param.split("-")
     torch.manual_seed(0)
@@ -45,34 +45,36 @@ def masks_of(kind):
     return [value for value in kind.activations if value.role == "mask"]
 
 
-def test_every_mask_may_be_drawn_again(trained):
-    _, _, profile, _ = trained
+def test_every_mask_may_be_drawn_again(plain_training):
+    _, _, profile, _ = plain_training
     assert all(masks_of(kind) for kind in profile.kinds)
     assert all(mask.recomputable for kind in profile.kinds for mask in masks_of(kind))
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_some_masks_drawn_again_beside_others_that_are_kept(trained, run_steps, assert_same_steps, data):
-    """Whatever becomes of other activations: loss, gradients and generator are plain training's, and the bytes those
-    that were predicted."""
-    model, batch, profile, plain = trained
+def test_some_masks_drawn_again_beside_others_that_are_kept(plain_training, run_steps, assert_same_steps, data):
+    """Some masks are redrawn next to retained ones, with any plan for other activations.
+
+    Loss, gradients and generator equal plain training's, and the bytes are as predicted.
+    """
+    model, batch, profile, plain = plain_training
     seed = data.draw(st.integers(0, 2**32 - 1))
     others = random_policy(profile, seed, ("retain", "recompute", "compress"), lossless=True)
     plans = []
     for block in profile.blocks:
         masks = masks_of(profile.kind_of(block))
-        drawn = {mask.index: data.draw(st.sampled_from([RECOMPUTE, RETAIN])) for mask in masks}
+        mask_choices = {mask.index: data.draw(st.sampled_from([RECOMPUTE, RETAIN])) for mask in masks}
         plan = others.plan_of(block.name)
-        plans.append(Plan(kind=plan.kind, choices=tuple((dict(plan.choices) | drawn).items())))
+        plans.append(Plan(kind=plan.kind, choices=tuple((dict(plan.choices) | mask_choices).items())))
     policy = policy_of_plans(profile, plans)
     with apply_policy(model, policy, CONFIG):
         assert_same_steps(run_steps(model, batch), plain)
         assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
 
 
-def test_a_second_backward_draws_the_same_again(trained):
-    model, batch, profile, _ = trained
+def test_a_second_backward_draws_the_same_again(plain_training):
+    model, batch, profile, _ = plain_training
     parameters = list(model.parameters())
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         for _ in range(3):

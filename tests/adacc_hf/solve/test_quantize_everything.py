@@ -1,4 +1,4 @@
-"""The policy that quantizes whatever a codec takes. What it does in training is tested with the Trainer's methods."""
+"""The policy that quantizes every value with a codec. The Trainer's tests cover its effects on training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and its Trainer after train() are as plain training leaves them, also when the run fails."""
+"""After train() the model and its Trainer are in the state that plain training leaves, also if the run fails."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from adacc_hf.callbacks import ThroughputCallback
 
 
 class PlannedError(Exception):
-    """Raised on purpose."""
+    """Error that a test raises on purpose."""
 
 
 def raise_at_call(number: int, error: BaseException):
-    """A function that raises at its `number`-th call, those of a profile counted: no profile puts a queue back."""
+    """Return a function that raises at its `number`-th call. A profile's calls count, because no profile restores a
+    queue."""
     calls = SimpleQueue()
 
     def function(*args, **kwargs):
@@ -69,7 +70,7 @@ FAILURES = {
 
 
 class Failing(TrainerCallback):
-    """Raises at the `number`-th call of `event`."""
+    """Callback that raises at the `number`-th call of `event`."""
 
     def __init__(self, event: str, number: int = 1, error: BaseException | None = None) -> None:
         setattr(self, event, raise_at_call(number, error or PlannedError(event)))
@@ -80,16 +81,17 @@ def callbacks(lossless):
     return [AdaccCallback(**lossless), ThroughputCallback(warmup_steps=1)]
 
 
-def assert_same_traces(left, expected) -> None:
-    """Two Trainers, with a model each, stand alike."""
+def assert_same_traces(state, expected) -> None:
+    """Assert that two Trainers, with a model each, are in the same state."""
     for name in ("state", "gradients", "use_cache", "trainer", "handler"):
-        assert left[name] == expected[name], name
+        assert state[name] == expected[name], name
     for name, attributes in expected["modules"].items():
-        assert _without_addresses(left["modules"][name]) == _without_addresses(attributes), name
+        assert _without_addresses(state["modules"][name]) == _without_addresses(attributes), name
 
 
 def _without_addresses(attributes: dict[str, str]) -> dict[str, str]:
-    """The addresses of objects, and the numbers of hooks, differ between two models."""
+    """Return the attributes without the addresses of objects and the numbers of hooks, which differ between two
+    models."""
     return {name: re.sub(r"0x[0-9a-f]+|\(\d+, ", "", str(value)) for name, value in attributes.items()}
 
 
@@ -112,23 +114,23 @@ def test_a_finished_run_leaves_no_trace(make_trainer, traces, callbacks):
 
 def test_the_order_of_callbacks_is_as_before(make_trainer, callbacks):
     trainer = make_trainer(callbacks)
-    before = trainer.callback_handler.callbacks
-    order = list(before)
+    handler_callbacks = trainer.callback_handler.callbacks
+    order = list(handler_callbacks)
     trainer.train()
-    assert trainer.callback_handler.callbacks is before
-    assert before == order
+    assert trainer.callback_handler.callbacks is handler_callbacks
+    assert handler_callbacks == order
 
 
 @pytest.mark.parametrize("step", [1, 2, 4], ids=["first-step", "before-policy", "under-policy"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_run_leaves_no_trace(make_trainer, traces, callbacks, failure, step):
-    # Of two equal Trainers that fail alike the one without our callbacks says what may be left.
+    # Two equal Trainers fail in the same way. The one without our callbacks defines the expected state.
     trainer, plain = make_trainer(callbacks), make_trainer()
-    for each in (trainer, plain):
-        FAILURES[failure](each, step)
-    left = failed_traces(trainer, traces)
+    for trainer_or_plain in (trainer, plain):
+        FAILURES[failure](trainer_or_plain, step)
+    state = failed_traces(trainer, traces)
     expected = failed_traces(plain, traces)
-    assert_same_traces(left, expected)
+    assert_same_traces(state, expected)
 
 
 EVENTS = (
@@ -141,14 +143,18 @@ EVENTS = (
 @pytest.mark.parametrize("event", EVENTS)
 def test_another_callback_that_fails_leaves_no_trace(make_trainer, traces, callbacks, event, place):
     settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3, "max_steps": 4}
-    order = (lambda ours: [Failing(event), *ours]) if place == "before" else (lambda ours: [*ours, Failing(event)])
+    order = (
+        (lambda own_callbacks: [Failing(event), *own_callbacks])
+        if place == "before"
+        else (lambda own_callbacks: [*own_callbacks, Failing(event)])
+    )
     trainer = make_trainer(order(callbacks), gradient_accumulation_steps=2, **settings)
     plain = make_trainer(order([]), gradient_accumulation_steps=2, **settings)
-    before = traces(trainer)
-    left = failed_traces(trainer, traces)
-    assert_same_traces(left, failed_traces(plain, traces))
+    state_before = traces(trainer)
+    state = failed_traces(trainer, traces)
+    assert_same_traces(state, failed_traces(plain, traces))
     for name in ("callbacks", "callback attributes"):
-        assert left[name] == before[name], name
+        assert state[name] == state_before[name], name
 
 
 def test_training_goes_on_after_a_failure(make_trainer, make_model, callbacks, lossless, train):
@@ -163,7 +169,7 @@ def test_training_goes_on_after_a_failure(make_trainer, make_model, callbacks, l
 
 
 class OutOfMemoryOnce(Trainer):
-    """Runs out of memory at its 4th step of the first attempt."""
+    """Trainer that runs out of memory in the 4th step of its first attempt."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -195,17 +201,17 @@ def test_an_infeasible_budget_is_raised_from_train_and_leaves_the_model_clean(ma
     trainer, plain = make_trainer([AdaccCallback(memory_budget=0.01)]), make_trainer(max_steps=2)
     with pytest.raises(
         InfeasibleBudgetError, match=r"memory_budget=0\.01 .* the least possible is \d+ bytes"
-    ) as caught:
+    ) as error_info:
         trainer.train()
     plain.train()
-    assert f"least possible is {caught.value.smallest_budget_bytes} bytes" in str(caught.value)
+    assert f"least possible is {error_info.value.smallest_budget_bytes} bytes" in str(error_info.value)
     assert_same_traces(traces(trainer), traces(plain))
 
 
 def test_the_smallest_feasible_budget_that_the_error_names_is_feasible(make_trainer):
-    with pytest.raises(InfeasibleBudgetError) as caught:
+    with pytest.raises(InfeasibleBudgetError) as error_info:
         make_trainer([AdaccCallback(memory_budget=0.01, tracking="off")]).train()
-    named = float(re.search(r"a fraction of (0\.\d+)", str(caught.value)).group(1))
+    named = float(re.search(r"a fraction of (0\.\d+)", str(error_info.value)).group(1))
     callback = AdaccCallback(memory_budget=named, tracking="off")
     make_trainer([callback]).train()
     assert callback.policy.predicted_stored_bytes <= named * callback.profile.plain_stored_bytes
@@ -222,3 +228,17 @@ def test_the_model_can_be_saved_whole_under_a_policy(make_trainer, lossless, tmp
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     ids = torch.arange(8)[None]
     assert loaded.eval()(ids).last_hidden_state.shape == (1, 8, 64)
+
+
+def test_training_that_goes_on_without_the_callback_is_warned_of_once(make_trainer, lossless, caplog):
+    callback = AdaccCallback(**lossless)
+
+    class DetachAfterStep2(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                callback.detach()
+
+    make_trainer([callback, DetachAfterStep2()], max_steps=5).train()
+    warnings = [message for message in caplog.messages if "training goes on at step 2" in message]
+    assert len(warnings) == 1
+    assert "trains without a policy" in warnings[0]

@@ -1,4 +1,4 @@
-"""Activations that a gradient's error is attributed to, for made-up errors of the compressed activations."""
+"""Activations that cause a gradient's error, for made-up errors of the compressed activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from adacc_hf.adapt.policy_selection import find_culprits
 
 EACH = 0.1
-"""What each activation's codec adds to the gradient's error, as INT4 does."""
+"""Gradient error that each activation's codec adds, as INT4 does."""
 
 
 class Gradient:
@@ -22,10 +22,10 @@ class Gradient:
 
     def __init__(self, num, *degrades, much=2.0):
         self.num, self.degrades, self.much = num, degrades, much
-        self.asked = []
+        self.queries = []
 
     def error_without(self, bypassed):
-        self.asked.append(bypassed)
+        self.queries.append(bypassed)
         compressed = set(range(self.num)) - bypassed
         squares = [EACH**2] * len(compressed) + [self.much**2 for degrade in self.degrades if degrade <= compressed]
         return math.sqrt(sum(squares))
@@ -41,18 +41,21 @@ class Gradient:
     ids=["one", "two", "a-pair-of-which-either-does", "three"],
 )
 def test_what_degrades_by_itself_is_found_and_nothing_else(degrades, expected, much):
-    """Of queries and keys that both degrade, leaving out either one alone helps little."""
+    """An activation or set that degrades the gradient is found, and no other one.
+
+    If queries and keys both degrade it, leaving out either one alone helps little.
+    """
     gradient = Gradient(12, *degrades, much=much)
     assert gradient.culprits() == expected
-    assert len(gradient.asked) <= 2 * 12 + 1
+    assert len(gradient.queries) <= 2 * 12 + 1
 
 
 @pytest.mark.parametrize(("num_culprits", "pairs"), [(1, [{2, 5}]), (1, [{2, 5}, {5, 9}]), (2, [{2, 5}, {3, 4}])])
 def test_of_those_that_degrade_together_no_more_than_it_takes(num_culprits, pairs):
-    found = Gradient(12, *pairs).culprits()
-    assert all(found & pair for pair in pairs)
-    assert len(found) >= num_culprits
-    assert len(found) < len(set().union(*pairs))
+    culprits = Gradient(12, *pairs).culprits()
+    assert all(culprits & pair for pair in pairs)
+    assert len(culprits) >= num_culprits
+    assert len(culprits) < len(set().union(*pairs))
 
 
 @given(
@@ -63,16 +66,16 @@ def test_where_errors_add_up_no_smaller_set_would_do(errors, bound):
     def error_without(bypassed):
         return math.sqrt(sum(error**2 for value, error in enumerate(errors) if value not in bypassed))
 
-    found = find_culprits(range(len(errors)), bound, error_without)
-    assert error_without(found) <= bound
+    culprits = find_culprits(range(len(errors)), bound, error_without)
+    assert error_without(culprits) <= bound
     worst = sorted(range(len(errors)), key=lambda value: -errors[value])
-    # Leaving out the worst ones is the best that so many can do; equal errors are summed up in another order.
-    assert not found or error_without(set(worst[: len(found) - 1])) > bound * (1 - 1e-12)
+    # Leaving out the worst ones is the best result for that number; equal errors are summed up in another order.
+    assert not culprits or error_without(set(worst[: len(culprits) - 1])) > bound * (1 - 1e-12)
 
 
 def test_the_error_of_all_that_is_compressed_may_be_what_is_too_much():
-    """100 codecs that leave 0.1 each: 75 have to go for the others to leave 0.5 together."""
-    assert len(Gradient(100).culprits(bound=0.505)) == 75  # 0.5 is on the brink, where roundings decide
+    """The sum of all codecs' errors may exceed the bound: of 100 codecs with 0.1 each, 75 have to go to leave 0.5."""
+    assert len(Gradient(100).culprits(bound=0.505)) == 75  # at 0.5 roundings decide
 
 
 def test_none_is_found_where_no_activation_is_to_blame():
@@ -85,7 +88,7 @@ def test_none_is_found_where_memory_ends_the_search(last):
     gradient = Gradient(6, {2}, {4})
 
     def error_without(bypassed):
-        return None if len(gradient.asked) == last else gradient.error_without(bypassed)
+        return None if len(gradient.queries) == last else gradient.error_without(bypassed)
 
-    found = find_culprits(range(6), 0.5, error_without)
-    assert found == (None if last < 6 + 4 else {2, 4})
+    culprits = find_culprits(range(6), 0.5, error_without)
+    assert culprits == (None if last < 6 + 4 else {2, 4})

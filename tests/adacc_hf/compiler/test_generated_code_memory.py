@@ -1,4 +1,4 @@
-"""Bytes that generated code has live: of code by hand, as Inductor writes it, and of Inductor's own, measured."""
+"""Live bytes of generated code: of code written by hand in Inductor's style, and of Inductor's own code, measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def empty_strided_cpu(*_: Any) -> None:
 
 
 def _code(call: Callable[[list[Any]], Any]) -> FunctionType:
-    """`call` with the names that all code of Inductor's has."""
+    """Return `call` with the names that all of Inductor's code has."""
     return FunctionType(call.__code__, {**globals(), "AsyncCompile": None}, "call")
 
 
@@ -54,7 +54,7 @@ def in_a_row(args: list[Any]) -> Any:
 
 def test_inputs_die_with_their_last_reader_and_results_live_on() -> None:
     code = _code(in_a_row)
-    # At the end y, `third`, and the two of them in one.
+    # At the end y, `third`, and a tensor of both are live.
     assert most_live_bytes_of_code(code, _inputs(True, True)) == 4 * SQUARE
     assert most_live_bytes_of_code(code, _inputs(True, False)) == 3 * SQUARE
     assert most_live_bytes_of_code(code, _inputs(False, False)) == 3 * SQUARE
@@ -63,7 +63,7 @@ def test_inputs_die_with_their_last_reader_and_results_live_on() -> None:
 
 def test_a_gpu_counts_in_blocks() -> None:
     on_gpu = tuple(replace(one, on_gpu=True) for one in _inputs(False, False))
-    # `third` takes a block for half of one, and the two tensors in one fill one.
+    # `third` takes an allocator block for half of one, and the combined tensor fills one.
     assert most_live_bytes_of_code(_code(in_a_row), on_gpu) == 2 * CUDA_BLOCK
 
 
@@ -103,7 +103,7 @@ def test_inputs_are_as_the_graph_was_traced() -> None:
 
 @pytest.fixture
 def fresh_inductor(fresh_dynamo: None) -> Iterator[None]:
-    """No code of Inductor's before or after."""
+    """Drop Inductor's code before and after the test."""
     from torch._inductor.utils import fresh_cache
 
     with fresh_cache():
@@ -121,7 +121,7 @@ def test_the_peak_of_a_step_is_what_its_code_shows() -> None:
     try:
         for _ in range(2):  # the first one compiles
             model.zero_grad(set_to_none=True)
-            installed.inspect_code()  # too early: nothing to see yet, or nothing new
+            installed.inspect_code()  # too early: no code yet, or none that is new
             with MemoryMeter.for_device(x.device) as meter:
                 meter.mark(("step",))
                 loss = compiled(x)
@@ -130,7 +130,7 @@ def test_the_peak_of_a_step_is_what_its_code_shows() -> None:
             installed.inspect_code()
         (region,) = installed.partitioner.policy.regions
         assert region.code_bytes is not None
-        # Whoever calls backward holds the loss and its gradient, too.
+        # The caller of backward holds the loss and its gradient, too.
         assert 0 <= meter.peak_bytes - max(region.code_bytes) <= 8
     finally:
         installed.remove()

@@ -1,6 +1,6 @@
-"""Random operators: which of them replay may draw again, and from which state (rule R5).
+"""Random operators: which of them replay may redraw, and from which generator state (rule R5).
 
-How recorders tell which operators are random is in test_recorder.py.
+test_recorder.py tests how recorders detect random operators.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def dropout(block, x):
 
 
 def native_dropout(block, x):
-    """What a CUDA device runs."""
+    """Run native_dropout, which a CUDA device uses."""
     return torch.native_dropout(block.up(x), 0.3, True)[0]
 
 
@@ -72,25 +72,25 @@ def test_what_is_drawn_is_drawn_again_from_the_state_before(record_call, forward
     before = torch.get_rng_state()
     tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
     after = torch.get_rng_state()
-    found = verify(tape, recorder.bases)
+    refused = verify(tape, recorder.bases)
     assert torch.equal(torch.get_rng_state(), after)
     assert not torch.equal(after, before)
-    (drawn,) = random_operators(tape)
-    assert drawn.may_run_again
+    (draw_operator,) = random_operators(tape)
+    assert draw_operator.may_run_again
     externals = {v.index for v in tape.values if v.source is not None}
-    assert {*drawn.results(), *tape.saved_values()} - found == externals & {*tape.saved_values()}
-    assert tape.is_generator_state(drawn.generator)
-    assert not tape.is_held_elsewhere(drawn.generator)
-    assert tape.values[drawn.generator].nbytes == before.nbytes
+    assert {*draw_operator.results(), *tape.saved_values()} - refused == externals & {*tape.saved_values()}
+    assert tape.is_generator_state(draw_operator.generator)
+    assert not tape.is_held_elsewhere(draw_operator.generator)
+    assert tape.values[draw_operator.generator].nbytes == before.nbytes
 
 
 @pytest.mark.parametrize("forward", [dropout, native_dropout])
 def test_a_mask_follows_from_the_state_alone(record_call, forward):
-    """To draw it again nothing of what it is put on has to be recomputed."""
+    """A mask is redrawn from the state alone, without recomputing the masked tensor."""
     tape, _ = record_call(forward, Linear(), given_x(2, 3, 8))
-    (drawn,) = random_operators(tape)
-    operators, leaves = closure(tape, drawn.results()[0], lambda value: False)
-    assert leaves == [drawn.generator]
+    (draw_operator,) = random_operators(tape)
+    operators, leaves = closure(tape, draw_operator.results()[0], lambda value: False)
+    assert leaves == [draw_operator.generator]
     assert not any("linear" in tape.operators[j].name or "addmm" in tape.operators[j].name for j in operators)
     assert any(isinstance(leaf, Blank) for j in operators for leaf in tape.operators[j].blanks())
 
@@ -123,12 +123,15 @@ def twice_with_nothing_saved_between(block, x):
 def test_what_no_state_is_taken_for_is_not_drawn_again(record_call, forward, able):
     tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
     assert [operator.may_run_again for operator in random_operators(tape)] == able
-    found = verify(tape, recorder.bases)
-    assert [not found.isdisjoint(operator.results()) for operator in random_operators(tape)] == able
+    refused = verify(tape, recorder.bases)
+    assert [not refused.isdisjoint(operator.results()) for operator in random_operators(tape)] == able
 
 
 def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
-    """The state is that of the last saved tensor, where a plan takes it: verification draws other numbers."""
+    """A draw from a seed that the block sets is not replayed.
+
+    A plan takes the state at the last saved tensor, and verification there draws other numbers.
+    """
 
     def forward(block, x):
         y = block.up(x)
@@ -136,8 +139,8 @@ def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
         return nn.functional.dropout(y, 0.5)
 
     tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
-    (drawn,) = random_operators(tape)
-    assert drawn.may_run_again
+    (draw_operator,) = random_operators(tape)
+    assert draw_operator.may_run_again
     (mask,) = [value for value in tape.saved_values() if tape.values[value].source is None]
     assert mask not in verify(tape, recorder.bases)
 
@@ -151,9 +154,9 @@ def test_each_of_several_dropouts_has_a_state_of_its_own(record_call):
     tape, recorder = record_call(forward, Linear(), given_x(2, 3, 8))
     states = [operator.generator for operator in random_operators(tape)]
     assert len({*states}) == 3
-    found = verify(tape, recorder.bases)
-    assert all(not found.isdisjoint(operator.results()) for operator in random_operators(tape))
-    tape.recomputable = found
+    refused = verify(tape, recorder.bases)
+    assert all(not refused.isdisjoint(operator.results()) for operator in random_operators(tape))
+    tape.recomputable = refused
     places = [num_saved for num_saved, _, _ in tape.generator_states()]
     assert places == sorted({*places})
     assert [value for _, value, _ in tape.generator_states()] == states
@@ -170,7 +173,7 @@ def test_each_of_several_dropouts_has_a_state_of_its_own(record_call):
     seed=st.integers(0, 2**32 - 1),
 )
 def test_masks_of_all_layouts_are_drawn_again(record_call, sizes, order, dtype, rate, offset, is_native, seed):
-    """What stands for dropout's input lies as that does."""
+    """Masks of all layouts are redrawn, because the tensor that replaces dropout's input has the same strides."""
     places = [*range(len(sizes))]
     order.shuffle(places)
     numbers = torch.arange(offset + torch.Size(sizes).numel(), dtype=torch.float64).to(dtype).requires_grad_()
@@ -181,6 +184,6 @@ def test_masks_of_all_layouts_are_drawn_again(record_call, sizes, order, dtype, 
         return torch.native_dropout(y, rate, True)[0] if is_native else nn.functional.dropout(y, rate)
 
     tape, recorder = record_call(forward, nn.Identity(), numbers)
-    found = verify(tape, recorder.bases)
+    refused = verify(tape, recorder.bases)
     assert random_operators(tape) or rate == 1.0
-    assert all(not found.isdisjoint(operator.results()) for operator in random_operators(tape))
+    assert all(not refused.isdisjoint(operator.results()) for operator in random_operators(tape))

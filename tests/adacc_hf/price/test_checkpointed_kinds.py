@@ -1,4 +1,4 @@
-"""Kinds that torch's checkpoint runs: the profile says what that stores and costs."""
+"""Kinds that run under torch's checkpoint: the profile records their stored bytes and their cost."""
 
 import random
 import re
@@ -22,18 +22,18 @@ def reads_data(block, hidden, scale=None, unused=None):
 
 
 @pytest.fixture
-def untrusted(toy_model, toy_batch):
-    """A model whose blocks read data into Python, and its batch, large beside the state of the random generator."""
+def data_reading_model(toy_model, toy_batch):
+    """A model whose blocks read data into Python, and a batch that is large next to the random generator's state."""
     return toy_model(reads_data, num_blocks=3, kwargs_of=lambda x: {"scale": x + 1, "unused": x * 2}), toy_batch(64)
 
 
 @pytest.fixture
-def profile(untrusted):
-    return profile_model(*untrusted, CONFIG)
+def profile(data_reading_model):
+    return profile_model(*data_reading_model, CONFIG)
 
 
-def test_stored_bytes_are_those_of_the_checkpoint(untrusted, profile, run_steps, assert_same_steps):
-    model, batch = untrusted
+def test_stored_bytes_are_those_of_the_checkpoint(data_reading_model, profile, run_steps, assert_same_steps):
+    model, batch = data_reading_model
     plain = run_steps(model, batch)
     assert measure_step(model, batch).stored_bytes == profile.plain_stored_bytes
     policies = [uniform_policy(profile, "recompute"), uniform_policy(profile, "retain"), solve_policy(profile, 0.9)]
@@ -45,8 +45,8 @@ def test_stored_bytes_are_those_of_the_checkpoint(untrusted, profile, run_steps,
         assert memory.peak_bytes <= policy.predicted_peak_bytes
 
 
-def test_the_peak_of_the_checkpoint_is_exact(untrusted, profile):
-    model, batch = untrusted
+def test_the_peak_of_the_checkpoint_is_exact(data_reading_model, profile):
+    model, batch = data_reading_model
     policy = uniform_policy(profile, "recompute")
     with apply_policy(model, policy, CONFIG):
         model(**batch).loss.backward()
@@ -64,7 +64,7 @@ def test_the_block_is_one_activation(profile):
     )
     assert all(value.codecs == () for value in kind.values)
     assert kind.forward_ms > 0.0
-    # What all blocks are given, read or not, is held once.
+    # The inputs of all blocks, read or not, are held once.
     assert len(profile.shared) == 2
 
 
@@ -78,13 +78,13 @@ def test_the_explanation_says_why(profile):
 
 def test_an_impossible_budget_names_the_floor(profile):
     floor = uniform_policy(profile, "recompute").predicted_stored_bytes
-    with pytest.raises(InfeasibleBudgetError) as caught:
+    with pytest.raises(InfeasibleBudgetError) as error:
         solve_policy(profile, 0.01, CONFIG)
-    assert caught.value.smallest_budget_bytes == floor
+    assert error.value.smallest_budget_bytes == floor
 
 
 def test_a_checkpoint_that_saves_nothing_is_not_chosen(toy_model, toy_batch):
-    """In a tiny block the state of the random generator takes more than what the block saves."""
+    """A checkpoint that saves nothing is not chosen: in a tiny block the random generator's state is the larger one."""
     model, batch = toy_model(reads_data), toy_batch(1)
     profile = profile_model(model, batch, CONFIG)
     assert uniform_policy(profile, "recompute").predicted_stored_bytes > profile.plain_stored_bytes
@@ -100,7 +100,8 @@ def test_a_profile_with_untrusted_kinds_survives_the_disk(profile, tmp_path):
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_block_that_skips_itself_by_chance_is_exact(toy_model, toy_batch, draw, seed):
-    """Whatever dice the profile's passes and the steps throw; a block that was skipped has no operators to price."""
+    """A block that skips itself at random is exact, for any draws in profile and steps. A skipped block has no
+    prices."""
 
     def skips(block, hidden):
         return hidden if draw() < 0.5 else hidden + block.down(block.up(hidden).tanh())
@@ -108,13 +109,13 @@ def test_a_block_that_skips_itself_by_chance_is_exact(toy_model, toy_batch, draw
     def losses_and_gradients():
         random.seed(seed)
         numpy.random.seed(seed)
-        found = []
+        results = []
         for _ in range(4):
             model.zero_grad()
             loss = model(**batch).loss
             loss.backward()
-            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        return found, draw()
+            results += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return results, draw()
 
     model, batch = toy_model(skips, num_blocks=4), toy_batch(64)
     random.seed(seed)

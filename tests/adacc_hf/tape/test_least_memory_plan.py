@@ -1,4 +1,4 @@
-"""What a block keeps on a path that nothing was planned for."""
+"""Plans of least memory, for paths without a plan of the policy."""
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ class Noisy(torch.nn.Module):
     ids=["bits", "dropout", "negative zeros", "signs", "noise"],
 )
 def test_masks_that_are_drawn_become_bits_and_other_draws_do_not(draw, is_mask):
-    """A CPU's dropout has masks of floats: 0 and 1/(1-p)."""
+    """Random masks become bits, and other random values do not. A CPU's dropout has float masks of 0 and 1/(1-p)."""
     block, x = Noisy(draw), torch.randn(4, 16, requires_grad=True)
     recording = Recording("block", block, (x,), {})
     recording.run(block)
     tape = recording.recorder.tape()
     recording.close()
-    (drawn,) = [value for value in tape.saved_values() if tape.values[value].source is None]
+    (noise,) = [value for value in tape.saved_values() if tape.values[value].source is None]
     expected = Choice(action=Action.COMPRESS, codec="bitmask") if is_mask else RETAIN
-    if drawn in tape.recomputable:
+    if noise in tape.recomputable:
         pytest.fail("what is drawn must not be replayed")
-    assert least_memory(tape, drawn) == expected
+    assert least_memory(tape, noise) == expected

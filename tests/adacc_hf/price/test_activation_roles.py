@@ -1,4 +1,4 @@
-"""Roles of GPT-2's activations, and the codec that each gets."""
+"""Roles of GPT-2's activations, and the codec of each role."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ CODEC_OF_ROLE = {
     "input": "int8",
     "mask": "bitmask",
 }
-"""The paper's layer-specific choice (section 3.2), with 8 bits for what reaches every gradient of a block."""
+"""The paper's layer-specific choice (section 3.2), with 8 bits for values that reach every gradient of a block."""
 REPLACED = {"input": "fp8"}
-"""Codecs of roles that replace the above where they are more exact, which they are not on a model without training."""
+"""Codecs that replace the above where they are more exact, which is not the case on an untrained model."""
 
 
 @pytest.fixture(scope="module")
 def gpt2_profiles(tiny_gpt2, token_batch):
-    """(attention, autocast) -> the profile."""
+    """Function of (attention, autocast) that returns the profile."""
     profiles = {}
     for attention in ("sdpa", "eager"):
         for autocast in (False, True):
@@ -35,7 +35,10 @@ def gpt2_profiles(tiny_gpt2, token_batch):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_roles_of_a_gpt2_block(gpt2_profiles, attention):
-    """The paper's classes (section 3.2). On the CPU attention with dropout runs unfused, so both have a softmax."""
+    """Roles are the paper's classes (section 3.2).
+
+    On the CPU attention with dropout runs unfused, so both have a softmax.
+    """
     kind = gpt2_profiles[attention, False].kinds[0]
     counts = {}
     for value in kind.activations:
@@ -44,7 +47,7 @@ def test_roles_of_a_gpt2_block(gpt2_profiles, attention):
     assert len(counts["mask"]) == 3  # attention, residual, MLP
     assert len(counts["softmax"]) == 2  # before and after dropout
     assert len(counts["qkv"]) == 3
-    # Outputs of both norms, the context and the activation: what the four linear layers read.
+    # Inputs of the four linear layers: outputs of both norms, the context and the activation.
     assert counts["linear"] == ["ln_1:native_layer_norm", "attn:clone", "ln_2:native_layer_norm", "mlp.act:mul"]
     assert counts["activation"] == ["mlp.c_fc:addmm", "mlp.act:tanh"]
 
@@ -66,7 +69,8 @@ def test_each_role_gets_its_codec(gpt2_profiles, attention, autocast):
                 assert option.nbytes == codec.predicted_bytes(value.encoded_shape, dtype)
                 assert option.lossless == (option.codec == "bitmask")
                 assert (option.error == 0) == option.lossless
-                # Groups of 64 INT4 codes err by at most 1/16 of a group's range: 0.5 would be no codec at all.
+                # Groups of 64 INT4 codes have errors of at most 1/16 of a group's range: 0.5 would mean no codec at
+                # all.
                 assert option.error < 0.5
                 assert option.encode_ms > 0
                 assert option.decode_ms > 0
@@ -74,7 +78,7 @@ def test_each_role_gets_its_codec(gpt2_profiles, attention, autocast):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_casts_of_parameters_are_never_compressed_but_may_be_recomputed(gpt2_profiles, attention):
-    """Rule R4."""
+    """Casts of parameters are never compressed but may be recomputed (rule R4)."""
     kind = gpt2_profiles[attention, True].kinds[0]
     casts = [value for value in kind.activations if value.role == "parameter"]
     assert len(casts) == 4  # the weights of four linear layers; biases are not saved

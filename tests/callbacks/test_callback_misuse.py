@@ -1,4 +1,4 @@
-"""What users get wrong: each either works or says clearly what to do."""
+"""Frequent mistakes of users: each one works or raises an error that says what to do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
 class TrainInTheMidst(TrainerCallback):
-    """Trains with another Trainer in a step of the first one."""
+    """Callback that trains with another Trainer in a step of the first one."""
 
-    def __init__(self, other):
-        self.other = other
+    def __init__(self, inner_trainer):
+        self.inner_trainer = inner_trainer
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
-            self.other.train()
+            self.inner_trainer.train()
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,16 @@ def test_two_callbacks_in_one_trainer_are_refused(make_trainer, lossless, traces
     trainer = make_trainer([AdaccCallback(**lossless), AdaccCallback(**lossless)])
 
     def on_blocks():
-        return {name: found for name, found in traces(trainer)["modules"].items() if name.startswith("transformer.h")}
+        return {
+            name: attributes
+            for name, attributes in traces(trainer)["modules"].items()
+            if name.startswith("transformer.h")
+        }
 
-    before = on_blocks()
+    hooks_before = on_blocks()
     with pytest.raises(ValueError, match=r"2 callbacks of class AdaccCallback.*leave one of them"):
         trainer.train()
-    assert on_blocks() == before
+    assert on_blocks() == hooks_before
 
 
 def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):
@@ -68,10 +72,10 @@ def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):
 def test_one_callback_in_two_runs_at_once_is_refused(make_trainer, lossless):
     callback = AdaccCallback(**lossless)
     inner = make_trainer([callback], max_steps=3)
-    with pytest.raises(RuntimeError, match="at work in another Trainer's run"):
+    with pytest.raises(RuntimeError, match="in use by another Trainer's run"):
         make_trainer([callback, TrainInTheMidst(inner)], max_steps=6).train()
     inner.train()
-    assert callback.policy is not None, "once the first run is over it may begin another one"
+    assert callback.policy is not None, "after the first run the callback may start another one"
 
 
 def test_evaluation_in_mid_run_changes_nothing(train, lossless):
@@ -90,7 +94,7 @@ def test_a_resumed_run_with_other_batches_gets_a_policy_for_them(train, lossless
 
 
 class ShareSequences(TrainerCallback):
-    """Leaves the Trainer as if ranks shared each sequence, once it has prepared its model."""
+    """Callback that presents the Trainer, once its model is prepared, as sharing each sequence among ranks."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
@@ -106,9 +110,9 @@ def test_ranks_that_share_a_sequence_are_refused(train, lossless, monkeypatch):
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_policy_in_place_of_checkpointing_is_said_once(train, lossless, caplog, is_on):
-    """TRL's arguments switch checkpointing on by default; the line calls the setting what Transformers does."""
+    """TRL's arguments switch checkpointing on by default. The log line uses the setting's name in Transformers."""
     train([AdaccCallback(**lossless)], **{CHECKPOINTING: is_on})
-    said = [record.getMessage() for record in caplog.records if f" {CHECKPOINTING}=True" in record.getMessage()]
-    assert len(said) == is_on
-    assert all("takes the place" in text and "memory_budget=0.6" in text for text in said)
-    assert all(f"set {CHECKPOINTING}=False" in text for text in said)
+    log_lines = [record.getMessage() for record in caplog.records if f" {CHECKPOINTING}=True" in record.getMessage()]
+    assert len(log_lines) == is_on
+    assert all("a policy replaces checkpointing" in text and "memory_budget=0.6" in text for text in log_lines)
+    assert all(f"{CHECKPOINTING}=False to avoid this warning" in text for text in log_lines)

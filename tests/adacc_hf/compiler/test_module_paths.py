@@ -1,4 +1,4 @@
-"""Names of what a plan decides about."""
+"""Module paths of graph nodes, and graph tensors in JSON."""
 
 import json
 

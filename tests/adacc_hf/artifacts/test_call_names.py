@@ -26,7 +26,7 @@ GROUP = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 
 @dataclass
 class Case:
-    """A model, a batch, and how a step makes its loss; its profile and three steps of plain training."""
+    """A model, a batch, the step's loss function, the profile, and three steps of plain training."""
 
     model: nn.Module
     batch: dict[str, torch.Tensor]
@@ -50,7 +50,7 @@ def small(**sizes: Any) -> dict[str, Any]:
 
 
 def albert() -> tuple[nn.Module, dict[str, torch.Tensor], Any, tuple[str, ...]]:
-    """One layer, called four times."""
+    """A model of one layer that runs four times."""
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     model = AlbertForMaskedLM(AlbertConfig(**small(embedding_size=16, num_hidden_layers=4), **dropout))
     return model, {"input_ids": tokens(3, 16), "labels": tokens(3, 16)}, None, ("AlbertLayer",)
@@ -80,7 +80,7 @@ def r_drop_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def two_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A long text, whose head peaks, and then a short one."""
+    """Return the loss of a long text, whose head has the peak, plus that of a short one."""
     return sum(model(input_ids=ids, labels=ids).loss for ids in batch.values())
 
 
@@ -117,7 +117,7 @@ def case(request, make_case):
 
 @pytest.fixture(scope="module", params=["albert", "bi-encoder"])
 def cast_case(request, make_case):
-    """Under one autocast around all calls, which share its casts of the weights."""
+    """A case under one autocast around all calls, which share its casts of the weights."""
     return make_case(request.param, torch.bfloat16)
 
 
@@ -146,41 +146,43 @@ def test_random_lossless_policies_train_exactly(case, run_steps, assert_same_ste
 
 
 def assert_peak_is_bounded(peak_bytes, policy):
-    """Those of the bi-encoder are predicted up to 1.9 % too high; none is too low, but for a few scalars of 8 bytes."""
+    """Assert that a peak is at most 1.9 % below its prediction, and never above but for a few scalars of 8 bytes."""
     assert 0.97 * policy.predicted_peak_bytes <= peak_bytes <= policy.predicted_peak_bytes + 512
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1])
 def test_stored_bytes_and_peak_are_as_predicted(case, run_steps, policy):
-    made = uniform_policy(case.profile, policy) if isinstance(policy, str) else case.random(policy)
-    with apply_policy(case.model, made, case.config):
+    applied_policy = uniform_policy(case.profile, policy) if isinstance(policy, str) else case.random(policy)
+    with apply_policy(case.model, applied_policy, case.config):
         run_steps(case.step, case.batch, num_steps=2)
-        measured = measure_step(case.step, case.batch)
-    assert measured.stored_bytes == made.predicted_stored_bytes
-    assert_peak_is_bounded(measured.peak_bytes, made)
+        step_memory = measure_step(case.step, case.batch)
+    assert step_memory.stored_bytes == applied_policy.predicted_stored_bytes
+    assert_peak_is_bounded(step_memory.peak_bytes, applied_policy)
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute", 0, 1, 2])
 def test_calls_that_share_casts_are_exact_and_stored_as_predicted(cast_case, run_steps, assert_same_steps, policy):
     case = cast_case
-    made = uniform_policy(case.profile, policy) if isinstance(policy, str) else case.random(policy)
-    with apply_policy(case.model, made, case.config):
+    applied_policy = uniform_policy(case.profile, policy) if isinstance(policy, str) else case.random(policy)
+    with apply_policy(case.model, applied_policy, case.config):
         assert_same_steps(run_steps(case.step, case.batch, autocast=case.autocast), case.plain)
         with torch.autocast("cpu", dtype=case.autocast):
-            measured = measure_step(case.step, case.batch)
-    assert measured.stored_bytes == made.predicted_stored_bytes
-    assert_peak_is_bounded(measured.peak_bytes, made)
+            step_memory = measure_step(case.step, case.batch)
+    assert step_memory.stored_bytes == applied_policy.predicted_stored_bytes
+    assert_peak_is_bounded(step_memory.peak_bytes, applied_policy)
 
 
 def test_what_a_later_call_reads_of_autocasts_cache_can_be_replayed_from(cast_case):
-    kept = [
+    cached_casts = [
         value.name
         for kind in cast_case.profile.kinds
         for value in kind.activations
         if value.producer is not None and value.saved and not value.recomputable and value.role != "mask"
     ]
-    assert kept
-    assert all(name.endswith(":to_copy") for name in kept), "the casts themselves stay, since autograd has them anyway"
+    assert cached_casts
+    assert all(name.endswith(":to_copy") for name in cached_casts), (
+        "the casts themselves stay, since autograd has them anyway"
+    )
 
 
 def test_calls_of_one_block_may_differ_in_their_plans(case):
@@ -199,11 +201,11 @@ def test_policies_with_every_call_are_saved_and_loaded(pairs, tmp_path, run_step
         assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
 
 
-# Steps that are not as they were profiled
+# Steps that differ from the profiled one
 
 
 def other_batches() -> dict[str, torch.Tensor]:
-    """Shorter and longer columns, the other way round."""
+    """Return shorter and longer columns, in the opposite order."""
     return {"query": tokens(2, 14), "query_mask": torch.ones(2, 14, dtype=torch.long), "text": tokens(2, 6)}
 
 
@@ -229,50 +231,50 @@ def test_steps_with_fewer_or_more_calls_train_exactly(pairs, run_steps, assert_s
             assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
 
 
-class Noted:
-    """A strategy that notes the name of its call."""
+class NoteName:
+    """A strategy that records the name of its call."""
 
-    def __init__(self, name: str, seen: list[str], inner: Any) -> None:
-        self.name, self.seen, self.inner = name, seen, inner
+    def __init__(self, name: str, call_names: list[str], inner: Any) -> None:
+        self.name, self.call_names, self.inner = name, call_names, inner
 
     def run(self, block, fn, args, kwargs):
-        self.seen.append(self.name)
+        self.call_names.append(self.name)
         return self.inner.run(block, fn, args, kwargs)
 
 
 @pytest.fixture
 def handle(pairs):
-    """That of a policy for two calls."""
+    """The handle of a policy for two calls."""
     with apply_policy(pairs.model, pairs.random(0), pairs.config) as handle:
         yield handle
 
 
 @pytest.fixture
-def seen(handle):
-    """The list in which the first layer's calls are noted."""
+def call_names(handle):
+    """List of the names of the first layer's calls, in order."""
     names: list[str] = []
     for name, function in handle.installation.functions.items():
         if block_of_call(name) == "encoder.layer.0":
-            function.strategy = Noted(name, names, function.strategy)
+            function.strategy = NoteName(name, names, function.strategy)
     return names
 
 
 FIRST, SECOND = "encoder.layer.0", "encoder.layer.0#2"
 
 
-def test_backward_ends_a_step(pairs, seen):
-    """As with accumulated gradients, or a loss that is taken backward piece by piece."""
+def test_backward_ends_a_step(pairs, call_names):
+    """A backward ends a step, as with accumulated gradients or a loss with several backwards."""
     for _ in range(2):
         pairs.step(**pairs.batch).loss.backward()
-    assert seen == [FIRST, SECOND] * 2
-    seen.clear()
+    assert call_names == [FIRST, SECOND] * 2
+    call_names.clear()
     for _ in range(2):
         pairs.model(input_ids=pairs.batch["text"]).last_hidden_state.sum().backward()
-    assert seen == [FIRST] * 2
+    assert call_names == [FIRST] * 2
     pairs.model.zero_grad()
 
 
-def test_what_runs_without_gradients_is_no_call_of_a_step(pairs, seen):
+def test_what_runs_without_gradients_is_no_call_of_a_step(pairs, call_names):
     with torch.no_grad():
         pairs.model(input_ids=pairs.batch["text"])
     pairs.model.eval()(input_ids=pairs.batch["text"], attention_mask=None)
@@ -282,8 +284,8 @@ def test_what_runs_without_gradients_is_no_call_of_a_step(pairs, seen):
         pairs.model(input_ids=pairs.batch["text"])
     text = pairs.model(input_ids=pairs.batch["text"]).last_hidden_state
     (query.mean() + text.mean()).backward()
-    assert [name for name in seen if name == SECOND] == [SECOND]
-    assert seen[-2:] == [FIRST, SECOND]
+    assert [name for name in call_names if name == SECOND] == [SECOND]
+    assert call_names[-2:] == [FIRST, SECOND]
     pairs.model.zero_grad()
 
 
@@ -292,24 +294,24 @@ def fails_between_calls(model, batch):
     raise ZeroDivisionError
 
 
-def test_an_exception_in_the_middle_of_a_step(pairs, seen, run_steps, assert_same_steps):
-    """The graph of the first call is gone with the exception, so that the next call is a first one again."""
+def test_an_exception_in_the_middle_of_a_step(pairs, call_names, run_steps, assert_same_steps):
+    """After an exception, the first call's graph is gone, and the next call is a first one again."""
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             fails_between_calls(pairs.model, pairs.batch)
         assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
-    assert seen == [FIRST, *[FIRST, SECOND] * 3] * 2
+    assert call_names == [FIRST, *[FIRST, SECOND] * 3] * 2
 
 
-def test_a_step_may_be_begun_anew(pairs, handle, seen):
-    kept = pairs.model(input_ids=pairs.batch["text"]).last_hidden_state
+def test_a_step_may_be_begun_anew(pairs, handle, call_names):
+    cached_casts = pairs.model(input_ids=pairs.batch["text"]).last_hidden_state
     handle.installation.begin_step()
     again = pairs.model(input_ids=pairs.batch["text"]).last_hidden_state
-    assert seen == [FIRST, FIRST]
-    assert kept.shape == again.shape
+    assert call_names == [FIRST, FIRST]
+    assert cached_casts.shape == again.shape
 
 
-# What is left behind
+# State left behind
 
 
 def test_nothing_is_left_on_model_and_graph(pairs):
@@ -381,13 +383,13 @@ def test_a_head_that_runs_twice_may_be_chunked(make_case, run_steps):
     with apply_policy(case.model, policy, case.config) as handle:
         ours = run_steps(case.step, case.batch)
         assert handle._head.num_losses == 2 * len(ours)
-        measured = measure_step(case.step, case.batch)
+        step_memory = measure_step(case.step, case.batch)
     for mine, plain in zip(ours, case.plain, strict=True):
         # A chunked loss adds up in another order: rounding of float32.
         assert all(torch.allclose(mine[name], plain[name], rtol=1e-4, atol=1e-6) for name in mine)
-    assert measured.stored_bytes == policy.predicted_stored_bytes
-    # The rest of the model between two calls was measured with whole logits: never too low.
-    assert measured.peak_bytes <= policy.predicted_peak_bytes * 1.001
+    assert step_memory.stored_bytes == policy.predicted_stored_bytes
+    # The rest of the model between two calls was measured with whole logits, so the prediction is never too low.
+    assert step_memory.peak_bytes <= policy.predicted_peak_bytes * 1.001
 
 
 def test_logits_that_are_read_twice_are_not_chunked(make_case, caplog):

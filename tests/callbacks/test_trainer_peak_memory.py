@@ -1,4 +1,4 @@
-"""The peak of the Trainer's whole steps: micro-batches, clipping and the optimizer."""
+"""The peak of the Trainer's whole steps, including micro-batches, clipping and the optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from adacc_hf.solve.simple_policies import uniform_policy
 QUIET = {"tracking": "off", "guard": False, "min_compress_bytes": 0}
 BATCH_SIZE = 16
 BATCH_BYTES = 2 * BATCH_SIZE * 32 * 8
-"""Token numbers and labels of one micro-batch."""
+"""Bytes of the token numbers and labels of one micro-batch."""
 
 
 SETTINGS = {
@@ -29,12 +29,12 @@ def test_the_trainers_step_keeps_to_the_predicted_peak(
     if not takes_parts:
         request.getfixturevalue("late_policy")
     callback = AdaccCallback(memory_budget=0.5, **QUIET)
-    measured = measure_step_peak(5)
+    peak_meter = measure_step_peak(5)
     model = make_model(vocab_size=600)
-    make_trainer([callback, measured], model=model, per_device_train_batch_size=BATCH_SIZE, **SETTINGS[name]).train()
+    make_trainer([callback, peak_meter], model=model, per_device_train_batch_size=BATCH_SIZE, **SETTINGS[name]).train()
     num_micro = SETTINGS[name].get("gradient_accumulation_steps", 1)
-    peak = measured.peak_bytes + (num_micro + 1) * BATCH_BYTES  # the loader has read one ahead
-    if takes_parts and name == "bf16":  # the larger of two sums, which small parts do not tell apart exactly
+    peak = peak_meter.peak_bytes + (num_micro + 1) * BATCH_BYTES  # the loader prefetches one batch
+    if takes_parts and name == "bf16":  # the peak is the larger of two sums, which small parts do not separate exactly
         assert peak == pytest.approx(callback.policy.predicted_peak_bytes, rel=0.005)
     else:
         assert peak == peak_of(callback.policy)
@@ -42,12 +42,12 @@ def test_the_trainers_step_keeps_to_the_predicted_peak(
 
 @pytest.fixture
 def device_with(monkeypatch):
-    """`device_with(nbytes)`: let the device have so many bytes for this process."""
+    """Return `device_with(nbytes)`, which sets the bytes of device memory that this process may use."""
 
-    def have(nbytes: int) -> None:
+    def set_memory(nbytes: int) -> None:
         monkeypatch.setattr("adacc_hf.price.measurement.available_bytes", lambda device, static_bytes: nbytes)
 
-    return have
+    return set_memory
 
 
 def test_what_fits_the_device_is_trained_as_it_is(train, device_with, heads_take):
@@ -67,10 +67,10 @@ def test_what_does_not_fit_keeps_to_the_device_less_the_margin(
     plain, adacc = (AdaccCallback(memory_budget="auto", **QUIET) for _ in range(2))
     make_trainer([plain], model=make_model(), **settings).train()
     peaks = [uniform_policy(plain.profile, action).predicted_peak_bytes for action in ("retain", "recompute")]
-    wanted = sum(peaks) // 2
-    device_with(int(wanted / (1 - AdaccConfig().memory_margin)) + 1)
-    measured = measure_step_peak(5)
-    make_trainer([adacc, measured], model=make_model(), **{**settings, "max_steps": 5}).train()
-    assert dict(adacc.policy.facts)["budget_bytes"] == wanted
+    budget_bytes = sum(peaks) // 2
+    device_with(int(budget_bytes / (1 - AdaccConfig().memory_margin)) + 1)
+    peak_meter = measure_step_peak(5)
+    make_trainer([adacc, peak_meter], model=make_model(), **{**settings, "max_steps": 5}).train()
+    assert dict(adacc.policy.facts)["budget_bytes"] == budget_bytes
     assert not adacc.policy.is_plain
-    assert measured.peak_bytes + 2 * BATCH_BYTES <= wanted
+    assert peak_meter.peak_bytes + 2 * BATCH_BYTES <= budget_bytes

@@ -1,4 +1,4 @@
-"""Gradients that are sums with a product."""
+"""Gradients that are a sum with a product keep their bits if addmm fusion is prevented."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ def test_a_gradient_has_the_same_bits_without_a_sum_that_becomes_an_addmm(produc
         of_head, of_embedding = of_logits.t() @ hidden, of_tokens.sin()
         return (of_head + of_embedding if product_first else of_embedding + of_head,)
 
-    given = [torch.randn(6, 5), torch.randn(6, 4), torch.randn(5, 4)]
-    given[0][:, 0], given[2][0] = 0.0, -0.0  # sums of zeros have a sign too
-    graph = make_fx(backward)(*given)
-    (expected,) = graph(*given)
+    inputs = [torch.randn(6, 5), torch.randn(6, 4), torch.randn(5, 4)]
+    inputs[0][:, 0], inputs[2][0] = 0.0, -0.0  # sums of zeros have a sign too
+    graph = make_fx(backward)(*inputs)
+    (expected,) = graph(*inputs)
     prevent_addmm_fusion(graph)
     assert not graph.graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    (gradient,) = graph(*given)
+    (gradient,) = graph(*inputs)
     assert torch.equal(gradient.view(torch.int32), expected.view(torch.int32))
 
 
 def test_other_sums_stay() -> None:
-    given = [torch.randn(4, 4), torch.randn(4, 4)]
-    graph = make_fx(lambda x, y: ((x @ y + x).sin(), x + y, x @ y + 1.0))(*given)
+    inputs = [torch.randn(4, 4), torch.randn(4, 4)]
+    graph = make_fx(lambda x, y: ((x @ y + x).sin(), x + y, x @ y + 1.0))(*inputs)
     prevent_addmm_fusion(graph)
     assert len(graph.graph.find_nodes(op="call_function", target=aten.add.Tensor)) == 3
-    graph(*given)
+    graph(*inputs)

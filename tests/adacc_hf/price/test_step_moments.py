@@ -1,4 +1,4 @@
-"""The moments of a counted step, and what they teach a profile."""
+"""Moments of a measured step, and the corrections that a profile learns from them."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def profile():
 
 
 def points(*marks: tuple[str, ...]) -> list[MemoryPoint]:
-    """Marks after which ever more is live: 1 byte after the first, 2 after the second ..."""
+    """Return a function of marks, after each of which more is live: 1 byte after the first, 2 after the second ..."""
     return [MemoryPoint(mark, 0, number) for number, mark in enumerate(marks, start=1)]
 
 
 def test_moments_of_two_micro_batches_and_the_optimizer():
     micro = [("leave", "a"), ("leave", "b"), ("backward", "b"), ("backward", "a"), ("tail", "a")]
-    found = moment_peaks(points(("start",), ("step",), *micro, *micro, (OPTIMIZER,)))
-    assert found == {FORWARD: 9, "b": 10, "a": 11, AFTER: 12, OPTIMIZER: 13}
+    peaks = moment_peaks(points(("start",), ("step",), *micro, *micro, (OPTIMIZER,)))
+    assert peaks == {FORWARD: 9, "b": 10, "a": 11, AFTER: 12, OPTIMIZER: 13}
 
 
 def test_an_optimizer_that_steps_while_backward_runs_belongs_to_the_block():
-    found = moment_peaks(
+    peaks = moment_peaks(
         points(("step",), ("backward", "b"), (OPTIMIZER,), ("backward", "a"), (OPTIMIZER,), ("tail", "a"))
     )
-    assert found == {FORWARD: 1, "b": 3, "a": 5, AFTER: 6}
+    assert peaks == {FORWARD: 1, "b": 3, "a": 5, AFTER: 6}
 
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_a_step_is_what_was_predicted_at_every_moment(profile, action):
     model, policy = make_model(), uniform_policy(profile, action)
     with apply_policy(model, policy) as handle:
-        for _ in range(3):  # the first two are recorded, which takes memory of its own
+        for _ in range(3):  # the first two are recorded, which takes extra memory
             static = count_static_bytes(model, BATCH)
             with CpuMemoryMeter() as meter:
                 meter.mark(("step",))
@@ -73,18 +73,18 @@ def test_a_step_is_what_was_predicted_at_every_moment(profile, action):
             model.zero_grad()
         strategies = [function.strategy for function in handle.installation.functions.values()]
         assert strategies == list(handle.plans.strategies.values()), "nothing is marked any more"
-    measured = {moment: static + peak for moment, peak in moment_peaks(meter.points).items()}
+    measured_peaks = {moment: static + peak for moment, peak in moment_peaks(meter.points).items()}
     predicted = predicted_peaks(profile, policy)
     assert predicted.pop(OPTIMIZER) > 0
-    assert measured == predicted
-    assert missing_bytes(profile, policy, measured) == {}
+    assert measured_peaks == predicted
+    assert missing_bytes(profile, policy, measured_peaks) == {}
 
 
 @given(extra=st.lists(st.integers(-5000, 5000), min_size=len(MOMENTS), max_size=len(MOMENTS)))
 def test_what_was_missing_is_predicted_from_then_on(profile, extra):
     policy, other = uniform_policy(profile, "recompute"), uniform_policy(profile, "retain")
-    measured = {m: predicted_peaks(profile, policy)[m] + more for m, more in zip(MOMENTS, extra, strict=True)}
-    missing = missing_bytes(profile, policy, measured)
+    measured_peaks = {m: predicted_peaks(profile, policy)[m] + more for m, more in zip(MOMENTS, extra, strict=True)}
+    missing = missing_bytes(profile, policy, measured_peaks)
     assert missing == {m: more for m, more in zip(MOMENTS, extra, strict=True) if more > 0}
     learnt = with_missing_bytes(profile, missing)
     for each in (policy, other):

@@ -1,4 +1,4 @@
-"""A profile runs a model some ten times, and all that its Python code counts, draws and gathers is as before."""
+"""Profiling runs a model about ten times and restores all that its Python code counts, draws and gathers."""
 
 import collections
 import random
@@ -21,8 +21,8 @@ def plain_block(block, hidden):
     return hidden + block.down(block.up(hidden).tanh())
 
 
-def factor_of(counted):
-    return 1 + 0.1 * counted
+def factor_of(number):
+    return 1 + 0.1 * number
 
 
 COUNTERS = {
@@ -49,7 +49,7 @@ COUNTERS = {
 
 
 def number_in(box):
-    """What was counted in a box of any kind."""
+    """Return the count in a container of any kind."""
     box = getattr(box, "n", box)
     if isinstance(box, dict) and "a" in box:
         return box["a"][0]["n"]
@@ -69,13 +69,13 @@ def test_a_schedule_by_a_counter_of_the_model_goes_on(toy_model, toy_batch, run_
         setup(model)
         forward = model.forward
 
-        def counted(x):
+        def counting_forward(x):
             result = forward(x)
             count(model)
             result.loss = result.loss * factor_of(number_in(model.box))
             return result
 
-        model.forward = counted
+        model.forward = counting_forward
         return model
 
     batch = toy_batch()
@@ -123,7 +123,7 @@ def test_what_the_loss_gathers_is_as_before(toy_model, toy_batch, kind):
         assert gather(torch.zeros(())) == 0.0
 
 
-# Which blocks run, and how often, is drawn.
+# Random numbers decide which blocks run, and how often.
 
 DRAWS = {
     "torch": lambda model: float(torch.rand(())),
@@ -211,7 +211,7 @@ def adds_loss(block, hidden, sink):
 
 
 def adds_loss_and_reads(block, hidden, sink):
-    """So that torch's checkpoint runs it."""
+    """Add to a list and read data, so that torch's checkpoint runs the block."""
     return adds_loss(block, hidden, sink) * (1.0 if hidden.sum().item() > 0 else 0.5)
 
 
@@ -259,7 +259,7 @@ def test_blocks_may_add_losses_to_an_argument(toy_model, toy_batch, run_steps, a
     assert set(lengths) == {3}
 
 
-# What cannot be put back is refused.
+# Changes that cannot be restored are refused.
 
 
 def test_an_iterator_in_forward_is_refused(toy_model, toy_batch):
@@ -268,7 +268,7 @@ def test_an_iterator_in_forward_is_refused(toy_model, toy_batch):
 
     model = toy_model(advances, setup=lambda block: setattr(block, "factors", (1.0 for _ in iter(int, 1))))
     model.layers[0].factors = iter([1.0, 2.0] * 99)
-    with pytest.raises(UnrestorableError, match="in the place of this iterator"):
+    with pytest.raises(UnrestorableError, match="instead of this iterator"):
         profile_model(model, toy_batch(), CONFIG)
 
 

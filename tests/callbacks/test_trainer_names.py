@@ -1,0 +1,72 @@
+"""All private and undocumented names of the Trainer that callbacks/ uses exist in the installed releases."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import accelerate
+import transformers
+from transformers import Trainer, TrainerCallback
+
+from adacc_hf.callbacks import trainer_guard, trainer_loop, trainer_mixin, training_log
+
+RELEASES = f"Transformers {transformers.__version__} and Accelerate {accelerate.__version__}"
+HOLDERS = {
+    "trainer": "Trainer",
+    "caller": "Trainer",
+    "self.trainer": "Trainer",
+    "self._trainer": "Trainer",
+    "self._handler": "Trainer.callback_handler",
+    "accelerator": "Trainer.accelerator",
+    "state": "Trainer.state",
+}
+"""Owner of the variables and attributes with each name in the source files."""
+
+
+class RecordVariables(TrainerCallback):
+    """Callback that records the local variables of the Trainer's innermost frame that calls the callback."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        frame = sys._getframe(1)
+        while not isinstance(frame.f_locals.get("self"), Trainer):
+            frame = frame.f_back
+        self.variables = frozenset(frame.f_locals)
+
+
+def names_relied_on() -> list[str]:
+    """Return the names in the files' constants, and all attributes that the files read from a Trainer."""
+    names = {f"Trainer.{name}" for name in (*trainer_guard.GUARDED_METHODS, training_log.LAST_LOGGED)}
+    for module in (trainer_guard, trainer_loop, trainer_mixin, training_log):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))):
+            expression = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            holder = next((name for name in HOLDERS if expression.startswith(f"{name}.")), None)
+            if holder is not None and expression.replace(".", "_").isidentifier():
+                names.add(HOLDERS[holder] + expression.removeprefix(holder))
+    return sorted(names)
+
+
+def missing_names(trainer: Trainer) -> list[str]:
+    missing = []
+    for name in names_relied_on():
+        owner = trainer
+        for part in name.split(".")[1:]:
+            if not hasattr(owner, part):
+                missing.append(name)
+                break
+            owner = getattr(owner, part)
+    return missing
+
+
+def test_the_trainer_has_every_name(make_trainer):
+    recorder = RecordVariables()
+    trainer = make_trainer([recorder])
+    trainer.train()
+    assert missing_names(trainer) == [], f"gone from {RELEASES}"
+    assert trainer_guard.RESUMED_FROM in recorder.variables, f"gone from the Trainer's loop in {RELEASES}"
+
+
+def test_one_that_is_gone_is_named(make_trainer):
+    """A Trainer that has not trained yet lacks the attribute of the last logged step."""
+    assert missing_names(make_trainer([])) == [f"Trainer.{training_log.LAST_LOGGED}"]
