@@ -146,7 +146,7 @@ class Controller:
         )
 
     def resume(self, saved: Saved) -> None:
-        """Restore the state of `saved`. Solver runs that it interrupted start again."""
+        """Restore the state of `saved`. Start the solver again where it was running when the state was saved."""
         context = self.context
         context.extra_ms, context.tightened = saved.tracking_ms, saved.tightened
         context.missing_bytes, context.counted_elements = dict(saved.missing_bytes), saved.counted_elements

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class DivergedBatches:
     """Micro-batches whose calls of blocks diverged from their plans.
 
-    A call diverges if it runs under torch's checkpoint instead, or runs other operators than the profiled ones, with
-    the least memory. Both are priced as full recomputation. In the methods, `reference` is the size policy whose
+    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. Both
+    are priced as full recomputation. In the methods, `reference` is the size policy whose
     profile describes a micro-batch of `shapes` best. `say` is called with a sentence for the run's history.
     """
 

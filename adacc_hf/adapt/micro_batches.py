@@ -138,7 +138,8 @@ class LastBatch:
             self.batch, self.compute_loss = self._loss_call
 
     def note_loss(self, result: Any) -> None:
-        """Record the result of `compute_loss`. Use `compute_loss` unless its loss is the model's own loss, scaled."""
+        """Record the result of `compute_loss`, and keep `compute_loss` for a profile, unless the result is the model's
+        own loss, perhaps scaled."""
         loss = result[0] if isinstance(result, tuple) else result
         if self._loss_call is not None and self._own_node is not None and not _leads_to(loss.grad_fn, self._own_node):
             self.batch, self.compute_loss = self._loss_call

@@ -44,7 +44,7 @@ class ProfileRequests:
         return set().union(*(size_policy.replanner.policy.idle_blocks for size_policy in self._choice.cache.all))
 
     def end_step(self, num_steps: int) -> None:
-        """Look for requests, `num_steps` steps after the policy was set."""
+        """Decide at a step's end what to profile next. `num_steps` have ended since the policy was set."""
         is_turn = num_steps % LOOK_STEPS == 0
         if is_turn or self._is_alone:
             self._look_for_sizes()

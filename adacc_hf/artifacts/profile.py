@@ -512,7 +512,7 @@ class Profile:
         return sum(shared.nbytes for index in extra if not (shared := self.shared[index]).saved) if extra else 0
 
     def head_peaks(self, read: Set[int]) -> tuple[int, int]:
-        """Return `outside_peak_bytes` and `loss_peak_bytes` if the replays of all blocks read only `read`."""
+        """Return `outside_peak_bytes` and `loss_peak_bytes` if replays read no shared tensors but those in `read`."""
         base, unread = self.unread_shared_bytes(-1, frozenset()), self.unread_shared_bytes(-1, read)
         extra = self.extra_shared_bytes(-1, read)
         # The tensors that are read add at most their bytes to the peak without any of the shared tensors.

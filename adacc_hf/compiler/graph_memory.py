@@ -109,7 +109,7 @@ class GraphInput:
 
 
 def graph_inputs(graph: fx.Graph, owned: Set[str]) -> tuple[GraphInput, ...]:
-    """Return the inputs of `graph` as traced. Only the graph holds the inputs named in `owned`."""
+    """Return the inputs of `graph` as traced. `owned` are the names of inputs that no other code keeps alive."""
     return tuple(_input(node, node.name in owned) for node in graph.find_nodes(op="placeholder"))
 
 

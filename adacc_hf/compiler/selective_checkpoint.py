@@ -42,7 +42,7 @@ def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[A
 
 
 class _SaveCalls:
-    """Policy function of one block call: saves the calls in `stored`, which are numbered per operator."""
+    """Policy function for torch's selective checkpointing of one block. `stored` has (operator, number of its call)."""
 
     def __init__(self, stored: frozenset[tuple[str, int]]) -> None:
         self._stored = stored

@@ -260,8 +260,10 @@ def with_other_sizes(
 
 
 def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
-    """Return `profile` for batches of `shapes`, a class of `profile.sizes.class_of`, with the codecs that suit the
-    resized values."""
+    """Return `profile` for batches of `shapes`, with the codecs that suit the resized values.
+
+    `shapes` must have a size class (`profile.sizes.size_class`).
+    """
     assert profile.sizes is not None
     resized_profile = profile.sizes.profile_at(profile, shapes)
     if resized_profile is profile:

@@ -114,7 +114,7 @@ class Measurement:
         return {name: sum(self.head_ms(loss, compute) for loss in losses) for name, compute in PRICED_HEADS.items()}
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        """Return the milliseconds of the output layer and one loss, computed by `compute`."""
+        """Return the milliseconds of `compute(loss)`, which runs the output layer and the loss."""
         return head_ms(loss, compute)
 
     def static_bytes(self, model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> int:

@@ -82,7 +82,7 @@ def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
 
 
 def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans): the fastest policy within the budget, and the search of the head that the policy uses.
+    """Return (search, plans) of the fastest policy within the budget. There is one search per kind of output layer.
 
     Raises InfeasibleBudgetError if no policy fits.
     """
