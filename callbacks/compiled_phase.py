@@ -22,7 +22,11 @@ class Compiled(Phase):
         begin = import_module(COMPILED_RUN).begin_compiled_run
 
         def note(step: int, event: str, **figures: Any) -> None:
-            """Append an event to the history. Reference no phase, which would be a cycle."""
+            """Append an event to the history.
+
+            The function refers to `run` and not to `self`. The phase keeps this function alive, so `self` would be a
+            reference cycle.
+            """
             run.history.append({"step": step, "event": event, **figures})
 
         self._compiled, run.history = begin(run.config, run.model, note, run.source, checkpoint)

@@ -49,9 +49,10 @@ class TrainerGuard:
 
     @classmethod
     def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
-        """Return the guard of the Trainer that is calling `callback.on_train_begin`; None if no Trainer does.
+        """Return the guard of the Trainer whose `train` is calling `callback`, or None if no Trainer is.
 
-        If the run raises, `on_failure` is called. It must `leave` the guard.
+        Call this in `on_train_begin`. The Trainer is found on the call stack. If it has no guard yet, one is installed.
+        If the run raises, `on_failure` is called, which must call `leave`.
         """
         caller = calling_trainer(callback)
         if caller is None:

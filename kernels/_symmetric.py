@@ -63,7 +63,12 @@ def cut_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
-    """Return [A, B] in 16 bits: the element of largest magnitude, or its magnitude. NaN counts as the largest."""
+    """Return the peak of each group of `x_AGB` in 16 bits, as [A, B].
+
+    If `signed`, a peak is the group's element of largest magnitude, with its sign. Otherwise a peak is that magnitude.
+    NaN counts as the largest magnitude. `x_AGB` has A groups of G elements in each of B columns, [A, G, B]. If `x_AGB`
+    has no columns, [A, G], the peaks are [A].
+    """
     high, low = x_AGB.amax(1).float(), x_AGB.amin(1).float()
     # If two magnitudes are equal, the negative element is the peak, here and in every other implementation.
     peaks = torch.where(-low >= high, low, high) if signed else torch.maximum(high, -low)
@@ -98,10 +103,11 @@ def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Ten
 
 
 def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return (codes, peaks). A peak is a group's element of largest magnitude.
+    """Return (codes, peaks) of `x_AGB`, A groups of G elements in each of B columns.
 
-    Codes are uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8 bits. Peaks are [A, B] in 16 bits. The sign
-    of the peak is kept if the factor is negative. Codes of non-finite elements are unspecified.
+    Codes are uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8 bits. Peaks are [A, B] in 16 bits: a group's
+    element of largest magnitude, or only the magnitude if `factor` is positive. Codes of non-finite elements are
+    unspecified.
     """
     offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)
     if bits == 8:

@@ -24,7 +24,11 @@ DTYPES = (
 
 
 def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Return bits uint8 [ceil(N / 8)] and, if requested, the pattern [1] of set elements, 0 without set elements."""
+    """Return one bit per element of `patterns_N`, 1 for a nonzero element, as uint8 [ceil(N / 8)].
+
+    If `with_pattern`, also return the pattern [1] of the nonzero elements, which are all equal. The pattern is 0 if all
+    elements are 0.
+    """
     num_bytes = -(-patterns_N.shape[0] // 8)
     padded = _symmetric.pad_to(patterns_N, 8 * num_bytes)
     # int32, because code compiled for a CPU takes 14 ms for 2**20 bytes or booleans, and 0.1 ms for int32.

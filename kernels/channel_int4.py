@@ -17,9 +17,10 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A/2, G, C] and 16-bit peaks [A, C], for A groups of G rows.
+    """Return packed codes uint8 [A/2, G, C] and 16-bit peaks [A, C] of `x_RC`, R rows of C channels.
 
-    A peak is the element of largest magnitude in one column of a group.
+    The rows are cut into A groups of G = `group_size` rows. A is padded to an even number, because a byte holds two
+    4-bit codes. Each group has one peak per channel: the channel's element of largest magnitude in the group's rows.
     """
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)

@@ -52,9 +52,10 @@ def numbers_ref(codes: Tensor) -> Tensor:
 
 
 def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [R, C] and 16-bit peaks [A], for A groups of at most G elements, row by row.
+    """Return codes uint8 [R, C] and 16-bit peaks [A] of `x_RC`, R rows of C columns.
 
-    A peak is a group's element of largest magnitude.
+    Each row is cut into groups of `group_size` elements, the last of which may be shorter. A is the number of groups of
+    all rows. The peak of a group is its largest magnitude.
     """
     rows, columns = x_RC.shape
     x_AG = _groups(x_RC, group_size)

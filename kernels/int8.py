@@ -13,7 +13,11 @@ FACTOR = _symmetric.INT8_SCALE_FACTOR
 
 
 def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A, G], 128 for zero, and 16-bit peaks [A]: each group's element of largest magnitude."""
+    """Return codes uint8 [A, G], where 128 stands for zero, and 16-bit peaks [A].
+
+    The N elements are cut into A groups of G = `group_size` elements, the last completed with zeros. The peak of a
+    group is its largest magnitude.
+    """
     groups = -(-flat_N.shape[0] // group_size)
     x_AG = _symmetric.pad_to(flat_N, groups * group_size).view(groups, group_size)
     return _symmetric.encode_ref(x_AG, BITS, FACTOR, rounding, seed)

@@ -78,9 +78,13 @@ def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: 
 def encode_ref(
     x_RC: Tensor, indices: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
 ) -> tuple[Tensor, ...]:
-    """Return codes [A/2, G] and peaks [A], which are the groups' elements of largest magnitude.
+    """Return packed codes uint8 [A/2, G] and 16-bit peaks [A] of `x_RC`, R rows of C channels.
 
-    With indices [K], also return the raw channels [R, K] and a copy of the indices.
+    The elements are cut into A groups of G = `group_size` elements, row by row. A is padded to an even number, because
+    a byte holds two 4-bit codes. The peak of a group is its element of largest magnitude.
+
+    With the `indices` [K] of the outlier channels, these channels count as zeros in the groups. Then also return the
+    channels themselves [R, K], and a copy of the indices.
     """
     raw: tuple[Tensor, ...] = ()
     if indices is not None:

@@ -14,9 +14,10 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A/2, C] and 16-bit peaks [A]. A is the number of rows, padded to an even number.
+    """Return packed codes uint8 [A/2, C] and 16-bit peaks [A] of `x_RC`, R rows of C elements.
 
-    A peak is a row's element of largest magnitude.
+    A is R, padded to an even number, because a byte holds two 4-bit codes. Each row is a group: its peak is the row's
+    element of largest magnitude.
     """
     x_AC = _symmetric.pad_to(x_RC, x_RC.shape[0] + x_RC.shape[0] % 2)
     return _symmetric.encode_ref(x_AC, BITS, factor, rounding, seed)

@@ -178,7 +178,10 @@ def drop_files(folder: str | Path) -> None:
 
 
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None, number: int = 1) -> None:
-    """Write the policy and the profile into `folder`, each atomically. File names have `number` if it is above 1."""
+    """Write the policy and the profile into `folder`, each atomically.
+
+    If `number` is above 1, the file names contain it: adacc_policy.json becomes adacc_policy_2.json.
+    """
     if profile is not None:
         profile.save(Path(folder) / _numbered(PROFILE_FILE, number))
     policy.save(Path(folder) / _numbered(POLICY_FILE, number))

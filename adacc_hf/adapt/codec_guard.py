@@ -74,7 +74,10 @@ class LossGuard:
         return None if suspicion == PROOF else suspicion
 
     def doubt(self, tracking: Tracking) -> str | None:
-        """Return the reason to judge a tracking step without a suspicious loss. None if no gradient is degraded."""
+        """Return the reason to judge the codecs after this tracking step, although no loss was suspicious.
+
+        Return None if every gradient's error is at most DEGRADED_ERROR.
+        """
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
 

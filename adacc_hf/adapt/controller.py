@@ -74,7 +74,11 @@ class Controller:
         return self.choice.shown
 
     def restart(self, shapes: BatchShapes | None, profile: Profile, policy: Policy) -> None:
-        """Follow `policy` alone. Policies for other sizes decide on fewer blocks, and are dropped."""
+        """Replace all policies of the run by `policy`, solved for `profile` of a batch of `shapes`.
+
+        The policies for other batch sizes are dropped, because they were made for the operators and the trained blocks
+        of earlier batches.
+        """
         self.cancel()
         self.choice.cache.all.clear()
         self.requests.restart.tried.discard(MORE_BLOCKS)

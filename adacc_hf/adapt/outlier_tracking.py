@@ -122,7 +122,11 @@ class Observation:
 
 
 def _merged_fields(observations: Sequence[Any]) -> dict[str, Any]:
-    """Return the fields of several observations with the same kind of keys, merged by maxima."""
+    """Merge observations, and return the fields of the result by name.
+
+    Numbers of outliers and errors become their maxima, and gradient errors the worst of each block or kind. Degrading
+    codecs are united. `observations` are all of one class, `Observation` or `NamedObservation`.
+    """
     gradients: dict[Any, list[GradientError]] = {}
     for observation in observations:
         for block, error in observation.gradients.items():

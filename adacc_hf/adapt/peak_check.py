@@ -67,7 +67,10 @@ class PeakCheck:
         self._meter.end_backward()
 
     def end_step(self, is_tracking: bool) -> None:
-        """Stop timing, and increment the number of steps of each policy that the step used."""
+        """Stop timing the step, add its time, and count the step for each size policy that its micro-batches used.
+
+        `is_tracking` is True if the step tracked outliers, which makes it slower than a normal step.
+        """
         self._meter.end()
         for size_policy in self._choice.used():
             if size_policy is not None:

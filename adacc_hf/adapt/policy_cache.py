@@ -134,9 +134,9 @@ class PolicyCache:
         return best
 
     def refuse(self, shapes: BatchShapes) -> None:
-        """Exclude the bucket of `shapes` from profiles.
+        """Never request a profile for the bucket of `shapes` again.
 
-        Its batches keep torch's checkpoint, or a larger size's policy.
+        Batches of this bucket keep running under torch's checkpoint, or under the policy of a larger size.
         """
         self._refused.add(bucket_of(shapes))
         self.unplanned_buckets.pop(bucket_of(shapes), None)

@@ -169,7 +169,10 @@ class PolicyChoice:
         return SizePolicy(shapes, replanner, plans, is_extrapolated=is_extrapolated)
 
     def follow(self, size_policy: SizePolicy, policy: Policy) -> None:
-        """Let `size_policy` follow `policy` from the next micro-batch on."""
+        """Replace the policy for the batches of `size_policy` by `policy`, from the next micro-batch on.
+
+        The times of normal steps are collected anew.
+        """
         self._lasts = False
         size_policy.plans = self._handle.prepare(policy, size_policy.plans)
         size_policy.times.start_over()

@@ -133,7 +133,10 @@ SwitchedOff = tuple[str, str, str]
 
 
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
-    """Convert `options`, keyed by kind and value, to (block, activation, codec) names for each block of the kinds."""
+    """Return (block, activation, codec) names for each of the `options`, in every block of the option's kind.
+
+    An option is (kind, value, codec).
+    """
     return frozenset(
         (block.name, profile.kinds[kind].names[value], codec)
         for block in profile.blocks

@@ -1,7 +1,8 @@
 """Replanner: updates the prices of a run at its tracking steps and solves again (the paper's rectifier, section 3.4).
 
-At a tracking step, the codecs that encode the activations count and choose the outlier channels anew and measure
-round-trip errors. Other steps count nothing and do not synchronize. The solver runs on a thread while training goes on.
+At a tracking step, the codecs count the outlier channels of the activations that they encode, choose the channels to
+store as outliers, and measure round-trip errors. Other steps do none of this, and do not synchronize with the device.
+The solver runs on a thread while training goes on.
 """
 
 from __future__ import annotations

@@ -179,9 +179,15 @@ class RunProfiler:
         }
 
     def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
-        """Return None if the profile can find out the optimizer's future state, else 0 until a step is measured.
+        """Return the argument `optimizer_state_bytes` of `profile_model`, for state that the optimizer has not created
+        yet.
 
-        After `profile_steps` steps there is state, unless the Trainer skipped their updates (fp16 that overflows).
+        None makes `profile_model` predict the bytes of this state. 0 leaves the state out of the profile. The result is
+        0 if there is no optimizer, if steps of other optimizers were detected (`InnerSteps`), or, with a warning, if
+        the bytes cannot be predicted. The plan then includes the state only once the memory of a step is measured.
+
+        After `profile_steps` steps the optimizer usually has all of its state. In fp16 it may have none, because the
+        Trainer skips the updates of steps whose gradients overflow.
         """
         if optimizer is None or self.inner_steps.has_detected:
             return 0

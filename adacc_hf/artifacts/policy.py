@@ -1,4 +1,4 @@
-"""A policy: one action for every activation of every block, as a frozen record without torch.
+"""A policy: one action for every activation of every block, stored in frozen dataclasses. This module imports no torch.
 
 A `Plan` has the actions of one block. Blocks with the same actions share a plan. The file of a policy is JSON with a
 version and, for each plan, the digest of the block's tape, so that a policy cannot be applied to another model.
@@ -157,7 +157,7 @@ class Policy:
 
     @property
     def is_plain(self) -> bool:
-        """True if training under this policy is plain training."""
+        """True if the policy changes nothing: the head is plain, and every block runs unchanged."""
         return self.head == "plain" and all(plan.is_plain for plan in self.plans)
 
     @cached_property

@@ -136,9 +136,12 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardEvent:
-    """One moment of a block's forward: its start (value -1), the first save of a value for backward, or the release of
-    a value's last other reference. If the rest of the model runs before the block's next call, the moments of the rest
-    are appended."""
+    """One event of a block's forward that changes memory.
+
+    The event is the start of the forward, the first save of a value for backward, or the release of the last reference
+    to a value except autograd's. If the rest of the model runs before the next block call, the events of the rest are
+    appended. `value` is -1 for the start and for events of other calls or of the rest.
+    """
 
     value: int
     death: bool
@@ -309,7 +312,7 @@ class KindProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One call of a block in a step."""
+    """One call of a block in a step: its kind, and the live bytes when its forward and its backward start."""
 
     name: str
     """Module path of the block. The second call in the step is "path#2", and so on."""
@@ -403,7 +406,10 @@ class Profile:
         return (self.head, *(head.name for head in self.other_heads))
 
     def with_head(self, name: str) -> Profile:
-        """Return the profile of the same model with the head `name`. Raises ValueError if the head was not profiled."""
+        """Return the profile of the same model with the head `name`, which runs the output layer and the loss.
+
+        Raises ValueError if this head was not profiled.
+        """
         if name == self.head:
             return self
         new_head = next((head for head in self.other_heads if head.name == name), None)

@@ -1,4 +1,7 @@
-"""The torch.compile backend "adacc", and installation of the partitioner as torch's own setting."""
+"""The torch.compile backend "adacc", and the installation of its partitioner for models that other code compiles.
+
+The partitioner is installed in Inductor's configuration, as `torch._inductor.config.custom_partitioner_fn`.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ class InstalledPartitioner:
         torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Record in the policy how often each region is called, if regions were compiled since the last count."""
+        """Store in the policy how often the forward that computed `loss` called each region.
+
+        Has no effect unless regions were compiled since the last count.
+        """
         num_regions = len(self.partitioner.policy.regions)
         if loss.grad_fn is not None and num_regions != self._num_counted:
             self.partitioner.count_calls(loss)

@@ -1,4 +1,8 @@
-"""Trainer run with torch_compile=True: the partitioner splits the graphs, and measured peaks set its share."""
+"""Trainer run with torch_compile=True, whose partitioner decides which values each compiled graph stores for backward.
+
+The share is the fraction of the bytes that a graph would store under plain torch.compile. For a memory budget in bytes,
+the measured peaks of the first steps set the share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Values of a graph that a lossy or a coarse codec would degrade, found from the graph's operators, before any data.
+"""Values of a compiled graph that need more precision, found from the graph's operators before any data is seen.
+
+Some values must be stored without loss (`precision_sensitive_nodes`). Others may be compressed with loss, but only by
+the precise codec, or must not be recomputed from a value that a coarser codec such as INT4 stores (`precision_needs`).
 
 A mask's infinities, or the large numbers that stand for them, take up the whole scale of their group, and sums with
 them are just as large. Sums and norms have few elements, each of which affects a whole row. An additive error in the

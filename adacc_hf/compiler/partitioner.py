@@ -99,7 +99,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._num_split.clear()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Record how often the forward that computed `loss` called each region."""
+        """Count how often the forward that computed `loss` called each region, and store the counts in the plans."""
         calls = list(functorch.graph_calls(loss))
         counts = Counter(number for number, _ in calls)
         functions = dict(calls)
@@ -109,7 +109,11 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._update(lambda plan, graph: replace(plan, calls=0 if graph.number is None else counts[graph.number]))
 
     def is_called(self, loss: Tensor) -> bool:
-        """Return True if the forward that computed `loss` called any region, or if torch numbers no graphs."""
+        """Return True if the forward that computed `loss` called a compiled region, so that it did not run eagerly.
+
+        Calls are recognized by the numbers that AOTAutograd gives to graphs. If a region has no number, its calls
+        cannot be recognized. Then return True as well.
+        """
         numbers = {graph.number for graph in self._graphs}
         return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
 

@@ -296,9 +296,12 @@ class _Planner:
         return max(min(LENGTH_STEP * num_steps, longest), request.seq_len if requested_fits else 0)
 
     def _traced_excess(self, method: str) -> dict[tuple[int, int], int]:
-        """Return the excess over the budget of every shape traced so far, as hints for the search.
+        """Return peak minus budget in bytes under `method`, by (batch size, sequence length), for the shapes traced so
+        far.
 
-        For adacc each excess would cost a solve, so that only the estimate for 0 tokens is returned.
+        The search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the
+        bytes that stay allocated during the whole step, minus the budget. For method "adacc" only this estimate is
+        returned, because each other number would take a run of the solver.
         """
         shapes = [] if method == "adacc" else list(self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}

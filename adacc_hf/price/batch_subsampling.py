@@ -328,8 +328,11 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _profiled_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
-    """Yield parts of `batch`: one of half the tokens, one of few samples and tokens, and for a pair of texts one whose
-    second text alone is short."""
+    """Yield smaller copies of `batch` to measure: half of each text, and a few tokens of at most two samples.
+
+    If `is_pair`, the model is an encoder-decoder. Then also yield a copy with half of the encoder's text and only a few
+    tokens of the decoder's. If the texts are too short to be cut, yield only a copy with fewer samples, or nothing.
+    """
     num_samples, lengths = _samples_and_lengths(batch)
     few_samples = min(2, num_samples)
     parts: list[tuple[int, int | None, int | None]]
@@ -388,7 +391,11 @@ def _cut_batch(
 
 
 def _shorter(length: int, target: int) -> int:
-    """Return a length of about `target` tokens. An aligned `length` yields an aligned length, any other an odd one."""
+    """Return a text length of about `target` tokens, a multiple of ALIGNED only if `length` is one.
+
+    Aligned and other lengths have separate tapes. If `length` is not aligned, or below 3 * ALIGNED, return an odd
+    length.
+    """
     return max(ALIGNED, target // ALIGNED * ALIGNED) if length % ALIGNED == 0 and length >= 3 * ALIGNED else target | 1
 
 

@@ -202,9 +202,10 @@ class _Product:
         self._factors = {value: bases[value] for value in operator.inputs()}
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Return the relative L2 error of the other factor's gradient if backward reads `replacement` for `value`.
+        """Return the relative L2 error of a gradient if backward reads `replacement` in place of the factor `value`.
 
-        Return 0 if `value` is not a factor of the product.
+        The gradient of each factor is a product with the other factor. An error of one factor is therefore taken as the
+        error of the other factor's gradient. Return 0 if `value` is not a factor of the product.
         """
         return float(relative_error([self._factors[value]], [replacement])) if value in self._factors else 0.0
 

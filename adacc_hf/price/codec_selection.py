@@ -123,8 +123,11 @@ def precise_codec_options(
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """Return `options` with an outlier codec that keeps `num_outliers` channels, the largest number in any block of the
-    kind."""
+    """Return the codec options of `value`, with `num_outliers` outlier channels in each codec that stores outliers.
+
+    The options' bytes are predicted again for this number. It is the largest number of outlier channels that `value`
+    has in any block of the kind.
+    """
     size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
     codecs = [make_codec(option.codec, config, num_outliers) for option in options]
     return tuple(

@@ -124,9 +124,11 @@ def measure_forward(
 
 
 def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -> tuple[ForwardEvent, ...]:
-    """Return the forward events of a call. If `owns_rest`, include the events until the next call starts.
+    """Return the memory events of one block call's forward, from the forward's start to its end.
 
-    An event at which another call's value is freed has no value of its own (value -1).
+    `name` is the call, and `points` are the measurements of the whole model's forward. If `owns_rest`, the events after
+    the call are included, until the next call starts. The value of an event is -1 if the event belongs to another call,
+    for example the release of another call's value.
     """
     begin, leave = (
         next(i for i, point in enumerate(points) if point.label == (moment, -1, name)) for moment in ("enter", "leave")

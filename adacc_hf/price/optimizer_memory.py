@@ -169,7 +169,11 @@ class _OptimizerCopy:
         return sum(nbytes for storage, nbytes in self._shared_storages.items() if storage not in self._known_storages)
 
     def _set_parameter(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
-        """Replace all parameters of the copy by `stand_in`, which stands for the parameter of `slot`."""
+        """Prepare the optimizer's copy for a step on `stand_in` alone, a new tensor like the parameter of `slot`.
+
+        `stand_in` gets a gradient of ones, and the settings and existing state of the parameter of `slot`. It replaces
+        all other parameters of the copy.
+        """
         gradient = torch.ones_like(stand_in.detach())
         # SparseAdam accepts only sparse gradients, and its state has all elements.
         stand_in.grad = gradient.to_sparse() if isinstance(self._copy, torch.optim.SparseAdam) else gradient

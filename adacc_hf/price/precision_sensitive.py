@@ -98,8 +98,9 @@ def _divisors(tape: Tape) -> set[int]:
 
 
 def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) -> set[V]:
-    """Return the values used as divisors, and the values they are computed from elementwise if zero maps to zero.
+    """Return the values used as divisors, and the values from which a zero divisor may come.
 
+    A divisor is zero where an input of an elementwise operator such as sqrt was zero, so that input must be exact too.
     `operators` is in reverse order. Each element has three parts: the operator's divisors, its results, and the inputs
     whose zeros become zeros of the results.
     """

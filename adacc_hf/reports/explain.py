@@ -150,7 +150,8 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
 
 
 def describe_head(policy: Policy, profile: Profile) -> str:
-    """Describe the head that `policy` chose, and the time and peak of each profiled head."""
+    """Describe how the policy runs the output layer and the loss (the head), and the time and peak of each profiled
+    head."""
     costs = []
     for name in profile.heads:
         head_profile = profile.with_head(name)

@@ -55,7 +55,8 @@ class Observer(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Remove the observer from `plan`, let `plan` run the call, and return the result."""
+        """Remove the observer from `plan`, let `plan` run the call, and return the result. `fn` already has `kwargs`
+        bound."""
 
 
 class BlockExecutor:
@@ -92,6 +93,7 @@ class BlockExecutor:
         return {key: known_shape.tape for key, known_shape in self.known_shapes.items()}
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of `block` as the plan says, and return the result. `fn` already has `kwargs` bound."""
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         if self.plan.is_checkpointed:

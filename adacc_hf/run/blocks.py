@@ -53,7 +53,11 @@ class Strategy(Protocol):
     """Execution of a block's forward while gradients are enabled."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `fn(*args)`. `kwargs` are the keyword arguments already bound in `fn`."""
+        """Run one call of `block` and return its result, that of `fn(*args)`.
+
+        `fn` already has the call's keyword arguments bound (`functools.partial`). `kwargs` has them too, only for
+        strategies that inspect the arguments.
+        """
 
 
 class PlainStrategy:
@@ -349,7 +353,10 @@ def _is_on_for_adacc(layer: nn.Module) -> bool:
 
 
 class WrappedForward:
-    """A block's forward that calls the block function while the block trains."""
+    """Replacement of a block's `forward`: calls the block function in train mode, and the original `forward` otherwise.
+
+    The block function runs the block under its strategy.
+    """
 
     def __init__(self, function: BlockFunction, forward: Callable[..., Any]) -> None:
         self.function = function

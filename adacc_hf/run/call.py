@@ -300,7 +300,11 @@ def changed_in_place(block: str, tensor_name: str) -> RuntimeError:
 
 
 class RecordedSlot:
-    """Packed object of a recorded slot: the saved tensor itself, and later the content that a plan stores."""
+    """Object that autograd stores in place of one tensor that a recorded call saves for backward.
+
+    `content` is first the tensor itself. After `Recording.hand_over` it is what the execution plan stores for the
+    tensor, for example the payload of a codec.
+    """
 
     __slots__ = ("__weakref__", "content")
 

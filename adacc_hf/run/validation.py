@@ -227,7 +227,11 @@ class Validator(TorchDispatchMode):
             self._position.diverge(f"replay of {operator.name} gives different bits")
 
     def _run_unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that is not the tape's next one. It must not make or change a storage of the block."""
+        """Run an operator that is not next on the tape, and return its result.
+
+        If the operator changes a tensor or makes a new storage, the call diverges from the tape. A cast of a parameter
+        may make a storage.
+        """
         position = self._position
         if schema_of(func).is_mutable and have_memory(args, kwargs):
             position.diverge(f"{func} runs, but is not next on the tape")

@@ -266,9 +266,11 @@ class MixtureProgram:
         return None
 
     def least_bytes(self) -> list[PricedPlan]:
-        """Return the policy that stores least. All blocks must be free.
+        """Return the policy that stores the fewest bytes, as one plan per block.
 
-        Without a cap the relaxation is usually integral, as for one block, and is not subject to a time limit.
+        `num_free` must include every block: no block may be restricted to the plans of a frontier. Stored bytes have no
+        upper bound here, so the relaxation usually has an integral solution, as for one block. The relaxation has no
+        time limit.
         """
         assert not any(self.rest), "blocks with frontier plans make the relaxation fractional"
         costs = [*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)]

@@ -355,7 +355,8 @@ class PolicySearch:
         ]
 
     def _mixture_program(self, frontiers: Sequence[Sequence[PricedPlan]], kind: int) -> MixtureProgram:
-        """Return the program that gives one block of `kind` any plan, and all other blocks frontier plans."""
+        """Return the integer program in which one block of `kind` may have any plan, and every other block a plan of
+        `frontiers`."""
         num_free = [int(k == kind) for k in range(len(self.models))]
         return MixtureProgram(self.profile, self.models, frontiers, num_free, self.log)
 

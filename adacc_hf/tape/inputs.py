@@ -83,8 +83,12 @@ def block_layout(block: nn.Module) -> Hashable:
 def fetch(
     externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Return (value, tensor) of the externals of this call: arguments, parameters, buffers, attached tensors (rule
-    R12)."""
+    """Return (value, tensor) for each of the `externals`, tensors that the tape reads and that exist before the call.
+
+    These are arguments, parameters, buffers and attached tensors. An attached tensor is stored on a module or a
+    parameter without being registered as a parameter or buffer, such as the scales of a quantized weight (rule R12).
+    The tensor is None if the call has no tensor at the source.
+    """
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 
 

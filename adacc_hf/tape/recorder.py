@@ -411,7 +411,11 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return self._add(tensor, None, operator, name)
 
     def _next_version(self, tensor: torch.Tensor, operator: int, name: str) -> tuple[int, int]:
-        """Give the storage that `tensor` views a new version with the same base. Return (old value, new value)."""
+        """Add a tape value for the storage of `tensor`, which an operator has written in place.
+
+        Return the indices (old value, new value). The old value is marked as overwritten. The new value covers the same
+        part of the storage as the old one, even if `tensor` is a view of less.
+        """
         old = self.refer(tensor).value
         self.values[old].overwritten = True
         new = self._add(view(tensor.detach(), self.values[old].ref), None, operator, name)

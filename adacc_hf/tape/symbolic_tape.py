@@ -172,7 +172,11 @@ class SymbolicTape:
             tape.due_check = None
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
-        """Return True if the recorded `tape` equals the tape evaluated at its sizes."""
+        """Return True if `tape`, recorded from a call of `sizes`, equals the tape that is evaluated for these sizes.
+
+        Compare the operators, and all numbers such as shapes and bytes. Return False if the polynomials do not cover
+        `sizes`.
+        """
         numbers = self._expressions.at(sizes)
         if numbers is None:
             return False
@@ -188,7 +192,7 @@ class SymbolicTape:
         return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
-        """Exclude `values`, and values that could only be replayed from them, from replay at all sizes."""
+        """Never recompute `values`, at any size, nor values that replay could compute only from them."""
         recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(
             self.base, recomputable=recomputable, equal=_recomputable_pairs(self.base.equal, recomputable)

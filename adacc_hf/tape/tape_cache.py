@@ -159,7 +159,11 @@ class TapeCache:
         return self._records_of(block, self._sizes_of(key)).untrusted
 
     def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
-        """Retain `values` at all sizes, because replay did not recompute them at a new size."""
+        """Retain `values` from now on, at all sizes, because their replay gave different bits at a new size.
+
+        The same values are retained in all symbolic tapes with the same operators as `symbolic_tape`. Log a warning
+        that names `block`.
+        """
         names = ", ".join(symbolic_tape.base.values[value].name for value in sorted(values))
         log.warning(
             "Adacc: replay did not recompute %s of block %s bit for bit at a new size: retained from now on, at all "

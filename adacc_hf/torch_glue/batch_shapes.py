@@ -40,7 +40,7 @@ def from_profile_shapes(shapes: Shapes) -> BatchShapes:
 
 
 def bucket_of(shapes: BatchShapes) -> BatchShapes:
-    """Return the bucket of `shapes`: all sizes rounded up to powers of two.
+    """Return `shapes` with sizes rounded up to powers of two. Batches with equal rounded sizes form a bucket.
 
     Buckets group batches whose profile cannot be extrapolated (see `adapt/policy_cache.py`). Numbers of samples and
     lengths are rounded, and also the sides of images and the widths of features, which do not differ from batch to

@@ -30,7 +30,11 @@ class CachingWarning(logging.Filter):
         _LOG.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True to log `record`. Called where the record is logged, so the layer is on the call stack."""
+        """Return False to drop `record`: the caching warning, logged by a layer that satisfies `is_ours`. Else return
+        True.
+
+        logging calls this method inside the call that logs `record`, so the layer is found on the call stack.
+        """
         if not record.getMessage().startswith(_CACHING_WARNING):
             return True
         frame: FrameType | None = sys._getframe(1)

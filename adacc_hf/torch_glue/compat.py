@@ -244,17 +244,19 @@ SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 def checkpoint_call(
     fn: Callable[..., Any], *args: Any, block: nn.Module | None = None, hold: Callable[[], SecondCall] | None = None
 ) -> Any:
-    """Run `fn(*args)`, a call of `block`, under torch's checkpoint, and restore changed state for the second forward.
+    """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time.
 
-    In backward, the state that the call changed is set back to before the call, and afterwards to its present value
-    again: buffers and counters change once per call, lists get each item once, and random generators give the same
-    numbers. torch itself restores only its own default generators.
+    Before the second run, state that the first run changed is set back to its values before the first run. After the
+    second run, the state gets its present values again. Buffers and counters thus change once per call, lists get each
+    item once, and random generators give the same numbers in both runs. torch itself restores only its own default
+    generators.
 
     torch's hooks are removed even if `fn` raises. Before torch 2.13 they would stay active as long as the error is
     referenced.
 
-    If given, `hold` is called after the forward. Its result is kept until backward instead of `fn` and `args`, and
-    returns the function and the arguments of the second forward.
+    By default `fn` and `args` are kept until backward. If `hold` is given, it is called after the first run and returns
+    a function, which is kept instead. In backward, that function returns the function and the arguments of the second
+    run.
     """
     errors: list[BaseException] = []
     in_forward = True

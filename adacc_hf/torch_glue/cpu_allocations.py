@@ -37,13 +37,15 @@ log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
 
 @contextmanager
 def count_all_threads() -> Iterator[None]:
-    """Count allocations and frees of all threads in the CPU allocator, not of the profiled thread alone.
+    """Make torch's memory profiler record CPU allocations and frees of all threads while this context is open.
 
-    Gloo's threads are often the last to hold a tensor that ranks have exchanged, and without their frees the tensor
-    would count as live forever. If `all_threads_flag` is None, it still does.
+    By default it records only the profiled thread. Gloo's threads are often the last to free a tensor that ranks have
+    exchanged. Without their records, the tensor would count as live forever. In a build of torch without the flag
+    (`all_threads_flag` is None), this context has no effect on the count.
 
-    c10 warns of the first, and then of each thousandth, freed block whose allocation the profiler did not see. These
-    warnings are useless here, and c10 has hardly any others, so only its errors are written meanwhile.
+    c10 warns of the first, and then of each thousandth, freed block whose allocation the profiler did not record. These
+    warnings are useless here, and c10 has hardly any others, so only c10's errors are written while the context is
+    open.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:

@@ -221,7 +221,10 @@ class _Inputs:
 
 
 def _raw_environment() -> dict[Any, Any]:
-    """Return the undecoded environment variables, because decoding takes longer than all guards together."""
+    """Return the environment variables undecoded, as os.environ stores them.
+
+    The variables are compared at each call. Decoding them would take longer than the check of all of Dynamo's guards.
+    """
     variables: Any = os.environ
     return getattr(variables, "_data", variables)
 

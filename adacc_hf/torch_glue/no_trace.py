@@ -148,7 +148,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self
 
     def start_over(self) -> frozenset[Any]:
-        """Restore state and generators now, so that each run does the same. Return the keys of the tables."""
+        """Restore the state and the random generators for the next run, so that each run does the same.
+
+        Return the key of each table, (id of the dict, name). A table is a dict entry that a run has filled with
+        tensors, such as rotary embeddings. Tables are not restored (see `Tables`).
+        """
         self._first_states.restore()
         self._state.restore(self._tables)
         if self._tables.has_copies:

@@ -128,7 +128,7 @@ def _elements(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if `tensor` is a plain tensor or parameter, and of no other subclass."""
+    """Return True if the class of `tensor` is `torch.Tensor` or `nn.Parameter`, and not a subclass such as DTensor."""
     return type(tensor) in PLAIN
 
 
