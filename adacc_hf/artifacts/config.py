@@ -64,9 +64,10 @@ class AdaccConfig:
     """Activations smaller than this, 0 to 2^40, are never compressed, because a kernel launch costs more than the
     memory saved."""
     profile_steps: int = 2
-    """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, if the first batch does not
-    call all blocks or if parameters are sharded over ranks. In all other cases the first batch is profiled before its
-    step. Use at least 2 with a budget in bytes, because the first optimizer step allocates the optimizer's state."""
+    """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, if the first batch cannot be
+    profiled before its step: it does not call all blocks, parameters are sharded over ranks, several ranks have
+    SyncBatchNorm, or a torch profiler is active on a CPU. Use at least 2 with a budget in bytes, because the first
+    optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
     for the same tape, shapes, dtypes, device, versions and settings. The codec errors are then from the data of the
@@ -87,7 +88,8 @@ class AdaccConfig:
     max_error: float | None = None
     """Largest relative L2 round-trip error of a compressed activation, and largest relative error of a sampled block's
     gradient, up to 1e6. If a tracking step measures a larger error, the activation is promoted to INT8, or not
-    compressed any more. None sets no limit. 0 allows lossless codecs only."""
+    compressed any more. None sets no limit of its own: only the fixed one of 25 % for gradients holds. 0 allows
+    lossless codecs only."""
     solver_gap: float = 0.0
     """Relative optimality gap of the integer programs, 0 to 1, as a part of the overhead. 0 requires a proof of
     optimality, 0.05 stops at five percent. `Policy.facts` has the remaining gap of the policy as "gap", and as "status"
