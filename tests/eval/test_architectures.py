@@ -199,4 +199,5 @@ def test_the_page_has_the_region_of_the_tables():
     counts = re.match(r"\d+ of (\d+) architectures keep", region[0].split("\n")[2])
     assert int(counts[1]) == len(TABLE)
     readme = " ".join((SUPPORT.parents[1] / "README.md").read_text(encoding="utf-8").split())
-    assert f"For {counts[0].partition(' ')[0]}, gradients with codecs and predicted bytes are as promised too" in readme
+    num_kept = counts[0].partition(" ")[0]
+    assert f"bit-equal for all {counts[1]}. For {num_kept}, the errors of gradients" in readme
