@@ -121,6 +121,7 @@ class AdaccCallback(TrainerCallback):
         if not is_served:
             refuse_second_run(self, self._guard)
         self.detach()
+        self._has_warned_detached = False
         refuse_data_parallel(args)
         if self._trainer_run is not None and is_served:
             self._guard = TrainerGuard.of_known(*self._trainer_run, self)
