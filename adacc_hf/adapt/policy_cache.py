@@ -33,7 +33,7 @@ from adacc_hf.torch_glue.batch_shapes import (
 ENOUGH_SEEN = 8
 """Number of batches of a bucket without a policy at which one is profiled.
 
-A profile takes as long as 20 to 60 steps.
+A profile takes as long as tens of steps.
 """
 MAX_SIZE_POLICIES = 16
 """Most size policies of a run, which follow the data. Later size classes get plans that never change."""
