@@ -437,13 +437,6 @@ def tensors_in(containers: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that Accelerate's `optimizer` wraps, or `optimizer` itself."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
-
-
 def _is_record(value: object) -> bool:
     """Return True if `value` is an object with attributes, but not a tensor, module, class or function."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
