@@ -48,13 +48,17 @@ def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     train(toys, [once], folder, config, num_micro=1)
     plain, adacc_run = (train(toys, callbacks, folder, config, num_micro=2) for callbacks in ([], [adacc]))
     first, single_batch_bytes = (callback.profile.blocks[0].forward_base_bytes for callback in (adacc, once))
+    model = toys.tiny_model()
+    num_bytes, block_bytes = (
+        sum(4 * parameter.numel() for parameter in module.parameters()) for module in (model, model.transformer.h[0])
+    )
     return {
         "class": type(adacc_run.model).__name__,
         "figures": [figures(plain), figures(adacc_run)],
         "equal": all(map(torch.equal, parts(plain), parts(adacc_run))),
         "recomputed": adacc.policy.action_counts()["recompute"],
-        "waiting": (first - single_batch_bytes)
-        / sum(4 * parameter.numel() for parameter in toys.tiny_model().parameters()),
+        "waiting": (first - single_batch_bytes) / num_bytes,
+        "block": block_bytes / num_bytes,
     }
 
 
@@ -73,8 +77,8 @@ def test_lossless_training_is_bit_equal_and_whole_gradients_are_planned_for(run_
             assert results["equal"]
             assert results["recomputed"] > 0
             # Ranks exchange gradients after the last micro-batch. Until then each rank holds whole gradients instead of
-            # its half. Gloo's threads may hold a block's tensors slightly longer.
-            assert 0.8 < results["waiting"] < 1.2
+            # its half. Gloo's threads sometimes hold the gathered tensors of one block when the bytes are counted.
+            assert 0.8 < results["waiting"] < 1.2 + results["block"]
 
 
 if __name__ == "__main__":
