@@ -1,6 +1,6 @@
 """TrainerLoop: the facts about a Trainer's training loop that a session asks for.
 
-tests/callbacks/test_trainer_names.py checks that all names of the Trainer used here exist.
+tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used here exist.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 If a release of torch drops a private module or function, the import of this file fails. A dropped attribute of torch's
 objects would fail later, or seem to be absent from every object. So each attribute is registered here with its class,
-and tests/adacc_hf/torch_glue/test_private_names.py checks that it exists. Private names that only the compiler uses are
+and tests/adacc_hf/torch_glue/test_private.py checks that it exists. Private names that only the compiler uses are
 in compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
 """
 

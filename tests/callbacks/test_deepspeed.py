@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+BUILDERS = str(Path(__file__).parents[1] / "builders")
 SCRIPT = """
 import json, os, sys, time
 from contextlib import nullcontext
@@ -29,7 +30,7 @@ for name in ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_t
     setattr(torch.distributed, name, pausing(getattr(torch.distributed, name)))
 stage, settings, folder = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 sys.path.append(sys.argv[4])
-from conftest import MeasureStep, run_graphs_eagerly
+from trainer_builders import MeasureStep, run_graphs_eagerly
 torch.set_num_threads(1)
 torch.manual_seed(0)
 sizes = dict(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=2048, bos_token_id=0, eos_token_id=0)
@@ -78,7 +79,7 @@ def train(folder: Path, stage: int, settings: dict | None, mode: str = "eager") 
     script.write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     run = subprocess.run(
-        [sys.executable, *command, str(stage), json.dumps(settings), str(folder), str(Path(__file__).parent), mode],
+        [sys.executable, *command, str(stage), json.dumps(settings), str(folder), BUILDERS, mode],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -59,7 +59,7 @@ def _same_parameters(model: torch.nn.Module, other_model: torch.nn.Module) -> bo
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script imports from its own folder only
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     # Transformers loads a rank's optimizer onto "cpu:0", which torch before 2.13 rejects.

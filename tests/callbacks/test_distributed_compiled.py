@@ -23,7 +23,7 @@ def train(toys: Any, callbacks: list[Any], folder: Path) -> Trainer:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script imports from its own folder only
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     fraction, peak = AdaccCallback(**toys.LOSSLESS), AdaccCallback(**{**toys.LOSSLESS, "memory_budget": "1GiB"})

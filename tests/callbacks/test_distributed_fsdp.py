@@ -63,7 +63,7 @@ def compare(toys: Any, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script imports from its own folder only
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     toys.write_rank_results(folder, {name: compare(toys, folder, config) for name, config in CONFIGS.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trainer_builders import run_script_on_two_ranks
 
 import adacc_hf.adapt.policy_builder as builder_module
 import adacc_hf.adapt.run_profiler as profiler_module
@@ -94,7 +94,7 @@ def sharded(toys: Any, name: str) -> str:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script imports from its own folder only
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     results: dict[str, Any] = {
@@ -105,7 +105,7 @@ def run_rank(folder: Path) -> None:
 
 
 def run_backward_shards() -> None:
-    import conftest as toys
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -124,8 +124,7 @@ def test_all_ranks_hear_of_one_that_has_no_memory_to_profile_in(run_two_ranks) -
 
 def test_a_rank_whose_parts_others_wait_for_ends_and_the_launcher_stops_them(tmp_path) -> None:
     """Backward gathers parameters, and a rank in the middle of it cannot notify the others."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.run([*torchrun, __file__], capture_output=True, text=True, timeout=100)
+    process = run_script_on_two_ranks(__file__, timeout=100)
     assert process.returncode != 0
     assert "RankFailedError: rank 1 ran out of memory while the other ranks wait for its part" in process.stderr
 

@@ -48,7 +48,7 @@ def parts(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script imports from its own folder only
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     plain = train(toys, [], folder, ParallelismConfig(tp_size=2))

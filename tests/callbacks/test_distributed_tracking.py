@@ -80,7 +80,7 @@ def degraded_gradients(toys: Any, folder: Path) -> list[dict[str, Any]]:
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script imports from its own folder only
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     adacc = AdaccCallback(**COMPRESS)

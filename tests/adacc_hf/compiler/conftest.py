@@ -13,6 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from trainer_builders import *  # noqa: F403 - compiled runs of a Trainer
 
 from adacc_hf.compiler import functorch
 from adacc_hf.compiler.joint_graph import JointGraph, read_joint_graph

@@ -104,7 +104,7 @@ def by_ddp(toys: Any, has_session: bool) -> tuple[list[float], Any, AdaccSession
 
 
 def run_rank(folder: Path) -> None:
-    import conftest as toys  # a script imports from its own folder only
+    import trainer_builders as toys
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

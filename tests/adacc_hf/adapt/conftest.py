@@ -1,0 +1,9 @@
+"""Fixtures of the tests of the controller, which run a Trainer: all those of tests/builders/trainer_builders.py."""
+
+import pytest
+from trainer_builders import *  # noqa: F403
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """Apply `one_thread` to all tests of this folder, because they train small models."""
