@@ -29,23 +29,6 @@ def profile(train, lossless):
     return callback.profile
 
 
-def test_a_policy_is_set_before_the_first_step(train, lossless):
-    callback = AdaccCallback(**lossless)
-    train([callback])
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [0]
-
-
-def test_the_policy_is_set_after_the_profiled_steps_where_the_first_batch_leaves_blocks_out(
-    train, lossless, late_policy
-):
-    for profile_steps in (1, 3):
-        callback = AdaccCallback(**lossless, profile_steps=profile_steps)
-        train([callback])
-        policies = [event for event in callback.history if event["event"] == "policy"]
-        assert [event["step"] for event in policies] == [profile_steps]
-        assert callback.history[0]["stored_bytes"] == callback.policy.predicted_stored_bytes
-
-
 def test_settings_override_the_config(lossless):
     config = AdaccConfig(memory_budget="1GiB", group_size=32)
     assert AdaccCallback(config, group_size=16).config == AdaccConfig(memory_budget="1GiB", group_size=16)
@@ -57,16 +40,6 @@ def test_settings_override_the_config(lossless):
 def test_wrong_budgets_are_named_at_once(budget):
     with pytest.raises(ValueError, match="memory_budget"):
         AdaccCallback(memory_budget=budget)
-
-
-def test_a_policy_is_followed_from_the_first_step(train, profile):
-    policy = uniform_policy(profile, "recompute")
-    callback = AdaccCallback(policy=policy)
-    run = train([callback])
-    assert callback.policy is policy
-    assert callback.profile is None
-    assert callback.history[0]["step"] == 0
-    run.assert_equals(train())
 
 
 @pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
@@ -107,12 +80,6 @@ def test_a_policy_for_another_model_is_refused(train, make_model, profile):
 def test_an_infeasible_byte_budget_names_the_smallest_peak(train):
     with pytest.raises(InfeasibleBudgetError, match=r"'64KiB' \(65536 bytes\) is below the least possible peak of \d+"):
         train([AdaccCallback(memory_budget="64KiB")])
-
-
-def test_data_parallel_is_refused():
-    args = SimpleNamespace(n_gpu=2, resume_from_checkpoint=None)
-    with pytest.raises(ValueError, match=r"n_gpu=2: nn\.DataParallel .* torchrun, or set CUDA_VISIBLE_DEVICES"):
-        AdaccCallback().on_train_begin(args, SimpleNamespace(global_step=0), None, model=torch.nn.Identity())
 
 
 def test_a_model_without_blocks_is_refused(train, lossless):

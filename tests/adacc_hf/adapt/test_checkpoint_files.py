@@ -22,9 +22,7 @@ from adacc_hf.adapt.checkpoint_files import (
     save_files,
     save_in_checkpoint,
 )
-from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options, with_more_memory
-from adacc_hf.adapt.replanner import Replanner
-from adacc_hf.adapt.size_policy import SizePolicy
+from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -168,23 +166,6 @@ def test_what_was_switched_off_comes_back(train, tmp_path):
     save_in_checkpoint(folder, replace(checkpoint_state, is_unproven=True))
     again = load_from_checkpoint(folder, 0.6)
     assert (set(again.switched_off), again.is_unproven) == (everything, True)
-
-
-def test_the_prices_that_the_solver_saw_last_come_back(tmp_path, checkpoint):
-    """A resumed run without these prices would call the solver where the interrupted run did not."""
-    policy, profile = Policy.load(checkpoint / POLICY_FILE), Profile.load(checkpoint / PROFILE_FILE)
-    solver_profile, prices = with_more_memory(profile, 1), with_more_memory(profile, 2)
-    config = AdaccConfig(memory_budget=0.6)
-    size_policy = SizePolicy(None, Replanner(profile, policy, config), None)
-    size_policy.replanner.profile, size_policy.replanner.searched = prices, solver_profile
-    folder = tmp_path / "checkpoint-7"
-    folder.mkdir()
-    save_in_checkpoint(folder, Saved(size_policies=[size_policy.saved()], memory_budget=0.6))
-    (record,) = load_from_checkpoint(folder, 0.6).size_policies
-    resumed = SizePolicy(None, Replanner(record.profile, record.policy, config), None)
-    assert resumed.replanner.searched == profile
-    resumed.resume(record)
-    assert (resumed.replanner.profile, resumed.replanner.searched) == (prices, solver_profile)
 
 
 DAMAGE = {

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor import config as inductor
-from transformers import TrainerCallback
 
-from adacc_hf import AdaccCallback, InfeasibleBudgetError, Policy
+from adacc_hf import AdaccCallback, InfeasibleBudgetError
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
 from adacc_hf.compiler import CompiledPolicy, RegionPlan, compiled_run
@@ -32,39 +30,6 @@ def _nothing_compiled():
     yield
     torch._dynamo.reset()
     assert inductor.custom_partitioner_fn is None
-
-
-def test_a_compiled_run_keeps_to_its_share_and_trains_as_plainly(make_model, train, tmp_path) -> None:
-    plain = train(torch_compile=True, max_steps=3, model=make_model(n_layer=1))
-    callback = AdaccCallback(**SETTINGS)
-    run = train(
-        [callback], torch_compile=True, max_steps=3, save_steps=2, save_strategy="steps", model=make_model(n_layer=1)
-    )
-    policy = callback.compiled_policy
-    assert 0 < policy.stored_bytes <= 0.5 * policy.plain_bytes
-    # Inductor fuses other operators together, so that sums may be computed in another order.
-    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
-        assert CompiledPolicy.load(folder / COMPILED_FILE) == policy
-        assert json.loads((folder / HISTORY_FILE).read_text()) == callback.history
-    events = [event for event in callback.history if event["event"] == "policy"]
-    assert sum(event["stored_bytes"] for event in events[-len(policy.call_plans) :]) == policy.stored_bytes
-    assert run.logs[-1]["adacc/stored_gib"] == policy.stored_bytes / 2**30
-
-    resumed = AdaccCallback(**SETTINGS)
-    train(
-        [resumed],
-        resume=str(tmp_path / "run" / "checkpoint-2"),
-        torch_compile=True,
-        max_steps=3,
-        model=make_model(n_layer=1),
-    )
-    num_events = len(callback.history)
-    assert resumed.history[:num_events] == callback.history
-    assert [(event["step"], event["event"]) for event in resumed.history[num_events:]] == [(3, "policy")] * 2
-    assert {plan.digest: plan.stored for plan in resumed.compiled_policy.regions} == {
-        plan.digest: plan.stored for plan in policy.call_plans
-    }
 
 
 @pytest.mark.parametrize(
@@ -278,47 +243,10 @@ def test_adapters_train_as_plainly_over_several_micro_batches(make_model, train)
     assert 0 < policy.stored_bytes <= 0.7 * policy.plain_bytes
 
 
-class RunEagerly(TrainerCallback):
-    """Callback that lets torch run the model without compiled graphs from the third step on."""
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        if state.global_step == 2:
-            torch.compiler.set_stance("force_eager")
-
-
-@pytest.mark.usefixtures("eager_graphs")
-def test_steps_without_compiled_graphs_are_reported(make_model, train, caplog) -> None:
-    try:
-        callbacks = [AdaccCallback(**{**SETTINGS, "memory_budget": 0.7}), RunEagerly()]
-        run = train(callbacks, torch_compile=True, max_steps=4, model=make_model(n_layer=1))
-    finally:
-        torch.compiler.set_stance("default")
-    assert caplog.text.count("Adacc: a forward ran without compiled graphs") == 1
-    assert ["adacc/stored_gib" in log for log in run.logs[:4]] == [True, True, False, False]
-
-
 def test_settings_without_effect_in_graphs_are_named(caplog) -> None:
     config = AdaccConfig(memory_budget=0.5, head="chunked", block_classes=("GPT2Block",), profile_steps=3)
     CompiledRun(config, torch.nn.Linear(1, 1), lambda *args, **kwargs: None).remove()
     assert "Adacc: head='chunked', block_classes=('GPT2Block',): no effect with torch.compile on" in caplog.text
-
-
-def test_other_ways_of_compiling_are_refused(make_trainer) -> None:
-    with pytest.raises(ValueError, match="torch_compile_backend='eager'"):
-        make_trainer([AdaccCallback(**SETTINGS)], torch_compile=True, torch_compile_backend="eager").train()
-
-
-def test_a_policy_for_the_executor_is_refused(make_trainer) -> None:
-    policy = Policy(plans=(), blocks=(), predicted_stored_bytes=0, predicted_peak_bytes=0, predicted_overhead_ms=0.0)
-    with pytest.raises(ValueError, match="policy=Policy belongs to runs without torch_compile"):
-        make_trainer([AdaccCallback(policy=policy)], torch_compile=True).train()
-
-
-def test_a_model_that_is_compiled_by_other_means_is_refused(make_model, make_trainer) -> None:
-    model = make_model(n_layer=1)
-    model.compile(backend="eager")
-    with pytest.raises(RuntimeError, match="no compiled graph reached Adacc in the first step"):
-        make_trainer([AdaccCallback(**SETTINGS)], torch_compile=True, model=model).train()
 
 
 def test_a_partitioner_of_the_users_own_is_not_replaced(make_trainer) -> None:

@@ -1,0 +1,64 @@
+"""PeakCheck: the steps whose memory is measured, and predictions that were too low."""
+
+from __future__ import annotations
+
+import pytest
+from run_builders import InOrder, Lengths, events, refuse_profiles_of
+
+import adacc_hf.adapt.run_profiler as profiler_module
+from adacc_hf import AdaccCallback
+from adacc_hf.adapt.step_timer import StepMeter
+
+
+def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(
+    make_trainer, monkeypatch, late_policy
+):
+    """Each step has micro-batches of 16 and of 32 tokens, and the longer ones have no policy.
+
+    No predicted peak can be compared, and on a CPU each measurement needs a profiler.
+    """
+    measured_steps = []
+    refuse_profiles_of(32, monkeypatch)
+    original = StepMeter.count_memory
+
+    def count(meter, *args):
+        measured_steps.append(trainer.state.global_step + 1)
+        original(meter, *args)
+
+    monkeypatch.setattr(StepMeter, "count_memory", count)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
+    trainer = make_trainer([callback], trainer_class=InOrder, max_steps=28, gradient_accumulation_steps=2)
+    trainer.train_dataset = Lengths([16] * 4 + [16, 32] * 26)
+    trainer.train()
+    # The policy is set at step 2, and its first two steps are recorded. The next, the 2nd and the 4th step after are
+    # tried.
+    assert measured_steps == [5, 6, 8, 12, 20]
+    assert not [event for event in events(callback, "memory") if "measured_peak_bytes" in event]
+
+
+@pytest.mark.parametrize("missed_bytes", [2**18, 2**14], ids=["much", "within-the-tolerance"])
+def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, monkeypatch, late_policy, missed_bytes):
+    """The profile is falsified by `missed` bytes in every phase of the step."""
+    from adacc_hf.adapt.profile_updates import with_more_memory
+
+    original = profiler_module.profile_model
+    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)
+    make_trainer([probe], max_steps=6).train()
+    honest = events(probe, "memory")[0]
+    assert not honest["corrected"]
+    assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
+    monkeypatch.setattr(
+        profiler_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes)
+    )
+    budget = honest["peak_bytes"] - missed_bytes
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
+    make_trainer([callback], max_steps=8).train()
+    memory = events(callback, "memory")
+    assert memory[0]["corrected"]
+    assert memory[0]["measured_peak_bytes"] - memory[0]["peak_bytes"] == pytest.approx(missed_bytes, rel=0.2)
+    (change, *_) = events(callback, "change")
+    assert change["reason"].startswith("over budget: the old actions need ")
+    # A normal step under the new policy keeps to the budget, as predicted.
+    assert memory[-1]["step"] > change["step"]
+    assert memory[-1]["measured_peak_bytes"] <= budget
+    assert memory[-1]["measured_peak_bytes"] == pytest.approx(change["peak_bytes"], rel=0.01)

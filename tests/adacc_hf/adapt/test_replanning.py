@@ -1,0 +1,78 @@
+"""Replanning: policies with less memory after a step ran out of memory."""
+
+from __future__ import annotations
+
+import pytest
+from run_builders import InOrder, Lengths, events, failing, run_lengths
+from transformers import TrainerCallback
+
+import adacc_hf.adapt.replanner as rectifier_module
+from adacc_hf import AdaccCallback
+from adacc_hf.adapt.policy_selection import ReplanResult
+
+
+@pytest.mark.parametrize("failure_place", ["forward", "backward"])
+@pytest.mark.parametrize("budget", [0.7, "peak"], ids=["of-stored", "of-peak"])
+def test_out_of_memory_leads_to_a_tighter_policy_and_the_same_training(
+    train, make_model, failure_place, budget, lossless
+):
+    assert make_model().config.resid_pdrop > 0, "the second try must draw the masks of the first"
+    plain = train(max_steps=6)
+    if budget == "peak":
+        probe = AdaccCallback(**{**lossless, "memory_budget": 0.7})
+        train([probe], max_steps=3)
+        budget = probe.policy.predicted_peak_bytes
+    callback = AdaccCallback(**{**lossless, "memory_budget": budget})
+    run = train([callback], trainer_class=failing((4, failure_place)), max_steps=6)
+    run.assert_equals(plain)
+    (event,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
+    assert event["step"] == 4
+    in_force = [e for e in callback.history if e["event"] in ("policy", "change") and e["step"] < 4][-1]
+    assert event["stored_bytes"] < in_force["stored_bytes"]
+
+
+def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, lossless, monkeypatch):
+    """A step runs out of memory while the solver searches for a policy within the old budget."""
+
+    def stale_replan(profile, policy, *_):
+        return ReplanResult(policy=policy, reason="fits the old budget", has_solved=True)
+
+    monkeypatch.setattr(rectifier_module, "replan", stale_replan)
+    callback = AdaccCallback(**lossless, takeover_steps=3)
+
+    class SolveFromStep3(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                controller = callback.session.phase.controller
+                controller.replanning.start(3, controller.shown)
+
+    trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
+    trainer.train()
+    (tighter,) = [event for event in events(callback, "memory") if "out of memory" in event.get("reason", "")]
+    assert callback.policy.predicted_stored_bytes == tighter["stored_bytes"]
+    assert not events(callback, "change")
+
+
+def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, lossless, tmp_path):
+    lengths = [16] * 4 + [32] * 18 + [16, 16, 16]
+    recorded_budgets = []
+
+    class NoteBudgets(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == state.max_steps:
+                controller = callback.session.phase.controller
+                budgets = {s.shapes: s.replanner.memory_budget for s in controller.choice.cache.all}
+                recorded_budgets.append((controller.context.memory_budget, budgets))
+
+    class Failing(failing((23, "forward")), InOrder):
+        """Trainer that runs out of memory at 16 tokens."""
+
+    callback = AdaccCallback(**lossless)
+    saving = {"save_strategy": "steps", "save_steps": 24}
+    run_lengths(make_trainer, lengths, [NoteBudgets(), callback], trainer_class=Failing, **saving)
+    trainer = make_trainer([NoteBudgets(), callback], trainer_class=InOrder, max_steps=len(lengths))
+    trainer.train_dataset = Lengths(lengths)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-24"))
+    (tightened, budgets), resumed = recorded_budgets
+    assert sorted(budgets.values()) == [tightened, lossless["memory_budget"]]
+    assert resumed == (tightened, budgets)

@@ -1,0 +1,48 @@
+"""TrainingLoop: the facts about a user's own loop, and the autocast around its forwards."""
+
+import pytest
+import torch
+
+from adacc_hf.adapt.training_loop import TrainingLoop
+
+
+def autocast_state():
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def test_facts_of_a_loop_that_is_not_known():
+    loop = TrainingLoop(num_micro=4, folder="runs/1")
+    assert (loop.num_micro, loop.folder, loop.autocast) == (4, "runs/1", None)
+    assert loop.clips
+    assert loop.is_first_rank
+    assert loop.no_sync(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize(("device", "num_batches"), [("cpu", 1), ("cuda", 0)])
+def test_a_cpu_has_one_batch_before_a_step_and_none_ahead(device, num_batches):
+    loop = TrainingLoop()
+    assert loop.num_before_step(torch.device(device)) == num_batches
+    assert loop.num_prefetched(torch.device(device)) == 0
+
+
+@pytest.mark.parametrize(("dtype", "caches"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_a_profile_runs_under_the_autocast_of_the_last_forward(dtype, caches):
+    loop = TrainingLoop()
+    with torch.autocast("cpu", dtype=dtype, cache_enabled=caches):
+        loop.note_autocast("cpu")
+        inside = autocast_state()
+    outside = autocast_state()
+    assert outside[0] is False
+    with loop.profiling():
+        assert autocast_state() == inside == (True, dtype, caches)
+    assert autocast_state() == outside
+
+
+def test_a_forward_without_autocast_ends_that_of_earlier_ones():
+    loop = TrainingLoop()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loop.note_autocast("cpu")
+    loop.note_autocast("cpu")
+    assert loop.autocast is None
+    with loop.profiling():
+        assert not torch.is_autocast_enabled("cpu")
