@@ -5,7 +5,7 @@ from pathlib import Path
 import long_context
 import pytest
 import torch
-from planned_run import find_device, local_device
+from planned_run import find_device
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adacc_hf import AdaccCallback
@@ -132,31 +132,6 @@ def test_pretrained_weights_are_taken_with_longer_positions(tiny_run: list[str],
     assert torch.equal(model.lm_head.weight, saved_model.lm_head.weight)
     assert model.config.max_position_embeddings == 128
     assert model.config.rope_parameters["rope_theta"] == 5e5
-
-
-@pytest.mark.parametrize(
-    ("name", "device_name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L4", "l4")],
-)
-def test_the_gpu_that_is_here_is_planned_for_with_its_own_memory(
-    name: str, device_name: str, monkeypatch: pytest.MonkeyPatch
-):
-    pretend_gpu(name, monkeypatch)
-    device = local_device()
-    assert (device.name, device.memory_bytes) == (device_name, 12345)
-
-
-def test_a_gpu_without_rates_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    pretend_gpu("NVIDIA L40S", monkeypatch)
-    message = r"--device=auto: the table of devices has no NVIDIA L40S; choose the most similar device of h100"
-    with pytest.raises(ValueError, match=message):
-        local_device()
-
-
-def pretend_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = type("Properties", (), {"name": name, "total_memory": 12345})
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
 
 
 @pytest.mark.parametrize(

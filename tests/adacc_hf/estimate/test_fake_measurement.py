@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_profiles import gpt2, profile_on_cuda
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    GPT2Config,
     LlamaConfig,
     PretrainedConfig,
     T5Config,
@@ -19,13 +19,10 @@ from adacc_hf import AdaccConfig, Profile, profile_model, solve_policy
 from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_backward import FakeBackward
-from adacc_hf.estimate.fake_device import FakeMemoryMeter, fake_autocast, fake_tensors
+from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, _SumOfTimes, operator_ms
 from adacc_hf.estimate.planning import plain_ms
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape.replay import view
-from adacc_hf.tape.tape import TensorRef
-from adacc_hf.torch_glue.tensors import copy_with_storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # each thread converts in a buffer of its own
 
@@ -34,12 +31,6 @@ SCALAR_BYTES = 512
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"))
 """Settings without codecs, which are timed on real tensors only."""
-
-
-def gpt2(width: int, layers: int) -> PretrainedConfig:
-    return GPT2Config(
-        n_layer=layers, n_embd=width, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0
-    )
 
 
 def llama(width: int, layers: int) -> PretrainedConfig:
@@ -124,38 +115,6 @@ def test_published_widths(config: PretrainedConfig) -> None:
     assert fake.static_bytes == real.static_bytes
 
 
-def test_tensors_on_cuda_take_the_decisions_of_cuda() -> None:
-    """Fake CUDA tensors follow CUDA: `pow` in float32 under autocast, a boolean dropout mask, one attention
-    operator."""
-    with fake_tensors("cuda"):
-        fake = profile_on_cuda(gpt2(64, 2))
-    (kind,) = fake.kinds
-    assert {value.dtype for value in kind.activations if "dropout" in value.name and value.saved} == {"bool"}
-    assert "attn:scaled_dot_product_flash_attention" in {value.name for value in kind.values}
-    assert any(value.dtype == "float32" and value.name.startswith("mlp.act") for value in kind.activations)
-
-
-def profile_on_cuda(config: PretrainedConfig) -> Profile:
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    model.config.use_cache = False
-    ids = torch.zeros((2, 48), dtype=torch.long)
-    with fake_autocast("cuda", torch.bfloat16):
-        return profile_model(
-            model, {"input_ids": ids, "labels": ids.clone()}, measurement=FakeMeasurement(find_device("h100"))
-        )
-
-
-def test_all_of_torch_is_replayed_and_random_operators_from_states_that_take_no_memory() -> None:
-    with fake_tensors("cuda"):
-        (kind,) = profile_on_cuda(gpt2(64, 2)).kinds
-    assert all(operator.replayable for operator in kind.operators)
-    states = {value.index for value in kind.values if value.is_generator_state}
-    rng_use = [operator.name for operator in kind.operators if not states.isdisjoint(operator.inputs)]
-    dropout, attention = "aten.native_dropout.default", "aten._scaled_dot_product_flash_attention.default"
-    assert rng_use == [attention, dropout, dropout]
-    assert not any(kind.values[state].nbytes for state in states)
-
-
 def test_a_plan_can_be_solved_from_it() -> None:
     with fake_tensors("cuda"):
         fake = profile_on_cuda(gpt2(512, 3))
@@ -180,18 +139,6 @@ def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(conf
         model.zero_grad(set_to_none=True)
         profile = profile_model(model, {"input_ids": ids, "labels": ids}, measurement=FakeMeasurement(device))
     assert plain_ms(profile) == pytest.approx(times.total_ms, rel=1e-9)  # sums of the same numbers in other orders
-
-
-def test_a_copy_of_a_storage_is_counted_until_it_dies() -> None:
-    """A copy of a storage is counted until it dies: torch's mode keeps operators' arguments, and replay copies (rule
-    R6)."""
-    with fake_tensors("cpu"), FakeMemoryMeter() as meter:
-        original = torch.empty(64, 64)
-        copy = copy_with_storage(original)
-        viewed = view(copy, TensorRef(0, ((64, 32), (32, 1), 0), torch.float64))
-        del original, copy, viewed
-        meter.mark(("end",))
-    assert meter.points[-1].live_bytes == 0
 
 
 def test_a_question_to_a_tensor_takes_no_time() -> None:

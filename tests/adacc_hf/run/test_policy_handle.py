@@ -1,7 +1,6 @@
 """Policy handles: rules R8, R9, R10 and R12, and the refusal of policies made for another model."""
 
 import copy
-import gc
 import logging
 import random
 from dataclasses import replace
@@ -15,13 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
 from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
-from adacc_hf.run import entries as entries_module
 from adacc_hf.run.block_executor import MAX_DIVERGENCES
 from adacc_hf.run.entries import VARYING
 from adacc_hf.run.validation import Validator
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.tape import call_key as known_shapes
-from adacc_hf.tape import symbolic_tape
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.recorder import Recorder
 
@@ -119,136 +115,6 @@ def test_padding_may_come_and_go(gpt2, batch, recomputing, run_steps, assert_sam
         for _ in range(2):
             assert_same_steps(run_steps(gpt2, batch), plain)
             assert_same_steps(run_steps(gpt2, padded), plain_padded)
-
-
-def rounds_up(block, hidden):
-    """Work on a multiple of four tokens, so that no polynomial describes the block's sizes."""
-    tokens = hidden.shape[1]
-    padded = torch.nn.functional.pad(hidden, (0, 0, 0, -tokens % 4))
-    return hidden + block.down(block.up(padded).tanh())[:, :tokens]
-
-
-def text_of(tokens, samples=2):
-    return {"x": torch.randn(samples, tokens, 8, generator=torch.Generator().manual_seed(tokens))}
-
-
-def remember_few(monkeypatch, most):
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", most)
-    monkeypatch.setattr(symbolic_tape, "MOST_SIZES", most)
-    monkeypatch.setattr(entries_module, "MOST_SIZES", most)
-    monkeypatch.setattr(symbolic_tape, "MOST_RECORDS", 3)
-
-
-def held_by(strategies):
-    """Return (digests of recorded tapes, ids of plans) that the blocks keep for shapes and symbolic tapes."""
-    tapes, plans = set(), set()
-    for strategy in strategies:
-        entries = [
-            *strategy.entries.recorded.values(),
-            *strategy.entries.sized.values(),
-            *strategy.entries.bases.values(),
-        ]
-        plans |= {id(entry.execution_plan) for entry in entries}
-        tapes |= {tape.digest for tape in strategy.tapes.values()}
-    outlines = [
-        size_class_records
-        for strategy in strategies
-        for size_class_records in strategy.tape_cache._records[strategy.name].values()
-    ]
-    return tapes | {
-        record.tape.digest for size_class_records in outlines for record in size_class_records.records
-    }, plans
-
-
-def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps, monkeypatch):
-    """Blocks without a symbolic tape keep tapes and plans of the most recent shapes only."""
-    remember_few(monkeypatch, most=3)
-    model = toy_model(rounds_up)
-    policy = uniform_policy(profile_model(model, text_of(10), CONFIG), "recompute")
-    batches = [text_of(tokens) for tokens in (5, 6, 7, 8, 9)]
-    plain = [run_steps(model, each, num_steps=1) for each in batches]
-    with apply_policy(model, policy) as handle:
-        for each, expected in [*zip(batches, plain, strict=True)] * 2:
-            assert_same_steps(run_steps(model, each, num_steps=1), expected)
-        for function in handle.installation.functions.values():
-            assert len(function.strategy.entries.recorded) == len(function.strategy.tapes) == 3
-            assert not function.strategy.entries.sized
-        assert len(handle.tape_cache._plans) == 3
-        assert len(handle.tape_cache._tapes) == 3 + len(handle.tape_cache._profiled)
-
-
-def test_forgotten_sizes_of_a_family_leave_nothing(
-    gpt2, token_batch, recomputing, run_steps, assert_same_steps, monkeypatch
-):
-    remember_few(monkeypatch, most=3)
-    batches = [token_batch(2, tokens) for tokens in range(5, 30)]
-    plain = [run_steps(gpt2, each, num_steps=1) for each in batches]
-    with apply_policy(gpt2, recomputing) as handle:
-        for each, expected in [*zip(batches, plain, strict=True)] * 2:
-            assert_same_steps(run_steps(gpt2, each, num_steps=1), expected)
-        strategies = [function.strategy for function in handle.installation.functions.values()]
-        for strategy in strategies:
-            assert len(strategy.entries.sized) == 3
-            assert len(strategy.entries.recorded) <= 3
-            assert len(strategy.entries.bases) == len(strategy.known_shapes.symbolic_shapes) == 1
-        gc.collect()
-        tapes, plans = held_by(strategies)
-        assert len(tapes) <= 3 + 3
-        assert len(plans) <= 2 * (3 + 3 + 1)
-        assert len(handle.tape_cache._tapes) <= len(tapes | set(handle.tape_cache._profiled))
-        assert len(handle.tape_cache._plans) == len(plans)
-
-
-def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypatch):
-    """The plans of all policies of a run (one for each batch size and one for recording) drop a shape together."""
-    remember_few(monkeypatch, most=3)
-    model = toy_model(rounds_up)
-    profile = profile_model(model, text_of(10), CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
-        others = handle.prepare(uniform_policy(profile, "compress"), handle.plans)
-        both = (handle.plans, others)
-        for tokens in range(5, 13):
-            for plans in both:  # the second policy finds the shape recorded
-                handle.follow(plans)
-                run_steps(model, text_of(tokens), num_steps=1)
-        for name in handle.installation.functions:
-            strategies = [plans.strategies[name] for plans in both]
-            assert [len(strategy.entries.recorded) for strategy in strategies] == [3, 3]
-            assert all(strategy.entries.recorded.keys() == strategy.known_shapes.keys() for strategy in strategies)
-        gc.collect()
-        tapes, _ = held_by([plans.strategies[name] for plans in both for name in handle.installation.functions])
-        assert len(tapes) <= 3 + 2  # records of few tokens that need no padding: too few for a symbolic tape
-        assert set(handle.tape_cache._tapes) == tapes | set(handle.tape_cache._profiled)
-
-
-def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
-    remember_few(monkeypatch, most=3)
-    with apply_policy(gpt2, recomputing) as handle:
-        others = handle.prepare(random_policy(gpt2_profile, 7, ACTIONS, lossless=True), handle.plans)
-        both = (handle.plans, others)
-        for tokens in range(5, 25):
-            for plans in both:
-                handle.follow(plans)
-                run_steps(gpt2, token_batch(2, tokens), num_steps=1)
-        strategies = [plans.strategies[name] for plans in both for name in handle.installation.functions]
-        assert {len(strategy.entries.sized) for strategy in strategies} == {3}
-        assert all(strategy.entries.recorded.keys() <= strategy.known_shapes.keys() for strategy in strategies)
-        gc.collect()
-        tapes, plans = held_by(strategies)
-        assert len(tapes) <= 3 + 3
-        assert len(handle.tape_cache._tapes) <= len(tapes | set(handle.tape_cache._profiled))
-        assert len(handle.tape_cache._plans) == len(plans) <= 4 * (3 + 3 + 1)
-
-
-def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):
-    monkeypatch.setattr(known_shapes, "MAX_SHAPES", 2)
-    with apply_policy(gpt2, recomputing) as handle:
-        for tokens in (5, 6, 5, 7):
-            run_steps(gpt2, token_batch(2, tokens), num_steps=1)
-        strategy = handle.installation.functions["transformer.h.0"].strategy
-        inputs = [next(v for v in tape.values if tape.is_block_input(v.index)) for tape in strategy.tapes.values()]
-        sizes = [value.ref.geometry[0] for value in inputs]
-    assert sizes == [(2, 5, 32), (2, 7, 32)]
 
 
 def test_numbers_in_containers_tell_calls_apart(toy_model, toy_batch, run_steps, assert_same_steps):

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.run import block_executor
-from adacc_hf.run.block_executor import BlockExecutor
-from adacc_hf.run.call import Recording
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.tape_cache import profiled_tapes
@@ -236,34 +231,3 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_ste
     assert first == "layers.0"
     assert validated.divergence is not None
     assert [(name, type(call)) for name, call in others] == [(f"layers.{place}", Recording) for place in (1, 2, 3)]
-
-
-def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2, token_batch, monkeypatch):
-    """A call captured in a CUDA graph is compared at the next call, because a comparison would end the capture."""
-    model, batch = tiny_gpt2(layers=2, resid_pdrop=0.0, attn_pdrop=0.0), token_batch()
-    policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
-    step, compared_steps, is_captured = [0], [], [False]
-    learn = BlockExecutor._learn
-
-    def learn_and_record(self, *args):
-        compared_steps.append(step[0])
-        return learn(self, *args)
-
-    monkeypatch.setattr(BlockExecutor, "_learn", learn_and_record)
-    monkeypatch.setattr(block_executor, "is_being_captured", lambda: is_captured[0])
-    with apply_policy(model, policy, CONFIG):
-        for step[0] in range(5):
-            is_captured[0] = step[0] in (0, 1, 2)
-            model(**batch).loss.backward()
-    assert compared_steps == [3, 3]
-
-
-def test_a_cuda_graph_that_would_draw_masks_again_is_refused(tiny_gpt2, token_batch, monkeypatch):
-    """A CUDA graph that would redraw masks is refused. Redrawing sets the generator, which a capture does not allow."""
-    model, batch = tiny_gpt2(layers=1), token_batch()
-    profile = profile_model(model, batch, CONFIG)
-    with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
-        model(**batch).loss.backward()
-        monkeypatch.setattr(block_executor, "is_being_captured", lambda: True)
-        with pytest.raises(PolicyMismatchError, match="draws its dropout masks again"):
-            model(**batch)

@@ -1,11 +1,10 @@
 """Symbolic tapes: which calls share one, and that its tape at any size equals a recorded one."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tape_builders import Block, key_of, record_block, record_of, sizes_of, text
 from torch import nn
 
 from adacc_hf.eval.zoo.configs import architectures
@@ -25,50 +24,6 @@ from adacc_hf.tape.symbolic_tape import (
 )
 from adacc_hf.tape.tape import BITS, OPERATORS
 from adacc_hf.tape.tape_cache import TapeCache
-
-
-def key_of(block, *args, **kwargs):
-    return KnownShapes().key(block, partial(block, **kwargs), args, kwargs)
-
-
-def record_block(block, *args, name="block", library=None, **kwargs):
-    """Record a call of `block` in `library` and return its (key, tape)."""
-    library = library or TapeCache()
-    key = key_of(block, *args, **kwargs)
-    recording = Recording(name, block, args, kwargs)
-    recording.run(lambda *values: block(*values, **kwargs))
-    tape = library.verified_tape(recording.recorder)
-    library.remember(tape, key, name)
-    recording.close()
-    return key, tape
-
-
-def record_of(block, *args, alignment=1):
-    key, tape = record_block(block, *args)
-    return RecordedCall(CallSizes.of(key, alignment), tape)
-
-
-def text(samples, tokens):
-    return torch.ones(samples, tokens, 8, requires_grad=True)
-
-
-class Block(nn.Module):
-    """A block that runs `forward(layer, hidden)`."""
-
-    def __init__(self, forward=lambda layer, hidden, *_: layer(hidden).tanh().exp()):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
-        self.run = forward
-
-    def forward(self, hidden, *numbers):
-        return self.run(self.layer, hidden, *numbers)
-
-
-def sizes_of(*args, alignment=1, block=None):
-    block = block or Block()
-    return CallSizes.of(key_of(block, *args), alignment)
-
 
 # Size classes, which differ without any polynomial
 
@@ -200,15 +155,6 @@ def test_all_blocks_of_a_kind_have_one_family(model):
     assert (
         len(kinds) < len(symbolic_tapes) or model.is_pair
     )  # the first blocks of T5 compute tensors that the others are given
-
-
-def test_what_is_the_same_at_all_sizes_is_shared():
-    family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 13))])
-    one, other = (family.tape_at(sizes_of(text(3, tokens)), None) for tokens in (6, 7))
-    assert family.tape_at(sizes_of(text(3, 6)), None) is one
-    assert one.digest != other.digest
-    assert one.recomputable is other.recomputable is family.base.recomputable
-    assert one._consumers is other._consumers
 
 
 def test_few_tapes_are_kept(monkeypatch):

@@ -1,0 +1,16 @@
+"""Templates of tapes: the numbers of a tape, and tapes filled with other numbers."""
+
+from tape_builders import Block, record_of, sizes_of, text
+
+from adacc_hf.tape.symbolic_tape import (
+    SymbolicTape,
+)
+
+
+def test_what_is_the_same_at_all_sizes_is_shared():
+    family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 13))])
+    one, other = (family.tape_at(sizes_of(text(3, tokens)), None) for tokens in (6, 7))
+    assert family.tape_at(sizes_of(text(3, 6)), None) is one
+    assert one.digest != other.digest
+    assert one.recomputable is other.recomputable is family.base.recomputable
+    assert one._consumers is other._consumers

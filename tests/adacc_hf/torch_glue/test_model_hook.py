@@ -1,0 +1,60 @@
+"""ModelHook and the names of a call's arguments."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from adacc_hf.torch_glue.model_hook import ModelHook, by_name
+
+
+def test_a_hook_calls_its_function_and_changes_no_result():
+    calls = []
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(ModelHook(lambda *args: calls.append(args)))
+    x = torch.ones(1, 2)
+    result = model(x)
+    ((module, inputs, output),) = calls
+    assert module is model
+    assert inputs[0] is x
+    assert output is result
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_copied_model_has_a_hook_that_does_nothing(copied):
+    calls = []
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(ModelHook(lambda *args: calls.append(args)))
+    copied(model)(torch.ones(1, 2))
+    assert calls == []
+    model(torch.ones(1, 2))
+    assert len(calls) == 1
+
+
+class Named(nn.Module):
+    def forward(self, ids, mask=None, *, labels=None):
+        return ids
+
+
+class Open(nn.Module):
+    def forward(self, ids, *others, **options):
+        return ids
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "kwargs", "expected"),
+    [
+        (Named(), (1,), {"labels": 2}, {"ids": 1, "labels": 2}),
+        (Named(), (1, 2), {}, {"ids": 1, "mask": 2}),
+        (Named(), (), {"ids": 1}, {"ids": 1}),
+        (Named(), (1, 2, 3), {}, None),
+        (Open(), (1,), {"mask": 2}, {"ids": 1, "mask": 2}),
+        (Open(), (1, 2), {}, None),
+    ],
+)
+def test_arguments_by_name(module, args, kwargs, expected):
+    assert by_name(module, args, kwargs) == expected
