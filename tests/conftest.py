@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Let assertions in the builders show the compared values, as in tests.
+pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "builders").glob("*.py")))
+
 # Disable hypothesis' deadline: the time of an example depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

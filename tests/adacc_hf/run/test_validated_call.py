@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.run.call import Recording
 from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.tape.tape_cache import profiled_tapes

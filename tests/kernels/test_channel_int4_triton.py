@@ -1,0 +1,25 @@
+"""Compiled code of the INT4 kernels with scales per channel (tests/builders/kernel_code.py), checked without a GPU."""
+
+from typing import ClassVar
+
+import torch
+from kernel_code import TARGETS, KernelCode, Launch, compile_for
+from torch import Tensor
+
+from adacc_hf.kernels import channel_int4_triton
+from adacc_hf.kernels._symmetric import GROUP_SIZES
+
+
+def round_trip(x: Tensor) -> None:
+    channel_int4_triton.decode(x, *channel_int4_triton.encode(x, 64, -1 / 8, "nearest", 0), -1 / 8)
+
+
+class TestCode(KernelCode):
+    module = channel_int4_triton
+    round_trips: ClassVar = {"channel_int4": round_trip}
+
+    def test_group_sizes_compile_for_odd_widths(self, launches: list[Launch]) -> None:
+        for group_size in GROUP_SIZES:
+            channel_int4_triton.encode(torch.ones(7, 33), group_size, -1 / 8, "nearest", 1)
+        for launch in launches:
+            assert compile_for(launch, TARGETS["sm_90"]).asm["ptx"]

@@ -1,0 +1,40 @@
+"""Compiled code of the INT4 kernels that keep outliers (tests/builders/kernel_code.py), checked without a GPU."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from kernel_code import CHANNELS, ROWS, TARGETS, KernelCode, Launch, compile_for, spilled, wide_accesses
+from torch import Tensor
+
+from adacc_hf.kernels import outlier_int4_triton
+from adacc_hf.kernels._symmetric import GROUP_SIZES
+from adacc_hf.kernels.outlier_int4 import choose_outliers
+
+
+def round_trip(x: Tensor, count: int) -> None:
+    outliers = choose_outliers(x.abs().sum(0, dtype=torch.float32), count, 64, x.element_size()) if count else None
+    pair = (outliers.indices, outliers.keep) if outliers else (None, None)
+    outlier_int4_triton.decode(x, -1 / 8, *outlier_int4_triton.encode(x, *pair, 64, -1 / 8, "nearest", 0))
+
+
+class TestCode(KernelCode):
+    module = outlier_int4_triton
+    varying_arguments: ClassVar = {"seed", "num_outliers"}
+    round_trips: ClassVar = {
+        "outlier_int4": lambda x: round_trip(x, 0),
+        "outlier_int4-raw": lambda x: round_trip(x, 8),
+    }
+    one_by_one: ClassVar = {"outlier_int4-raw": lambda x: round_trip(x, 1)}
+
+    def test_channel_sums_compile(self, launches: list[Launch], tmp_path: Path) -> None:
+        outlier_int4_triton.channel_sums(torch.ones(ROWS, CHANNELS))
+        compiled = compile_for(launches[0], TARGETS["sm_90"])
+        assert spilled(compiled, TARGETS["sm_90"], tmp_path) == 0
+        assert wide_accesses(compiled.asm["ptx"], "cuda")["loads"] > 0
+
+    def test_group_sizes_compile_for_odd_widths(self, launches: list[Launch]) -> None:
+        for group_size in GROUP_SIZES:
+            outlier_int4_triton.encode(torch.ones(7, 33), None, None, group_size, -1 / 8, "stochastic", 1)
+        for launch in launches:
+            assert compile_for(launch, TARGETS["sm_90"]).asm["ptx"]
