@@ -1,0 +1,163 @@
+"""Guards that Dynamo lacks: reads of classes, and patches of Dynamo that last as long as a trace."""
+
+import gc
+
+import pytest
+import torch
+from torch._dynamo import symbolic_convert
+from torch._dynamo.variables import dicts, user_defined
+
+from adacc_hf.torch_glue.dynamo_gaps import (
+    ClassReads,
+    guard_identities,
+    name_of,
+    record_class_reads,
+    record_dict_order,
+)
+
+
+@pytest.fixture
+def owner():
+    """A class that no other test changes."""
+
+    class Owner:
+        factor = 3
+
+        def method(self):
+            return 1
+
+        @property
+        def size(self):
+            return 2
+
+        @staticmethod
+        def static():
+            return 3
+
+        @classmethod
+        def of(cls):
+            return 4
+
+    return Owner
+
+
+def replace_class_method(owner):
+    owner.of = classmethod(lambda cls: 5)
+
+
+CHANGES = {
+    "attribute": ("factor", lambda owner: setattr(owner, "factor", 4)),
+    "removed attribute": ("factor", lambda owner: delattr(owner, "factor")),
+    "method": ("method", lambda owner: setattr(owner, "method", lambda self: 5)),
+    "property": ("size", lambda owner: setattr(owner, "size", property(lambda self: 5))),
+    "static method": ("static", lambda owner: setattr(owner, "static", staticmethod(lambda: 5))),
+    "class method": ("of", replace_class_method),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_was_read_is_noticed(owner, name):
+    read, change = CHANGES[name]
+    reads, others = ClassReads([(owner, read)]), ClassReads([(owner, n) for n, _ in CHANGES.values() if n != read])
+    assert reads.are_current()
+    change(owner)
+    assert not reads.are_current()
+    assert others.are_current(), "only what a trace has read is compared"
+
+
+def test_methods_of_a_subclass_are_those_that_it_inherits(owner):
+    class Derived(owner):
+        """Inherits all."""
+
+    reads = ClassReads([(Derived, "method")])
+    owner.method = lambda self: 6
+    assert not reads.are_current()
+
+
+def test_a_class_that_is_gone_is_not_current(owner):
+    class Short:
+        factor = 1
+
+    reads = ClassReads([(Short, "factor"), (owner, "factor")])
+    assert reads.are_current()
+    del Short
+    gc.collect()
+    assert not reads.are_current()
+
+
+def test_a_module_is_called_by_the_methods_that_were_traced():
+    class Block(torch.nn.Module):
+        width = 8
+
+    reads = ClassReads([(Block, "width")])
+    assert reads.are_current()
+    Block.__call__ = lambda self: None
+    assert not reads.are_current()
+
+
+@pytest.mark.parametrize("name", ["no identifier", "class", "absent"])
+def test_names_without_a_stable_value_are_left_out(owner, name):
+    setattr(owner, name, 1) if name != "absent" else None
+    reads = ClassReads([(owner, name)])
+    setattr(owner, name, 2)
+    assert reads.are_current()
+
+
+def patched_attributes():
+    """Return the attributes of Dynamo that the contexts may replace."""
+    owners = [symbolic_convert, user_defined.UserDefinedObjectVariable, user_defined.UserDefinedClassVariable]
+    owners += [value for value in vars(dicts).values() if isinstance(value, type)]
+    return {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
+
+
+@pytest.mark.parametrize(
+    "context", [lambda: record_class_reads({}, []), lambda: guard_identities([]), lambda: record_dict_order([])]
+)
+def test_dynamo_is_as_before_after_an_error(context):
+    before = patched_attributes()
+    with pytest.raises(KeyError), context():
+        inside = patched_attributes()
+        raise KeyError
+    after = patched_attributes()
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert any(inside[name] is not before[name] for name in before), "the context replaces something"
+
+
+def test_reads_of_classes_are_recorded_with_their_owner(owner):
+    reads = {}
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(thing, x):
+        return x * thing.factor * thing.method()
+
+    with record_class_reads(reads, []):
+        run(owner(), torch.ones(2))
+    assert {(owner, "factor"), (owner, "method")} <= reads.keys()
+
+
+def test_the_order_of_a_dict_is_recorded_where_it_is_iterated():
+    def traced(iterate):
+        expressions = []
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def run(table, x):
+            return x + sum(list(table.values())) if iterate else x + table["a"]
+
+        with record_dict_order(expressions):
+            run({"a": 1, "b": 2}, torch.ones(2))
+        return expressions
+
+    assert any(text.startswith("hash(tuple(") and "table" in text for text in traced(iterate=True))
+    assert traced(iterate=False) == []
+
+
+def test_a_source_is_named_by_a_property_or_a_method():
+    class Property:
+        name = "L['x']"
+
+    class Method:
+        def name(self):
+            return "L['x']"
+
+    assert name_of(Property()) == name_of(Method()) == "L['x']"

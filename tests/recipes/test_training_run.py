@@ -1,0 +1,109 @@
+"""One training run: settings that are refused before data is read, the model, and what is written."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import training_run
+from recipe_arguments import RecipeArguments, parse_arguments
+from training_run import FinishedRun, compact_optimizer, final_train_loss, prepare_run, save_report, train_once
+
+from adacc_hf import Policy
+from adacc_hf.artifacts.files import POLICY_FILE
+from adacc_hf.compact import CompactFactory
+
+
+def arguments(argv: list[str], **settings: object) -> RecipeArguments:
+    """Return the parsed settings of `argv`, with further settings."""
+    return parse_arguments([*argv, *(text for name, value in settings.items() for text in (f"--{name}", str(value)))])
+
+
+@pytest.mark.parametrize("method", ["compact", "adacc_compact"])
+def test_compact_has_an_optimizer_of_its_own(method: str):
+    factory, settings = compact_optimizer(method, "0.25", lr=0.01)
+    assert factory is CompactFactory
+    assert settings == {"rank": 0.25, "lr": 0.01}
+    assert type(compact_optimizer(method, "8")[1]["rank"]) is int
+
+
+@pytest.mark.parametrize("method", ["none", "full", "quantization", "adacc"])
+def test_other_methods_have_the_trainers_optimizer(method: str):
+    assert compact_optimizer(method, "no rank") is None
+
+
+def test_a_rank_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match=r"--compact_rank=half must be a fraction of a layer's inputs, such as 0.25"):
+        compact_optimizer("compact", "half")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"seq_len": 65}, "--seq_len=65 is outside its range"),
+        ({"method": "compact", "compact_rank": "half"}, "--compact_rank=half"),
+        ({"method": "adacc", "memory_budget": "much"}, "memory_budget='much'"),
+        ({"method": "compare", "max_steps": 2}, "--max_steps=2 leaves --method=compare no steps to measure"),
+    ],
+)
+def test_settings_are_refused_before_data_is_read(
+    setting: dict[str, object], message: str, tiny_run: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training_run, "load_text_data", None)
+    with pytest.raises(ValueError, match=message):
+        prepare_run(arguments(tiny_run, **setting))
+
+
+def test_a_report_needs_matplotlib(tiny_run: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training_run.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(training_run, "load_text_data", None)
+    with pytest.raises(ValueError, match="--report needs matplotlib"):
+        prepare_run(arguments(tiny_run, method="adacc", memory_budget="0.5"))
+
+
+def test_all_models_of_a_run_have_equal_weights(tiny_run: list[str]):
+    run = prepare_run(arguments(tiny_run, method="none"))
+    first, second = (run.fresh_model().state_dict() for _ in range(2))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert run.seq_len == 64
+    assert run.cloze == []
+
+
+def test_a_run_that_ends_before_its_policy_has_no_callback(
+    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("adacc_hf.adapt.policy_builder.PolicyBuilder.before_first_step", lambda *_: None)
+    run = prepare_run(arguments(tiny_run, method="adacc", memory_budget="0.5", max_steps=1))
+    finished = train_once(run, "adacc", "0.5", str(tmp_path / "run"))
+    assert finished.callback is None
+    assert "training ended after 1 steps, before a policy was set: raise --max_steps" in caplog.text
+    assert not (tmp_path / "run" / POLICY_FILE).exists()
+
+
+def test_a_run_leaves_its_policy_and_metrics(tiny_run: list[str], tmp_path: Path):
+    run = prepare_run(arguments(tiny_run, method="adacc", memory_budget="0.5"))
+    finished = train_once(run, "adacc", "0.5", str(tmp_path / "elsewhere"))
+    assert Policy.load(tmp_path / "elsewhere" / POLICY_FILE) == finished.callback.policy
+    assert finished.metrics["steps"] == 4
+    assert finished.metrics.keys() >= {"final_train_loss", "eval_loss", "train_samples_per_second"}
+    assert (tmp_path / "elsewhere" / "all_results.json").is_file()
+    assert run.args.training.output_dir == str(tmp_path / "run"), "the settings of the run stay"
+
+
+@pytest.mark.parametrize(
+    ("history", "loss"),
+    [
+        ([{"loss": 5.0}, {"eval_loss": 9.0}, {"loss": 4.0}, {"train_loss": 4.5}], 4.0),
+        ([{"eval_loss": 9.0}, {"train_loss": 4.5}], 4.5),
+    ],
+)
+def test_the_last_loss_is_the_last_one_that_was_logged(history: list[dict[str, float]], loss: float):
+    assert final_train_loss(SimpleNamespace(state=SimpleNamespace(log_history=history))) == loss
+
+
+def test_a_policy_without_a_profile_has_no_report(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    finished = FinishedRun(model=None, metrics={}, callback=SimpleNamespace(profile=None), checkpointed=False)
+    save_report(finished, str(tmp_path / "run"))
+    assert "has a policy but no profile" in caplog.text
+    assert not (tmp_path / "run").exists()
