@@ -63,7 +63,7 @@ def examine() -> list[Finding]:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_device = _on_gpu(device) if device.type == "cuda" else _on_cpu()
+    on_device = examine_gpu(device) if device.type == "cuda" else _on_cpu()
     return [*_packages(), *on_device, _launch_overhead(device), _tracing(), _profile_folder(), _plotting()]
 
 
@@ -119,7 +119,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "not installed", f"pip install '{requirements[name]}'")
 
 
-def _on_gpu(device: Any) -> Iterator[Finding]:
+def examine_gpu(device: Any) -> Iterator[Finding]:
     import torch
 
     from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments

@@ -96,14 +96,14 @@ def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = 
     fill(contiguous)
     if not is_overlapping(size, stride):
         return out.copy_(contiguous.view(size))
-    positions = _memory_positions(size, stride, device)
+    positions = memory_positions(size, stride, device)
     # Overlapping elements were equal before encoding, so the order of writes does not matter.
     span = out.as_strided((out.untyped_storage().nbytes() // out.element_size(),), (1,))
     span.index_put_((positions,), contiguous.view(-1))
     return out
 
 
-def _memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
+def memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
     """Return int64 [N]: the memory offset, in elements, of every element in dimension order."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for length, step in zip(size, stride, strict=True):

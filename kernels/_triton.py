@@ -34,7 +34,7 @@ jit = triton.jit(
 )
 
 
-_runners: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[str, ...]]] = {}
+runners: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[str, ...]]] = {}
 """Launched kernels, with the names of their constants in the kernel's order. The key is everything that Triton selects
 a compiled kernel by: see `launch`."""
 
@@ -66,7 +66,7 @@ def launch(
             addresses |= argument.data_ptr()
     is_aligned = addresses % ALIGNMENT == 0
     with torch.cuda.device_of(x):
-        cached_runner = _runners.get(tuple(key)) if is_aligned else None
+        cached_runner = runners.get(tuple(key)) if is_aligned else None
         if cached_runner is not None:
             runner, names = cached_runner
             runner(x, *arguments, *[constants[name] for name in names])
@@ -74,10 +74,10 @@ def launch(
         warps = num_warps(tile, thread_elements)
         compiled = kernel[grid](x, *arguments, **constants, num_warps=warps, enable_fp_fusion=False)
         if compiled is not None and is_aligned and CACHES_KERNELS:  # Triton's interpreter compiles nothing
-            if len(_runners) >= MAX_RUNNERS:
-                _runners.clear()
+            if len(runners) >= MAX_RUNNERS:
+                runners.clear()
             names = tuple(name for name in kernel.arg_names if name in constants)
-            _runners[tuple(key)] = compiled[(*grid, 1, 1)[:3]], names
+            runners[tuple(key)] = compiled[(*grid, 1, 1)[:3]], names
 
 
 def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS) -> int:

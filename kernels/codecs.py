@@ -21,7 +21,7 @@ from adacc_hf.kernels import _cpu
 from adacc_hf.kernels._layout import as_flat, as_matrix, restore
 
 _PACKAGE = "adacc_hf.kernels"
-_registry: dict[str, "type[Codec]"] = {}
+registry: dict[str, "type[Codec]"] = {}
 
 MASK = "mask"
 ROLES = ("input", MASK, "softmax", "qkv", "norm", "linear", "activation", "other")
@@ -230,16 +230,16 @@ def register(codec_class: C) -> C:
     if MASK in codec_class.suits and not codec_class.lossless:
         raise ValueError(f"codec {name!r}: suits masks, which must be stored without loss: set lossless=True")
     for claim in ("stands_in", "is_baseline"):
-        others = [other.name for other in _registry.values() if getattr(other, claim) and other.name != name]
+        others = [other.name for other in registry.values() if getattr(other, claim) and other.name != name]
         if getattr(codec_class, claim) and others:
             raise ValueError(f"codec {name!r}: {claim}=True is set by {others[0]!r} already: leave it False")
     other = codec_class.instead_of
-    if other is not None and (other not in _registry or not codec_class.suits <= _registry[other].suits):
+    if other is not None and (other not in registry or not codec_class.suits <= registry[other].suits):
         raise ValueError(
             f"codec {name!r}: instead_of={other!r} must name a registered codec that suits all of "
             f"{sorted(codec_class.suits)}: import its file first, or set instead_of=None"
         )
-    _registry[name] = codec_class
+    registry[name] = codec_class
     return codec_class
 
 
@@ -251,7 +251,7 @@ def _triton_kernels(file: str) -> Any:
 
 @cache
 def _discover() -> None:
-    """Import every codec file of this folder once, so that `_registry` is complete."""
+    """Import every codec file of this folder once, so that `registry` is complete."""
     for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__):
         if not (module.name.startswith("_") or module.name.endswith("_triton")):
             import_module(f"{_PACKAGE}.{module.name}")
@@ -260,7 +260,7 @@ def _discover() -> None:
 def list_codecs() -> list[str]:
     """Return the names of all codecs, sorted."""
     _discover()
-    return sorted(_registry)
+    return sorted(registry)
 
 
 def get_codec(name: str, **options: Any) -> Codec:
@@ -277,28 +277,28 @@ def get_codec(name: str, **options: Any) -> Codec:
 def codec_type(name: str) -> type[Codec]:
     """Return the class of the codec `name`. Raises ValueError for an unknown name."""
     _discover()
-    if name not in _registry:
+    if name not in registry:
         raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(list_codecs())}")
-    return _registry[name]
+    return registry[name]
 
 
 def codecs_suiting(role: str) -> list[str]:
     """Return the names of the codecs that suit tensors of `role`, one of ROLES."""
-    return [name for name in list_codecs() if role in _registry[name].suits]
+    return [name for name in list_codecs() if role in registry[name].suits]
 
 
 def replacements(name: str, role: str) -> list[str]:
     """Return the names of the codecs that replace codec `name` on tensors of `role` if they are more exact."""
-    return [other for other in codecs_suiting(role) if _registry[other].instead_of == name]
+    return [other for other in codecs_suiting(role) if registry[other].instead_of == name]
 
 
 @cache
 def precise_codec() -> str:
     """Return the name of the codec that is used where others are too coarse."""
-    return next(name for name in list_codecs() if _registry[name].stands_in)
+    return next(name for name in list_codecs() if registry[name].stands_in)
 
 
 @cache
 def baseline_codec() -> str:
     """Return the name of the codec of the paper's "Quantization" baseline."""
-    return next(name for name in list_codecs() if _registry[name].is_baseline)
+    return next(name for name in list_codecs() if registry[name].is_baseline)

@@ -100,7 +100,7 @@ class Basis:
                 return None
             is_doubtful = self._num_calls < 2 * num_terms - 1
             for places in self._candidate_places(num_terms, column):
-                factors = _solve_integers([self._columns[place] for place in places], column)
+                factors = solve_integers([self._columns[place] for place in places], column)
                 if factors is not None and all(factors) and not (is_doubtful and min(factors) < 0):
                     return Polynomial(tuple(zip(factors, places, strict=True)))
         return None
@@ -173,7 +173,7 @@ def _fit_single_product(values: Column, column: Column, place: int) -> Polynomia
     return Polynomial(((numerator, place),), denominator) if remainder else Polynomial(((quotient, place),))
 
 
-def _solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | None:
+def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | None:
     """Return the integer factors with which `columns` sum to `target` in every call.
 
     Return None if there is no solution, or more than one.

@@ -138,13 +138,13 @@ def most_live_bytes_of_code(code: Any, inputs: Sequence[GraphInput]) -> int | No
         with torch.no_grad(), live:
             dry_run(*([code.__self__] if isinstance(code, MethodType) else []), arguments)
     except Exception as error:  # the code calls private functions of Inductor, which vary with device and release
-        _log_unknown(f"{type(error).__name__}: {error}")
+        log_unknown(f"{type(error).__name__}: {error}")
         return None
     return live.most
 
 
 @cache
-def _log_unknown(reason: str) -> None:
+def log_unknown(reason: str) -> None:
     """Log that the peak of compiled code is unknown, once per reason, since every step asks for it."""
     log.info("Adacc: cannot run compiled code without data (%s): using the estimate from the graph as its peak", reason)
 

@@ -144,7 +144,7 @@ class FakeMeasurement(Measurement):
         )
 
     def head_ms(self, loss: LossCall, compute: Callable[[LossCall], torch.Tensor]) -> float:
-        with at_most_chunks(None), _SumOfTimes(self.device) as times:
+        with at_most_chunks(None), SumOfTimes(self.device) as times:
             FakeBackward().run(compute(detach_inputs(loss)))
         return times.total_ms
 
@@ -162,7 +162,7 @@ class FakeMeasurement(Measurement):
         return 0.0  # fake operators take no time
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
-        with at_most_chunks(None), _SumOfTimes(self.device) as times:
+        with at_most_chunks(None), SumOfTimes(self.device) as times:
             self.backward(forward_loss(model, batch))
         model.zero_grad(set_to_none=True)
         return times.total_ms
@@ -201,7 +201,7 @@ class FakeRngUse(RngUse):
         return self._is_random
 
 
-class _SumOfTimes(TorchDispatchMode):
+class SumOfTimes(TorchDispatchMode):
     """Sum of the roofline times of all operators that are called while the mode is active."""
 
     def __init__(self, device: Device) -> None:

@@ -201,7 +201,7 @@ class CachingAllocator:
         """Peak of the reserved bytes."""
         self._reserved_bytes = 0
         self._allocated: dict[Hashable, _Block] = {}
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self.free_blocks: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         """Free blocks of the small pool (True) and the large pool (False), sorted by size, then by age."""
         self._free_numbers: set[int] = set()
         """Numbers of the free blocks."""
@@ -235,7 +235,7 @@ class CachingAllocator:
 
     def _take_best_fit(self, size: int, is_small: bool) -> _Block | None:
         """Remove the smallest free block of at least `size` bytes from its pool and return it; None without one."""
-        pool = self._free[is_small]
+        pool = self.free_blocks[is_small]
         position = bisect_left(pool, (size,))
         if position == len(pool):
             return None
@@ -258,7 +258,7 @@ class CachingAllocator:
 
     def _release_segments(self) -> None:
         """Return every segment to the driver that consists of one free block."""
-        for pool in self._free.values():
+        for pool in self.free_blocks.values():
             for _, _, block in list(pool):
                 if block.previous is None and block.next is None:
                     self._remove_from_pool(block)
@@ -278,11 +278,11 @@ class CachingAllocator:
 
     def _add_to_pool(self, block: _Block) -> None:
         self._free_numbers.add(block.number)
-        insort(self._free[block.is_small], (block.size, block.number, block))
+        insort(self.free_blocks[block.is_small], (block.size, block.number, block))
 
     def _remove_from_pool(self, block: _Block) -> None:
         self._free_numbers.remove(block.number)
-        pool = self._free[block.is_small]
+        pool = self.free_blocks[block.is_small]
         del pool[bisect_left(pool, (block.size, block.number))]
 
 

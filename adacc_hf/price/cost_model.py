@@ -48,7 +48,7 @@ def price_tape(
 
     `run_block` runs the block itself, or is None if the block cannot run again.
     """
-    block_host_ms = _block_host_ms(run_block, bases[0].device)
+    block_host_ms = host_ms_of_block(run_block, bases[0].device)
     with torch.no_grad(), torch.autocast(bases[0].device.type, enabled=False):
         timings = operator_timings(tape, bases)
         resource = bottleneck(timings, block_host_ms)
@@ -112,12 +112,12 @@ def price_call(run: Callable[[], object], device: torch.device) -> Prices:
         return Prices([median_ms(run, device)], [0])
 
 
-def _block_host_ms(run: Callable[[], object] | None, device: torch.device) -> float | None:
+def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> float | None:
     """Return the host's milliseconds to launch a block's forward in training. None on a CPU, which launches nothing."""
-    return None if run is None or device.type != "cuda" else _host_ms_of(run, device)
+    return None if run is None or device.type != "cuda" else host_ms_of(run, device)
 
 
-def _host_ms_of(run: Callable[[], object], device: torch.device) -> float:
+def host_ms_of(run: Callable[[], object], device: torch.device) -> float:
     """Return the host's milliseconds for `run` with gradients enabled. Tensors saved for backward are dropped."""
     drop_saved_tensors = torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward)
     with torch.enable_grad(), drop_saved_tensors:

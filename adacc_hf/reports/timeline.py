@@ -70,7 +70,7 @@ def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
     tracking = [record for record in history if record["event"] == "tracking"]
     worst = [(r["step"], max(r["errors"].values())) for r in tracking if r.get("errors")]
     return [
-        ("outlier channels", _outlier_curves(tracking)),
+        ("outlier channels", outlier_curves(tracking)),
         (
             "relative error",
             {
@@ -95,7 +95,7 @@ def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
     ]
 
 
-def _outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
+def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
     """Return the curves of the activations whose number of outliers changes most."""
     curves: dict[str, Curve] = {}
     for record in tracking:

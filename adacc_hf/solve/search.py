@@ -96,7 +96,7 @@ class PolicySearch:
         """Return the candidate policies within a budget on stored bytes."""
         if self._stored_bytes(self.plain) <= budget.nbytes:
             return [self.plain]
-        least = self._uniform_program.least_bytes()
+        least = self.uniform_program.least_bytes()
         if self._stored_bytes(least) > budget.nbytes:
             plain_bytes = self.kinds.plain_stored_bytes
             raise _infeasible_stored(self.profile, self.config, budget, least, self._stored_bytes(least), plain_bytes)
@@ -113,7 +113,7 @@ class PolicySearch:
             program = self._mixture_program(frontiers, 0)
             policies += self._fastest(program, budget.nbytes, self._least_ms_of(policies, incumbent_ms))
         # A policy with one plan per kind may be no mixture of frontier plans, and faster if kinds have few blocks.
-        policies += self._fastest(self._uniform_program, budget.nbytes, self._least_ms_of(policies, incumbent_ms))
+        policies += self._fastest(self.uniform_program, budget.nbytes, self._least_ms_of(policies, incumbent_ms))
         if len(self.plain) == 1 and not self.log.num_unproven:
             # The program's gap is relative to the time of the blocks.
             blocks_ms = self._least_ms_of(policies, incumbent_ms) - self.head_ms
@@ -257,11 +257,11 @@ class PolicySearch:
                     policies += self._refined_policies(frontiers, policy, before, budget, fits, incumbent_ms)
                     if with_uniform:
                         fastest_ms = self._least_ms_of(policies, incumbent_ms)
-                        policies += self._uniform_policies(policy, before, budget, fits, fastest_ms)
+                        policies += self.uniform_policies(policy, before, budget, fits, fastest_ms)
                 return policies
             before = policy
         # The last policy of the chain stores least, but a policy with one plan per kind may have a lower peak.
-        return list(self._uniform_policies(before, before, budget, fits, incumbent_ms)) if with_uniform else []
+        return list(self.uniform_policies(before, before, budget, fits, incumbent_ms)) if with_uniform else []
 
     def _chain(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
         return chain([block.kind for block in self.profile.blocks], frontiers)
@@ -294,7 +294,7 @@ class PolicySearch:
         policies = (policy for cap in reversed(caps) for policy in self._fastest(program, cap, low_ms))
         return list(itertools.islice(filter(fits, map(self.oracle.sort_for_peak, policies)), 1))
 
-    def _uniform_policies(
+    def uniform_policies(
         self, low: list[PricedPlan], high: list[PricedPlan], budget: Budget, fits: Fits, incumbent_ms: float
     ) -> Iterator[list[PricedPlan]]:
         """Yield the fastest policies with one plan per kind that fit, for growing caps on the stored bytes.
@@ -308,7 +308,7 @@ class PolicySearch:
         percents = {plain_bytes * percent // 100: percent for percent in range(first, 101)}
         misses: set[tuple[float, int]] = set()
         for cap in self._promising_caps(list(percents), budget, incumbent_ms):
-            for policy in map(self.oracle.sort_for_peak, self._fastest(self._uniform_program, cap, incumbent_ms)):
+            for policy in map(self.oracle.sort_for_peak, self._fastest(self.uniform_program, cap, incumbent_ms)):
                 if fits(policy):
                     misses.clear()
                     incumbent_ms = self.rank(policy)[0]
@@ -361,7 +361,7 @@ class PolicySearch:
         return MixtureProgram(self.profile, self.models, frontiers, num_free, self.log)
 
     @cached_property
-    def _uniform_program(self) -> MixtureProgram:
+    def uniform_program(self) -> MixtureProgram:
         """Program that gives all blocks of a kind the same plan, which may be any."""
         return MixtureProgram(self.profile, self.models, [[]] * len(self.models), self.num_blocks, self.log)
 

@@ -75,7 +75,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         """Untraceable paths of the model's blocks. None if the block is not part of a model."""
         self._programs: BlockPrograms | None = None
         """Programs of the block. None before its first call."""
-        self._layouts: OrderedDict[int, None] = OrderedDict()
+        self.layouts: OrderedDict[int, None] = OrderedDict()
         """Hashes of the layouts of the block's own tensors, the latest last."""
         self._layout = 0
         """The latest hash."""
@@ -117,8 +117,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
     def _note_layout(self, block: nn.Module) -> None:
         self._layout = hash(block_layout(block))
-        self._num_layouts += self._layout not in self._layouts
-        put_latest(self._layouts, self._layout, None, MAX_LAYOUTS)
+        self._num_layouts += self._layout not in self.layouts
+        put_latest(self.layouts, self._layout, None, MAX_LAYOUTS)
 
     @property
     def has_unstable_layout(self) -> bool:

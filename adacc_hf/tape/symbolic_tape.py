@@ -102,7 +102,7 @@ class SymbolicTape:
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
-        self._sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
+        self.sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
@@ -117,7 +117,7 @@ class SymbolicTape:
         """Smallest and largest sizes, in each dimension, at which calls ran as predicted."""
         for record in records:
             self.extend(record.sizes)
-        self._num_new = 0
+        self.num_new = 0
         """Number of new sizes so far, without the recorded ones."""
 
     @classmethod
@@ -135,22 +135,22 @@ class SymbolicTape:
 
     def forget_sizes(self) -> None:
         """Drop the cached tapes, so that all sizes are evaluated again."""
-        self._sized.clear()
+        self.sized.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
         """Return the tape of a call of these sizes, with `Tape.order`. Return None if the polynomials do not cover the
         sizes."""
-        tape = self._sized.get(sizes.dimensions)
+        tape = self.sized.get(sizes.dimensions)
         if tape is None:
             numbers = self._expressions.at(sizes)
             if numbers is None:
                 return None
-            tape = self._sized[sizes.dimensions] = self._filled(numbers, sizes)
+            tape = self.sized[sizes.dimensions] = self._filled(numbers, sizes)
             tape.order = order
             if sizes.dimensions not in self._recorded:
                 self._note_new(tape, sizes)
-            if len(self._sized) > MOST_SIZES:
-                self._sized.popitem(last=False)
+            if len(self.sized) > MOST_SIZES:
+                self.sized.popitem(last=False)
         elif not self.covers(sizes):
             return None
         return tape
@@ -165,10 +165,10 @@ class SymbolicTape:
 
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
         """Count a new size. Replay is compared at the 1st, 2nd, 4th, 8th ... new size (rule R7)."""
-        self._num_new += 1
-        if self._num_new & (self._num_new - 1) == 0:
+        self.num_new += 1
+        if self.num_new & (self.num_new - 1) == 0:
             tape.due_check = BITS
-        elif self._num_new > AGREED and self._spans(sizes):
+        elif self.num_new > AGREED and self._spans(sizes):
             tape.due_check = None
 
     def agrees(self, tape: Tape, sizes: CallSizes) -> bool:

@@ -58,15 +58,15 @@ class TapeCache:
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
         self._verify = verify
-        self._tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
-        self._plans: WeakValueDictionary[Any, ExecutionPlan] = WeakValueDictionary()
+        self.tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+        self.execution_plans: WeakValueDictionary[Any, ExecutionPlan] = WeakValueDictionary()
         self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
         """By structure, key, and block name. The name None stands for the latest block."""
-        self._profiled: dict[str, Tape] = {}
+        self.profiled: dict[str, Tape] = {}
         """Tapes merged from other caches, by digest."""
-        self._records: dict[str, OrderedDict[Hashable, SizeClassRecords]] = {}
+        self.records: dict[str, OrderedDict[Hashable, SizeClassRecords]] = {}
         """By block name and by size class."""
-        self._symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
+        self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
         """By the identity of their records (`identity_of`)."""
         self._refused: dict[str, set[int]] = {}
         """By structure, values that replay did not recompute at some size."""
@@ -90,17 +90,17 @@ class TapeCache:
     def verified_tape(self, recorder: Recorder) -> Tape:
         """Return the tape that `recorder` recorded. Replay is verified for the first tape of each digest."""
         tape = recorder.tape()
-        cached_tape = self._tapes.get(tape.digest)
+        cached_tape = self.tapes.get(tape.digest)
         if cached_tape is not None:
             return cached_tape.with_reads(tape.reads)
         if tape.untrusted is None:
-            with torch.no_grad(), _autocast_off(tape):
+            with torch.no_grad(), autocast_off(tape):
                 exact_values = self._verify(tape, recorder.bases)
                 tape.recomputable = without_values(tape, exact_values, self._refused.get(tape.structure, ()))
                 tape.equal = equal_values(tape, tape.recomputable)
             self._warn_stored(recorder, tape)
         tape.order = self._orders.get(_structure(tape.structure))
-        self._tapes[tape.digest] = tape
+        self.tapes[tape.digest] = tape
         return tape
 
     def _warn_stored(self, recorder: Recorder, tape: Tape) -> None:
@@ -172,7 +172,7 @@ class TapeCache:
             block,
         )
         self._refused.setdefault(symbolic_tape.base.structure, set()).update(values)
-        for cached_tape in list(self._symbolic_tapes.values()):
+        for cached_tape in list(self.symbolic_tapes.values()):
             if cached_tape.base.structure == symbolic_tape.base.structure:
                 cached_tape.refuse(values)
 
@@ -200,7 +200,7 @@ class TapeCache:
             block,
             reason,
         )
-        for by_size_class in self._records.values():
+        for by_size_class in self.records.values():
             for size_class_records in by_size_class.values():
                 size_class_records.distrust(symbolic_tape)
 
@@ -210,7 +210,7 @@ class TapeCache:
         return self._latest[1]
 
     def _records_of(self, block: str, sizes: CallSizes) -> SizeClassRecords:
-        by_size_class = self._records.setdefault(block, OrderedDict())
+        by_size_class = self.records.setdefault(block, OrderedDict())
         size_class_records = by_size_class.get(sizes.size_class) or SizeClassRecords()
         put_latest(by_size_class, sizes.size_class, size_class_records, MOST_SIZE_CLASSES)
         return size_class_records
@@ -218,12 +218,12 @@ class TapeCache:
     def _symbolic_tape_of(self, records: Sequence[RecordedCall]) -> SymbolicTape | None:
         """Return the symbolic tape of `records`, shared by all blocks with equal records."""
         key = identity_of(records)
-        symbolic_tape = self._symbolic_tapes.get(key)
+        symbolic_tape = self.symbolic_tapes.get(key)
         if symbolic_tape is None:
             symbolic_tape = SymbolicTape.of(records)
             if symbolic_tape is not None:
                 symbolic_tape.refuse(self._refused.get(symbolic_tape.base.structure, ()))
-                self._symbolic_tapes[key] = symbolic_tape
+                self.symbolic_tapes[key] = symbolic_tape
         return symbolic_tape
 
     def forget(self, kind: str, key: CallKey) -> None:
@@ -243,8 +243,8 @@ class TapeCache:
 
     def take(self, other: TapeCache) -> None:
         """Merge the tapes and observations of `other` into this cache, and keep its tapes alive."""
-        self._profiled |= other._tapes
-        self._tapes.update(other._tapes)
+        self.profiled |= other.tapes
+        self.tapes.update(other.tapes)
         self._of_calls.update(other._of_calls)
         self._orders.update(other._orders)
         self.preliminary |= other.preliminary
@@ -253,14 +253,14 @@ class TapeCache:
             self._refused.setdefault(structure, set()).update(values)
         self._alignment, self._latest = max(self._alignment, other._alignment), None
         # Fit the symbolic tapes again: later findings about one in this cache must not affect `other`.
-        for block, by_size_class in other._records.items():
-            own_records = self._records.setdefault(block, OrderedDict())
+        for block, by_size_class in other.records.items():
+            own_records = self.records.setdefault(block, OrderedDict())
             for size_class, size_class_records in by_size_class.items():
                 own_records.setdefault(size_class, SizeClassRecords()).take(size_class_records, self._symbolic_tape_of)
 
     def tape_of_structure(self, structure: str) -> Tape | None:
         """Return some recorded tape of a structure that a plan was made for, or None."""
-        return next((tape for tape in self._tapes.values() if tape.structure.startswith(structure)), None)
+        return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
 
     def execution_plan(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> ExecutionPlan:
         # Execution plans do not contain codecs: plans that differ only in outlier channels, say, share one.
@@ -273,9 +273,9 @@ class TapeCache:
         return self._once((tape.digest, plan), lambda: plan.resized(tape))
 
     def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-        execution_plan = self._plans.get(key)
+        execution_plan = self.execution_plans.get(key)
         if execution_plan is None:
-            execution_plan = self._plans[key] = build()
+            execution_plan = self.execution_plans[key] = build()
         return execution_plan
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
@@ -302,7 +302,7 @@ class TapeCache:
         """Warn once that the plan does not fit a shape, and how to avoid this. Further kinds and shapes are logged at
         level INFO."""
         sizes = _input_sizes(tape)
-        others = (cached_tape for cached_tape in self._tapes.values() if cached_tape.block_class == tape.block_class)
+        others = (cached_tape for cached_tape in self.tapes.values() if cached_tape.block_class == tape.block_class)
         is_known_size = any(cached_tape is not tape and _input_sizes(cached_tape) == sizes for cached_tape in others)
         event = "run other operators than when profiled (recorded once, which takes the memory of one block)"
         treatment = "with the least lossless memory for the values that differ"
@@ -354,7 +354,7 @@ class TapeCache:
             return
         tape.order = order
         self._expect_order(tape.structure, order)
-        for (digest, _), execution_plan in self._plans.items():
+        for (digest, _), execution_plan in self.execution_plans.items():
             if digest == tape.digest:
                 execution_plan.follow(tape.order)
 
@@ -392,7 +392,7 @@ def _treatment_of_varying(tape: Tape) -> str:
 
 
 @contextmanager
-def _autocast_off(tape: Tape) -> Iterator[None]:
+def autocast_off(tape: Tape) -> Iterator[None]:
     """While open, disable autocast for all device types of `tape`. A block on a GPU may have values on the CPU too
     (random seeds)."""
     with ExitStack() as stack:

@@ -290,13 +290,13 @@ class ModelState:
         """Parameters and other tensors that may get a gradient."""
         self._is_sharded = search.is_sharded
         self._empty = search.empty
-        self._records = [(kind, obj, kind.take(obj)) for kind, obj in search.records]
+        self.records = [(kind, obj, kind.take(obj)) for kind, obj in search.records]
 
     def watch_parameters(self) -> None:
         """Detect in-place changes of parameters too."""
-        copied_ids = {id(obj) for kind, obj, _ in self._records if kind is CONTENT}
+        copied_ids = {id(obj) for kind, obj, _ in self.records if kind is CONTENT}
         leaves = [leaf for leaf in self.leaves if id(leaf) not in copied_ids and not leaf.is_inference()]
-        self._records += [(VERSION, leaf, version_of(leaf)) for leaf in leaves if not self._is_sharded]
+        self.records += [(VERSION, leaf, version_of(leaf)) for leaf in leaves if not self._is_sharded]
 
     def changed(self) -> ModelState | None:
         """Return the part of this state that differs from the present state; None if all is equal.
@@ -305,15 +305,15 @@ class ModelState:
         """
         part = copy.copy(self)
         part._empty = [entries for entries in self._empty if entries]
-        part._records = [record for record in self._records if not record[0].same(record[1], record[2])]
-        for kind, obj, before in part._records:
+        part.records = [record for record in self.records if not record[0].same(record[1], record[2])]
+        for kind, obj, before in part.records:
             if kind in UNRESTORABLE:
                 kind.put(obj, before)
-        return part if part._empty or part._records else None
+        return part if part._empty or part.records else None
 
     def restore(self, tables: Tables | None = None) -> None:
         """Put this state back, except for the entries that `tables` retains."""
-        for kind, obj, before in self._records:
+        for kind, obj, before in self.records:
             has_entries = kind in (ENTRIES, LOCAL_ENTRIES)
             retained = tables.retained_entries(obj, before) if tables is not None and has_entries else {}
             target = {**before, **retained} if retained else before
@@ -328,8 +328,8 @@ class ModelState:
     def temporarily_restored(self) -> Iterator[None]:
         """Put this state back until the context ends, and then the present state again."""
         present = copy.copy(self)
-        present._records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self._records]
-        present._records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]
+        present.records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self.records]
+        present.records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]
         present._empty = []
         self.restore()
         try:

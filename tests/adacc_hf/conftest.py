@@ -34,7 +34,7 @@ def half_precision(monkeypatch):
     from adacc_hf.kernels import codecs
 
     codecs.list_codecs()
-    monkeypatch.setattr(codecs, "_registry", dict(codecs._registry))
+    monkeypatch.setattr(codecs, "registry", dict(codecs.registry))
 
     @codecs.register
     class HalfPrecision(codecs.Codec):

@@ -75,7 +75,7 @@ def test_a_gpu(monkeypatch, expands, major):
     monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr("adacc_hf.torch_glue.memory.has_expandable_segments", lambda: expands)
-    findings = {finding.subject: finding for finding in doctor._on_gpu(torch.device("cuda"))}
+    findings = {finding.subject: finding for finding in doctor.examine_gpu(torch.device("cuda"))}
     assert findings["device"].status.startswith("Some GPU, 80 GiB")
     assert (findings["allocator"].advice is None) == expands
     assert (findings["attention"].advice is None) == (major < 9)

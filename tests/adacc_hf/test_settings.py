@@ -729,7 +729,7 @@ def test_a_thousand_steps_of_changing_lengths_stay_flat(tiny_gpt2, monkeypatch):
         counts = counts_of_steps(model, lengths, batch_of, (WARM_UP, NUM_STEPS - 1))
         assert len(strategy.entries.sized) == most
         assert len(strategy.entries.recorded) <= most
-        assert len(handle.tape_cache._tapes) <= most + symbolic_tape.ENOUGH_RECORDS
+        assert len(handle.tape_cache.tapes) <= most + symbolic_tape.ENOUGH_RECORDS
     assert_flat(counts)
 
 
@@ -758,7 +758,7 @@ def test_lengths_that_no_family_serves_stay_flat(toy_model, monkeypatch):
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, lengths, batch_of, (200, 299))
         assert len(strategy.entries.recorded) == len(strategy.tapes) == most
-        *_, untraced = handle.tape_cache._records[strategy.name].values()
+        *_, untraced = handle.tape_cache.records[strategy.name].values()
         assert untraced.has_failed
     assert_flat(counts)
 
@@ -777,7 +777,7 @@ def test_ever_new_sizes_stay_flat(toy_model, monkeypatch):
         (strategy,) = (function.strategy for function in handle.installation.functions.values())
         counts = counts_of_steps(model, sizes, batch_of, (200, len(sizes) - 1))
         assert len(strategy.entries.sized) <= symbolic_tape.MOST_SIZES
-        assert len(handle.tape_cache._plans) <= symbolic_tape.MOST_SIZES + len(strategy.entries.recorded) + 1
+        assert len(handle.tape_cache.execution_plans) <= symbolic_tape.MOST_SIZES + len(strategy.entries.recorded) + 1
     assert_flat(counts)
 
 

@@ -21,7 +21,7 @@ class Guarded(TrainerCallback):
         self.checkpoint = self.guard.checkpoint
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.order = list(self.guard._handler.callbacks)
+        self.order = list(self.guard.trainer.callback_handler.callbacks)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.guard.leave(self)

@@ -259,12 +259,18 @@ def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pyt
         calls.append("decode")
         out.copy_(codes)
 
-    monkeypatch.setattr(Halved, "cpu", Kernels(encode, decode))
-    monkeypatch.setattr(Halved, "_encode_by", lambda self, kernels, x: kernels.encode(x))
-    monkeypatch.setattr(Halved, "_decode_by", lambda self, kernels, out, tensors: kernels.decode(out, *tensors))
+    class WithKernels(Halved):
+        cpu = Kernels(encode, decode)
+
+        def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+            return kernels.encode(x)
+
+        def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+            kernels.decode(out, *tensors)
+
     monkeypatch.setattr(_cpu, "library", lambda: object() if is_built else None)
     x = _noise(torch.float32)
-    torch.testing.assert_close(Halved().decode(Halved().encode(x)), x.half().float(), rtol=0, atol=0)
+    torch.testing.assert_close(WithKernels().decode(WithKernels().encode(x)), x.half().float(), rtol=0, atol=0)
     assert calls == (["encode", "decode"] if is_built else [])
 
 

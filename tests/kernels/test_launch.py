@@ -103,7 +103,7 @@ def runs_of_triton(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> 
         return run(self, *arguments, **options)
 
     monkeypatch.setattr(JITFunction, "run", record_run)
-    monkeypatch.setattr(_triton, "_runners", {})
+    monkeypatch.setattr(_triton, "runners", {})
     driver.launches.clear()
     driver.constants.clear()
     return names
@@ -186,11 +186,11 @@ def test_any_tensors_after_each_other_get_the_kernels_that_triton_would_choose(
     """Triton compiles kernels for addresses and numbers that are multiples of 16, and for numbers that are 1."""
     driver.launches.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for runners in (_triton._runners, None):
-            _triton._runners.clear()
+        for runners in (_triton.runners, None):
+            _triton.runners.clear()
             for (rows, columns, dtype), offset in calls * 2:
                 if runners is None:
-                    patch.setattr(_triton, "_runners", {})
+                    patch.setattr(_triton, "runners", {})
                 buffer = torch.ones(rows * columns + offset, dtype=dtype)
                 ROUND_TRIPS["outlier_int4"](buffer[offset:].view(rows, columns))
     half = len(driver.launches) // 2
@@ -207,7 +207,7 @@ def compilations(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> It
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     monkeypatch.setattr(driver, "device", next(_new_devices))
-    monkeypatch.setattr(_triton, "_runners", {})
+    monkeypatch.setattr(_triton, "runners", {})
     return counts
 
 
@@ -258,5 +258,5 @@ def test_no_more_kernels_are_remembered_than_there_is_room_for(
     monkeypatch.setattr(_triton, "MAX_RUNNERS", 3)
     for rows in (16, 32, 48, 64):
         ROUND_TRIPS["int8"](torch.ones(rows, 64))
-        assert len(_triton._runners) <= 3
+        assert len(_triton.runners) <= 3
     assert len(driver.launches) == 8

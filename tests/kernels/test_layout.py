@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels._layout import (
-    _memory_positions,
     as_flat,
     has_dense_rows,
     is_dense,
     is_overlapping,
+    memory_positions,
     restore,
     rows_and_columns,
 )
@@ -37,7 +37,7 @@ def test_only_what_overlaps_is_written_by_position(layout: Callable[[Tensor], Te
     """Positions take 8 bytes per element, several times the bytes of the codes."""
     x = layout(_numbered())
     size, stride = tuple(x.shape), x.stride()
-    shared = _memory_positions(size, stride, x.device).unique().numel() < x.numel()
+    shared = memory_positions(size, stride, x.device).unique().numel() < x.numel()
     assert is_overlapping(size, stride) == shared
 
 

@@ -16,9 +16,9 @@ from adacc_hf import AdaccCallback
 from adacc_hf.adapt.phases import AdaptivePhase
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
-from adacc_hf.run.block_executor import BlockExecutor
+from adacc_hf.run.call import Recording
+from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.tape import call_key as known_shapes
-from adacc_hf.tape.tape import BITS
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
 
@@ -57,18 +57,29 @@ def test_changing_lengths_keep_to_the_budget_on_every_step(make_trainer, make_mo
 
 @pytest.fixture
 def plans_of_recorded_calls(monkeypatch):
-    """Return a map of (step, method) to the plans of calls that were recorded or validated, and a function that sets
-    the Trainer."""
+    """Return a map of (step, class) to the plans of blocks whose calls were recorded or validated, and a function that
+    sets the Trainer.
+
+    Calls of a profile, which follow no policy, are left out.
+    """
     plans, trainers = {}, []
-    for method in ("_first_call", "_learn"):
-        original = getattr(BlockExecutor, method)
+    for call_class in (Recording, ValidatedCall):
 
-        def record_plan(strategy, *args, method=method, original=original):
-            plans.setdefault((trainers[0].state.global_step + 1, method), []).append(strategy.plan)
-            return original(strategy, *args)
+        def record_plan(call, *args, call_class=call_class, run=call_class.run):
+            handle = getattr(adacc_of(trainers[0]).session.phase, "handle", None)
+            if handle is not None:
+                key = trainers[0].state.global_step + 1, call_class
+                plans.setdefault(key, []).append(handle.plans.strategies[call.name].plan)
+            return run(call, *args)
 
-        monkeypatch.setattr(BlockExecutor, method, record_plan)
+        monkeypatch.setattr(call_class, "run", record_plan)
     return plans, trainers.append
+
+
+def adacc_of(trainer):
+    """Return the AdaccCallback of `trainer`."""
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, AdaccCallback))
+    return callback
 
 
 def test_calls_are_checked_under_the_policy(make_trainer, plans_of_recorded_calls):
@@ -78,27 +89,26 @@ def test_calls_are_checked_under_the_policy(make_trainer, plans_of_recorded_call
     watch(trainer)
     trainer.train()
     # The parts that were profiled for the size count as two calls, so that call 24 belongs to step 22.
-    assert list(plans) == [(1, "_learn"), (22, "_learn")]
+    assert list(plans) == [(1, ValidatedCall), (22, ValidatedCall)]
     policy_plans = [callback.policy.plans[index] for _, index in callback.policy.blocks]
     assert all(plan in policy_plans for group in plans.values() for plan in group)
-    assert len(plans[22, "_learn"]) == len(policy_plans)
+    assert len(plans[22, ValidatedCall]) == len(policy_plans)
 
 
 def test_a_size_that_no_profile_recorded_runs_under_the_policy(make_trainer, plans_of_recorded_calls, monkeypatch):
     """The blocks were recorded at neighbouring sizes only. One block compares the replay's results at the new size."""
     plans, watch = plans_of_recorded_calls
-    compares_bits, original = [], BlockExecutor._learn
+    compares_bits, begin = [], ValidatedCall.__init__
 
-    def learn(strategy, key, entry, *args):
-        if entry.symbolic_tape is not None:
-            compares_bits.append(entry.plan.tape.due_check == BITS)
-        return original(strategy, key, entry, *args)
+    def begin_call(call, name, plan, codecs, externals, checks_bits=False):
+        compares_bits.append(checks_bits)
+        begin(call, name, plan, codecs, externals, checks_bits)
 
-    monkeypatch.setattr(BlockExecutor, "_learn", learn)
+    monkeypatch.setattr(ValidatedCall, "__init__", begin_call)
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
     lengths = [31, 32] * 2 + [30, 32, 30, 30]
     run_lengths(make_trainer, lengths, [callback], watch=watch)
-    assert not [step for step, method in plans if method == "_first_call"]
+    assert not [step for step, call_class in plans if call_class is Recording]
     # The first of two blocks compares every bit at the first two new sizes, 31 and 32 tokens, and only operators at 30.
     assert compares_bits == [True, True, False]
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.adapt.gradient_check import comparison_peaks, peaks_with_samples
+from adacc_hf.adapt.gradient_check import BlockSample, comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import MemoryMeter, measure_step, static_bytes
@@ -37,19 +37,20 @@ def settle(model, batch):
 
 
 @pytest.mark.parametrize("action", ["compress", "recompute"])
-def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeypatch):
+def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action):
     model, batch, profile = case
     policy = uniform_policy(profile, action)
     peaks = peaks_with_samples(profile, policy)
     assert list(peaks) == [block.name for block in profile.blocks]
-    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
+    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096, guard_blocks=0))
     measured_peaks = {}
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
-            monkeypatch.setattr(replanner, "_sample_names", lambda every_kind, name=name: [name])
             replanner.start_tracking(handle.plans)
+            sample = BlockSample(handle.plans.strategies[name])
             measured_peaks[name] = measure_step(model, batch).peak_bytes
+            sample.close()
             replanner.finish_tracking()
     assert all(measured_peaks[name] <= peaks[name] + ROUNDED for name in peaks), (measured_peaks, peaks)
     # The prediction errs by the block's own input and gradient at most, which it may hold at its peak anyway.
@@ -57,19 +58,18 @@ def test_a_step_with_a_sample_takes_no_more_than_predicted(case, action, monkeyp
 
 
 @pytest.mark.parametrize("action", ["compress", "recompute"])
-def test_a_comparison_takes_no_more_than_predicted(case, action, monkeypatch):
+def test_a_comparison_takes_no_more_than_predicted(case, action):
     model, batch, profile = case
     policy = uniform_policy(profile, action)
     peaks = comparison_peaks(profile)
-    replanner = Replanner(profile, policy, AdaccConfig(min_compress_bytes=4096))
     with apply_policy(model, policy) as handle:
         settle(model, batch)
         for name in peaks:
-            monkeypatch.setattr(replanner, "_sample_names", lambda every_kind, name=name: [name])
-            replanner.start_tracking(handle.plans)
+            sample = BlockSample(handle.plans.strategies[name])
             measure_step(model, batch)
             with MemoryMeter.for_device(torch.device("cpu")) as meter:
-                replanner.finish_tracking()
+                assert sample.compare() is not None
+                sample.close()
             before = static_bytes(model, batch, None) + 2 * INPUT_BYTES
             assert before + meter.peak_bytes <= peaks[name], name
             # Only a part of the held gradients is live at the peak of the block's backward.
@@ -89,7 +89,8 @@ def test_only_blocks_that_the_budget_has_room_for_are_sampled(case):
             settle(model, batch)
             for _ in range(NUM_LAYERS):
                 replanner.start_tracking(handle.plans)
-                sampled_blocks[extra] |= replanner._samples.keys()
+                strategies = handle.plans.strategies
+                sampled_blocks[extra] |= {name for name in strategies if strategies[name].observer is not None}
                 assert measure_step(model, batch).peak_bytes <= plain + extra + ROUNDED
                 replanner.finish_tracking()
     assert sampled_blocks[0] <= sampled_blocks[INPUT_BYTES] <= sampled_blocks[3 * INPUT_BYTES]

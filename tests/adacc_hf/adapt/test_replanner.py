@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import adacc_hf.adapt.gradient_check as gradient_module
 import adacc_hf.adapt.outlier_tracking as tracking_module
 import adacc_hf.adapt.policy_selection as selection_module
+import adacc_hf.adapt.replanner as rectifier_module
 from adacc_hf import Action, AdaccConfig, InfeasibleBudgetError, apply_policy, profile_model, solve_policy
-from adacc_hf.adapt.gradient_check import GradientError
+from adacc_hf.adapt.gradient_check import BlockSample, GradientError
 from adacc_hf.adapt.policy_selection import ERROR_MARGIN, MIN_GAIN, NOTHING_FITS, ReplanResult, gradient_bound
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
 from adacc_hf.adapt.replanner import Replanner
@@ -68,6 +71,20 @@ class Session:
         self.replanner.start_tracking(self.handle.plans)
         self.step()
         return self.replanner.finish_tracking()
+
+    @property
+    def sampled(self):
+        """Names of the blocks whose gradients are compared after the next step."""
+        return [name for name, strategy in self.handle.plans.strategies.items() if strategy.observer is not None]
+
+    @property
+    def allowed_profile(self):
+        """Profile that the solver is given. The policy stays."""
+        given = []
+        policy, budget = self.replanner.policy, self.replanner.memory_budget
+        with mock.patch.object(rectifier_module, "solve_policy", lambda profile, *_: given.append(profile) or policy):
+            self.replanner.solve_within(budget)
+        return given[0]
 
     def track(self):
         """Return the result of a tracking step, and the ReplanResult that followed."""
@@ -320,7 +337,7 @@ def test_sampled_blocks_take_turns_and_tracking_leaves_no_trace(model, batch):
     sample_names = []
     for _ in range(3):
         session.replanner.start_tracking(session.handle.plans)
-        sample_names += session.replanner._samples
+        sample_names += session.sampled
         session.step()
         session.replanner.finish_tracking()
         strategies = session.handle.plans.strategies.values()
@@ -364,7 +381,7 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypa
     def full(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(gradient_module, "_gradient", full)
+    monkeypatch.setattr(gradient_module, "NoTrace", full)  # around each run of the block
     tracking = session.replanner.finish_tracking()
     assert (tracking.gradients, bool(tracking.errors)) == ({}, True)
     assert "not enough memory to compare the gradient of transformer.h.0" in caplog.text
@@ -398,14 +415,15 @@ def test_a_gradient_above_the_bound_ends_no_more_codecs_than_it_takes(model, bat
     session = Session(model, batch, replace(config, max_error=gradient * 0.9), policy=compress_all)
     bound = gradient_bound(session.replanner.config)
     session.replanner.start_tracking(session.handle.plans)
+    (name,) = session.sampled
     session.step()
-    ((name, sample),) = session.replanner._samples.items()
-    session.replanner._stop_measuring()
-    bypassed = {value for _, value, _ in session.replanner._find_degrading(name, 0, sample, True)}
+    bypassed = {value for _, value, _ in session.replanner.finish_tracking().degrading_codecs}
+    sample = BlockSample(session.handle.plans.strategies[name])
+    session.step()
     assert 0 < len(bypassed) < len(tracking.errors) / 2
     assert sample.compare(frozenset(bypassed)).error <= bound
     assert all(sample.compare(frozenset(bypassed - {value})).error > bound for value in bypassed)
-    session.replanner.cancel_tracking()
+    sample.close()
 
 
 QKV = "attn.c_attn:addmm"
@@ -428,7 +446,7 @@ def test_a_degraded_gradient_ends_the_codec_that_degrades_it_and_no_other(model,
     assert tracking.gradients[0].error > DEGRADED_ERROR
     assert result.reason.startswith(f"the codec is no longer allowed for GPT2Block.{QKV}")
     # The solver can meet this budget without compression, so forbidden codecs do not matter.
-    everything = compress_all(session.replanner._allowed_profile())
+    everything = compress_all(session.allowed_profile)
     assert [plan.choice(value).codec for plan in everything.plans] == ["int8"]
     session.handle.replace(everything)
     session.replanner.policy = everything
@@ -443,17 +461,17 @@ def test_no_codec_that_was_not_named_takes_the_place_of_one_that_degrades_a_grad
     session = Session(model, batch, config, policy=compress_all)
     sharpen(model)
     ((_, value, _),) = session.observe().degrading_codecs
-    assert not session.replanner._allowed_profile().kinds[0].values[value].codecs
+    assert not session.allowed_profile.kinds[0].values[value].codecs
 
 
 def test_a_finer_codec_that_degrades_a_gradient_too_ends_as_well(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     for codec in ("channel_int4", "int8"):
-        offered = session.replanner._allowed_profile().kinds[0]
+        offered = session.allowed_profile.kinds[0]
         (value,) = (value.index for value in offered.activations if value.name == QKV)
         assert [option.codec for option in offered.values[value].codecs] == [codec]
         session.replanner.switch_off(in_all_blocks(session.replanner.profile, [(0, value, codec)]))
-    assert not session.replanner._allowed_profile().kinds[0].values[value].codecs
+    assert not session.allowed_profile.kinds[0].values[value].codecs
 
 
 class ErrorSample:
@@ -462,28 +480,57 @@ class ErrorSample:
     def __init__(self, errors):
         self.errors = errors
 
+    def close(self):
+        """Free nothing."""
+
     def compare(self, bypassed=frozenset()):
         squares = (off**2 for value, off in self.errors.items() if value not in bypassed)
         return GradientError(error=math.sqrt(sum(squares)), cosine=1.0)
 
 
 @pytest.mark.parametrize(("max_error", "expected"), [(None, 2), (0.4, 2), (0.1, 3)], ids=str)
-def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batch, max_error, expected):
+def test_a_degraded_gradient_is_not_left_just_below_what_degrades_it(model, batch, monkeypatch, max_error, expected):
     """Leaving out only one of the first two activations leaves an error of 0.48, and errors of blocks add up."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, max_error=max_error), policy=compress_all)
     lossy = [value for value, choice in session.policy.plans[0].choices if choice.codec is not None]
     errors = dict.fromkeys(lossy, 0.01) | dict(zip(lossy, [0.45, 0.45, 0.15], strict=False))
-    tracking = session.replanner._find_degrading("transformer.h.0", 0, ErrorSample(errors), was_compared=True)
-    assert {value for _, value, _ in tracking} == set(lossy[:expected])
+    monkeypatch.setattr(rectifier_module, "BlockSample", lambda plan: ErrorSample(errors))
+    tracking = session.observe()
+    assert {value for _, value, _ in tracking.degrading_codecs} == set(lossy[:expected])
 
 
 def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
-    assert session.replanner._sample_names(every_kind=True) == ["transformer.h.0"]
+    assert sampled_of_every_kind(session) == ["transformer.h.0"]
     model.transformer.h[1].attn.c_attn.weight.data[:, :128] *= 20.0
     assert not session.observe().degrading_codecs
     assert session.observe().degrading_codecs
-    assert session.replanner._sample_names(every_kind=True) == ["transformer.h.1"]
+    assert sampled_of_every_kind(session) == ["transformer.h.1"]
+
+
+def sampled_of_every_kind(session):
+    """Return the blocks that a check of all kinds compares, and leave the turns of the others as they are."""
+    num_tracked = session.replanner.num_tracked
+    session.replanner.start_tracking(session.handle.plans, every_kind=True)
+    names = session.sampled
+    session.replanner.cancel_tracking()
+    session.replanner.num_tracked = num_tracked
+    return names
+
+
+def count_runs(monkeypatch, most=None):
+    """Return the blocks that run for a comparison, one for each run. After `most` runs, memory runs out."""
+    blocks = []
+    original = gradient_module.NoTrace  # around each run of the block
+
+    def no_trace(roots, *args):
+        blocks.append(roots[0])
+        if most is not None and len(blocks) > most:
+            raise torch.OutOfMemoryError("full")
+        return original(roots, *args)
+
+    monkeypatch.setattr(gradient_module, "NoTrace", no_trace)
+    return blocks
 
 
 def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model, batch, monkeypatch):
@@ -491,19 +538,22 @@ def test_the_exact_gradient_is_made_once_for_a_search_and_is_gone_after_it(model
     sharpen(model)
     session.replanner.start_tracking(session.handle.plans)
     session.step()
-    samples, calls, num_held = list(session.replanner._samples.values()), [], []
-    original = gradient_module._gradient
+    calls, exact_gradients, num_held = count_runs(monkeypatch), [], []
+    compare = gradient_module.GradientError.between
 
-    def counting(call, run_call):
-        calls.append(call.block)
-        num_held.append(sum(sample._exact is not None for sample in samples))
-        return original(call, run_call)
+    def note_exact(exact, other):
+        tensor = next(gradient for gradient in exact if gradient is not None)
+        if not any(reference() is tensor for reference in exact_gradients):
+            exact_gradients.append(weakref.ref(tensor))
+        num_held.append(sum(reference() is not None for reference in exact_gradients))
+        return compare(exact, other)
 
-    monkeypatch.setattr(gradient_module, "_gradient", counting)
+    monkeypatch.setattr(gradient_module.GradientError, "between", note_exact)
     tracking = session.replanner.finish_tracking()
     assert tracking.degrading_codecs
+    assert len(exact_gradients) == 2
     assert max(num_held) == 1
-    assert not any(sample._exact for sample in samples)
+    assert not any(reference() is not None for reference in exact_gradients)
     # One run is exact, one under the plan, and one for each activation compressed alone and then again.
     assert [calls.count(block) for block in model.transformer.h] == [2 + 2 * len(tracking.errors) - 1] * 2
 
@@ -516,9 +566,7 @@ def test_what_was_switched_off_is_not_searched_for_again(model, batch, monkeypat
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, guard_blocks=2), policy=compress_all)
     sharpen(model)
     first = session.observe()
-    calls = []
-    original = gradient_module._gradient
-    monkeypatch.setattr(gradient_module, "_gradient", lambda *args: calls.append(1) or original(*args))
+    calls = count_runs(monkeypatch)
     second = session.observe()
     assert second.degrading_codecs == first.degrading_codecs != frozenset()
     assert len(calls) == 3 * len(model.transformer.h), "exact, under the plan, and without what is known to degrade it"
@@ -530,16 +578,7 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
     sharpen(model)
     session.replanner.start_tracking(session.handle.plans)
     session.step()
-    calls = []
-    original = gradient_module._gradient
-
-    def full(*args):
-        calls.append(1)
-        if len(calls) > 4:
-            raise torch.OutOfMemoryError("full")
-        return original(*args)
-
-    monkeypatch.setattr(gradient_module, "_gradient", full)
+    count_runs(monkeypatch, most=4)
     tracking = session.replanner.finish_tracking()
     assert tracking.degrading_codecs == lossy_options(session.profile, ["transformer.h.0"])
     assert "the codecs that degrade the gradient of transformer.h.0 cannot be determined" in caplog.text

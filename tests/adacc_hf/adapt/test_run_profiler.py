@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccConfig
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import TrainingLoop
@@ -22,21 +23,34 @@ def profiler():
     return RunProfiler(AdaccConfig(), TrainingLoop())
 
 
-def test_a_state_that_nobody_foresees_ends_no_run(profiler, caplog):
+@pytest.fixture
+def state_bytes(profiler, monkeypatch):
+    """Return `state_bytes(model, optimizer)`: the bytes of coming state that a profile is told of, None to predict."""
+
+    def of(model, optimizer):
+        given = []
+        monkeypatch.setattr(profiler_module, "profile_model", lambda *args, **options: given.append(options))
+        profiler.measure(model, optimizer, {}, None)
+        return given[0]["optimizer_state_bytes"]
+
+    return of
+
+
+def test_a_state_that_nobody_foresees_ends_no_run(state_bytes, caplog):
     """The optimizer has no state yet, as after first steps that fp16 skipped."""
     model = torch.nn.Linear(2, 2)
     with caplog.at_level(logging.WARNING):
-        assert profiler._state_bytes(model, UnpredictableSGD(model.parameters())) == 0
+        assert state_bytes(model, UnpredictableSGD(model.parameters())) == 0
     (record,) = caplog.records
     assert "optimizer=UnpredictableSGD(...) has not created all of its state" in record.message
     assert "who are you?" in record.message
     assert "until the memory of a step is measured" in record.message
 
 
-def test_a_state_that_is_foreseen_is_left_to_the_profile(profiler, caplog):
+def test_a_state_that_is_foreseen_is_left_to_the_profile(profiler, state_bytes, caplog):
     model = torch.nn.Linear(2, 2)
-    assert profiler._state_bytes(model, torch.optim.AdamW(model.parameters())) is None
-    assert profiler._state_bytes(model, None) == 0
+    assert state_bytes(model, torch.optim.AdamW(model.parameters())) is None
+    assert state_bytes(model, None) == 0
     profiler.inner_steps.has_detected = True
-    assert profiler._state_bytes(model, UnpredictableSGD(model.parameters())) == 0
+    assert state_bytes(model, UnpredictableSGD(model.parameters())) == 0
     assert not caplog.records

@@ -40,7 +40,7 @@ def test_a_tracking_step_is_noted_with_its_worst_gradient(gpt2_like_profile):
     tracking = Tracking(
         num_outliers={"mlp": 3},
         errors={"mlp": 0.1},
-        gradients={0: GradientError(0.2, 0.9), 1: GradientError(0.1, 0.7)},
+        gradients={0: GradientError(error=0.2, cosine=0.9), 1: GradientError(error=0.1, cosine=0.7)},
         degrading_codecs=frozenset(),
         reason="every 10 steps",
         needs_solving=False,

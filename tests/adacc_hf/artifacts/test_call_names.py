@@ -17,6 +17,7 @@ from adacc_hf import AdaccConfig, Policy, Profile, apply_policy, profile_model
 from adacc_hf.artifacts.call_names import block_of_call, call_name, calls_per_block, split_call
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.price.heads import ModelWithLoss
+from adacc_hf.run import policy_handle
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
@@ -375,14 +376,17 @@ def test_a_policy_without_the_calls_between_is_refused(pairs):
 # Heads
 
 
-def test_a_head_that_runs_twice_may_be_chunked(make_case, run_steps):
+def test_a_head_that_runs_twice_may_be_chunked(make_case, run_steps, monkeypatch):
+    heads, chunked_head = [], policy_handle.ChunkedHead
+    monkeypatch.setattr(policy_handle, "ChunkedHead", lambda model: heads.append(chunked_head(model)) or heads[-1])
     case = make_case("long and short")
     assert case.profile.heads == ("plain", "chunked")
     profile = case.profile.with_head("chunked")
     policy = uniform_policy(profile, "recompute")
-    with apply_policy(case.model, policy, case.config) as handle:
+    with apply_policy(case.model, policy, case.config):
         ours = run_steps(case.step, case.batch)
-        assert handle._head.num_losses == 2 * len(ours)
+        (head,) = heads
+        assert head.num_losses == 2 * len(ours)
         step_memory = measure_step(case.step, case.batch)
     for mine, plain in zip(ours, case.plain, strict=True):
         # A chunked loss adds up in another order: rounding of float32.

@@ -13,8 +13,8 @@ from adacc_hf.artifacts.polynomials import (
     MAX_TERMS,
     Basis,
     Polynomial,
-    _solve_integers,
     independent_sizes,
+    solve_integers,
 )
 
 SIZES = st.integers(2, 500)
@@ -172,16 +172,16 @@ def test_integer_factors_are_exact(data):
     columns = [tuple(data.draw(entries)) for _ in range(size)]
     factors = tuple(data.draw(st.lists(st.integers(-999, 999), min_size=size, max_size=size)))
     target = tuple(sum(f * n for f, n in zip(factors, row, strict=True)) for row in zip(*columns, strict=True))
-    assert _solve_integers(columns, target) in (factors, None)
+    assert solve_integers(columns, target) in (factors, None)
 
 
 @given(st.lists(st.integers(1, 999), min_size=4, max_size=4), st.integers(1, 9))
 def test_linearly_dependent_columns_have_no_unique_factors(column, multiple):
     columns = [tuple(column), tuple(multiple * n for n in column)]
-    assert _solve_integers(columns, tuple(3 * n for n in column)) is None
+    assert solve_integers(columns, tuple(3 * n for n in column)) is None
 
 
 @given(st.lists(st.integers(1, 999), min_size=3, max_size=3, unique=True))
 def test_fractional_factors_are_refused(column):
     assume(any(n % 2 for n in column))
-    assert _solve_integers([tuple(2 * n for n in column)], tuple(column)) is None
+    assert solve_integers([tuple(2 * n for n in column)], tuple(column)) is None

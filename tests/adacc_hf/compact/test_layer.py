@@ -3,6 +3,7 @@ subspace."""
 
 import copy
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -169,10 +170,19 @@ def test_what_was_changed_in_place_is_projected_anew():
 def test_nothing_outlives_the_input():
     layer = compact(linear(nn.Linear))
     x = torch.randn(5, INPUTS)
-    y = layer(x)
-    assert layer.group._last_projection is not None
+    projections = []
+
+    def free(tensor):
+        """Keep no saved tensor alive, so that only the group holds the projection."""
+        if tensor.shape == (5, 8):
+            projections.append(weakref.ref(tensor))
+
+    with torch.autograd.graph.saved_tensors_hooks(free, lambda packed: packed):
+        y = layer(x)
+    (projection_of_x,) = projections
+    assert projection_of_x() is not None, "for the other layers of the group"
     del x
-    assert layer.group._last_projection is None
+    assert projection_of_x() is None
     del y
 
 

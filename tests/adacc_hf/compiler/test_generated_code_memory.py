@@ -81,7 +81,7 @@ def test_what_needs_data_is_not_known(
     function: Callable[[list[Any]], Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="adacc_hf")
-    dry_run._log_unknown.cache_clear()
+    dry_run.log_unknown.cache_clear()
     assert most_live_bytes_of_code(_code(function), _inputs(True)) is None
     assert most_live_bytes_of_code(_code(function), _inputs(True)) is None
     (record,) = caplog.records

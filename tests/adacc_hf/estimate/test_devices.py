@@ -26,9 +26,7 @@ def test_a_v100_has_no_bfloat16():
 
 
 def test_an_unknown_device_is_refused_with_the_names():
-    with pytest.raises(
-        ValueError, match=r"--device=b200 is not in the table of devices: choose from h100, .*, cpu, and"
-    ):
+    with pytest.raises(ValueError, match=r"--device=b200 is not in the table .*: choose from h100, .*, cpu, and"):
         find_device("b200")
 
 

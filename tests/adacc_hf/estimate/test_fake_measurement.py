@@ -20,7 +20,7 @@ from adacc_hf.artifacts.profile import KindProfile
 from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_backward import FakeBackward
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
-from adacc_hf.estimate.fake_measurement import FakeMeasurement, _SumOfTimes, operator_ms
+from adacc_hf.estimate.fake_measurement import FakeMeasurement, SumOfTimes, operator_ms
 from adacc_hf.estimate.planning import plain_ms
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -134,7 +134,7 @@ def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(conf
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = auto.from_config(config, attn_implementation="sdpa").train()
         ids = torch.zeros((2, 32), dtype=torch.long)
-        with _SumOfTimes(device) as times:
+        with SumOfTimes(device) as times:
             FakeMeasurement(device).backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
         model.zero_grad(set_to_none=True)
         profile = profile_model(model, {"input_ids": ids, "labels": ids}, measurement=FakeMeasurement(device))
@@ -156,7 +156,7 @@ def test_a_question_to_a_tensor_takes_no_time() -> None:
 def test_new_memory_takes_no_time() -> None:
     """Allocation takes no time. No kernel writes the result of `empty`, which replaces dropout's input in replay."""
     device = find_device("h100")
-    with fake_tensors("cuda"), _SumOfTimes(device) as times:
+    with fake_tensors("cuda"), SumOfTimes(device) as times:
         hidden = torch.empty(1024, 1024)
         torch.empty_like(hidden), hidden.new_empty(8), torch.empty_strided((8, 8), (8, 1))
         assert times.total_ms == 0
@@ -173,9 +173,9 @@ def test_causal_attention_takes_half_the_operations() -> None:
             query, key, value = (
                 torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
             )
-            with _SumOfTimes(device) as forward:
+            with SumOfTimes(device) as forward:
                 attention_sum = scaled_dot_product_attention(query, key, value, is_causal=is_causal).sum()
-            with _SumOfTimes(device) as backward:
+            with SumOfTimes(device) as backward:
                 FakeBackward().run(attention_sum)
             times.append([forward.total_ms, backward.total_ms])
     for causal_ms, full_ms in zip(*times, strict=True):
@@ -202,7 +202,7 @@ def test_products_of_halves_take_longer_where_rows_start_anywhere(
         buffer = torch.empty(8192, 4160, dtype=dtype)[:, :columns]  # row strides are a multiple of 16 bytes
 
         def tera_flops(*factors: torch.Tensor, out: torch.Tensor | None = None) -> float:
-            with _SumOfTimes(device) as times:
+            with SumOfTimes(device) as times:
                 torch.mm(*factors, out=out)
             return 2 * 8192 * 8192 * columns / times.total_ms / 1e9
 
@@ -220,7 +220,7 @@ def test_products_of_halves_take_longer_where_rows_start_anywhere(
 def test_a_product_added_to_a_wider_sum_has_the_rate_of_its_factors() -> None:
     """A product added to a wider sum runs at the rate of its factors' dtype, as the chunked head's gradient does."""
     device = find_device("h100")
-    with fake_tensors("cuda"), _SumOfTimes(device) as times:
+    with fake_tensors("cuda"), SumOfTimes(device) as times:
         factor, total = torch.empty(8192, 8192, dtype=torch.bfloat16), torch.empty(8192, 8192)
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     assert times.total_ms == pytest.approx(2 * 8192**3 / device.flops["bfloat16"] * 1e3, rel=0.02)  # plus the launch

@@ -216,6 +216,6 @@ def test_freeing_everything_leaves_whole_segments(allocator):
     for key in live:
         allocator.free(key)
     reserved = allocator.most_reserved_bytes
-    segments = sorted((size for free in allocator._free.values() for size, _, _ in free), reverse=True)
+    segments = sorted((size for free in allocator.free_blocks.values() for size, _, _ in free), reverse=True)
     assert sum(segments) == reserved
     assert all(size % (2 * MIB) == 0 for size in segments)

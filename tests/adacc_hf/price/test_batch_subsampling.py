@@ -19,7 +19,7 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 def families_of(library):
     return {
         size_class_records.symbolic_tape
-        for outlines in library._records.values()
+        for outlines in library.records.values()
         for size_class_records in outlines.values()
     } - {None}
 
@@ -124,7 +124,7 @@ def test_what_is_recorded_before_a_refusal_counts(tiny_gpt2, token_batch, parts_
     library = TapeCache(verify=lambda *_: frozenset())
     parts_of(refusing(tiny_gpt2(), lambda size: size[0] == 4), token_batch(4, 40), library)
     records = [
-        size_class_records.records for outlines in library._records.values() for size_class_records in outlines.values()
+        size_class_records.records for outlines in library.records.values() for size_class_records in outlines.values()
     ]
     assert [len(each) for each in records] == [1, 1]  # of each block
 

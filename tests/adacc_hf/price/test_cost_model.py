@@ -43,14 +43,14 @@ def test_the_host_time_of_the_block_itself_decides_what_is_scarce(monkeypatch, t
     host_times = []
 
     def block_host_ms(run, device):
-        host_times.append(cost_model._host_ms_of(run, device))
+        host_times.append(cost_model.host_ms_of(run, device))
         return 1000.0
 
     def time_of(run, device):
         run()
         return Timing(2.0, 1.0)
 
-    monkeypatch.setattr(cost_model, "_block_host_ms", block_host_ms)
+    monkeypatch.setattr(cost_model, "host_ms_of_block", block_host_ms)
     for module in ("cost_model", "codec_selection"):
         monkeypatch.setattr(f"adacc_hf.price.{module}.time_of", time_of)
     (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds

@@ -24,7 +24,7 @@ from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.price.batch_subsampling import move_media_first, small_parts
 from adacc_hf.price.profiler import estimate_profile
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.tape.guards import BlockPrograms
+from adacc_hf.tape import guards
 from adacc_hf.torch_glue.batch_shapes import batch_shapes
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"), head="plain")
@@ -150,10 +150,8 @@ def test_a_vision_tower_that_collects_hidden_states_is_traced_once(one_thread, m
     Transformers registers the collecting hooks once, also if runs outside of training come first. New hooks in each
     forward would fit no trace.
     """
-    traced_scopes, original = [], BlockPrograms._new_program
-    monkeypatch.setattr(
-        BlockPrograms, "_new_program", lambda programs, *args: traced_scopes.append(1) or original(programs, *args)
-    )
+    traced_scopes, original = [], guards.trace
+    monkeypatch.setattr(guards, "trace", lambda *args: traced_scopes.append(1) or original(*args))
     model = TABLE["llava"].build().train()
     estimate_profile(model, four_samples("llava"), LOSSLESS)
     blocks = [m for m in model.modules() if type(m).__name__ in ("CLIPEncoderLayer", "LlamaDecoderLayer")]

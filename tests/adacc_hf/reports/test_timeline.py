@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adacc_hf.reports.document import Figure
-from adacc_hf.reports.timeline import MAX_CURVES, _outlier_curves, draw_timeline, timeline_parts
+from adacc_hf.reports.timeline import MAX_CURVES, draw_timeline, outlier_curves, timeline_parts
 
 PNG = b"\x89PNG"
 
@@ -36,7 +36,7 @@ def test_it_is_drawn(steps):
 
 
 def test_the_activations_that_move_most_are_shown():
-    curves = _outlier_curves([record for record in history() if record["event"] == "tracking"])
+    curves = outlier_curves([record for record in history() if record["event"] == "tracking"])
     assert list(curves) == [f"Block.mlp.{n}#{n}" for n in range(11, 11 - MAX_CURVES, -1)]
     assert curves["Block.mlp.11#11"] == [(1, 11.0), (2, 22.0), (4, 44.0), (8, 88.0)]
 

@@ -7,7 +7,7 @@ import pytest
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.run import block_executor
-from adacc_hf.run.block_executor import BlockExecutor
+from adacc_hf.run.validated_call import ValidatedCall
 from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -18,13 +18,13 @@ def test_what_is_captured_in_a_cuda_graph_is_compared_at_the_next_call(tiny_gpt2
     model, batch = tiny_gpt2(layers=2, resid_pdrop=0.0, attn_pdrop=0.0), token_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     step, compared_steps, is_captured = [0], [], [False]
-    learn = BlockExecutor._learn
+    run = ValidatedCall.run
 
-    def learn_and_record(self, *args):
+    def run_and_record(self, *args):
         compared_steps.append(step[0])
-        return learn(self, *args)
+        return run(self, *args)
 
-    monkeypatch.setattr(BlockExecutor, "_learn", learn_and_record)
+    monkeypatch.setattr(ValidatedCall, "run", run_and_record)
     monkeypatch.setattr(block_executor, "is_being_captured", lambda: is_captured[0])
     with apply_policy(model, policy, CONFIG):
         for step[0] in range(5):

@@ -64,7 +64,7 @@ def held_by(strategies):
     outlines = [
         size_class_records
         for strategy in strategies
-        for size_class_records in strategy.tape_cache._records[strategy.name].values()
+        for size_class_records in strategy.tape_cache.records[strategy.name].values()
     ]
     return tapes | {
         record.tape.digest for size_class_records in outlines for record in size_class_records.records
@@ -84,8 +84,8 @@ def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps,
         for function in handle.installation.functions.values():
             assert len(function.strategy.entries.recorded) == len(function.strategy.tapes) == 3
             assert not function.strategy.entries.sized
-        assert len(handle.tape_cache._plans) == 3
-        assert len(handle.tape_cache._tapes) == 3 + len(handle.tape_cache._profiled)
+        assert len(handle.tape_cache.execution_plans) == 3
+        assert len(handle.tape_cache.tapes) == 3 + len(handle.tape_cache.profiled)
 
 
 def test_forgotten_sizes_of_a_family_leave_nothing(
@@ -106,8 +106,8 @@ def test_forgotten_sizes_of_a_family_leave_nothing(
         tapes, plans = held_by(strategies)
         assert len(tapes) <= 3 + 3
         assert len(plans) <= 2 * (3 + 3 + 1)
-        assert len(handle.tape_cache._tapes) <= len(tapes | set(handle.tape_cache._profiled))
-        assert len(handle.tape_cache._plans) == len(plans)
+        assert len(handle.tape_cache.tapes) <= len(tapes | set(handle.tape_cache.profiled))
+        assert len(handle.tape_cache.execution_plans) == len(plans)
 
 
 def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypatch):
@@ -129,7 +129,7 @@ def test_all_plans_forget_what_the_block_forgets(toy_model, run_steps, monkeypat
         gc.collect()
         tapes, _ = held_by([plans.strategies[name] for plans in both for name in handle.installation.functions])
         assert len(tapes) <= 3 + 2  # records of few tokens that need no padding: too few for a symbolic tape
-        assert set(handle.tape_cache._tapes) == tapes | set(handle.tape_cache._profiled)
+        assert set(handle.tape_cache.tapes) == tapes | set(handle.tape_cache.profiled)
 
 
 def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, gpt2_profile, run_steps, monkeypatch):
@@ -147,8 +147,8 @@ def test_all_plans_forget_the_sizes_of_a_family(gpt2, token_batch, recomputing, 
         gc.collect()
         tapes, plans = held_by(strategies)
         assert len(tapes) <= 3 + 3
-        assert len(handle.tape_cache._tapes) <= len(tapes | set(handle.tape_cache._profiled))
-        assert len(handle.tape_cache._plans) == len(plans) <= 4 * (3 + 3 + 1)
+        assert len(handle.tape_cache.tapes) <= len(tapes | set(handle.tape_cache.profiled))
+        assert len(handle.tape_cache.execution_plans) == len(plans) <= 4 * (3 + 3 + 1)
 
 
 def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputing, run_steps, monkeypatch):

@@ -56,6 +56,6 @@ def test_what_a_call_was_given_is_replayed_from(toy_model, toy_batch, run_steps,
     profile = profile_model(build(), batch, CONFIG)
     assert any(value.recomputable for value in profile.kinds[0].activations)
     model = build()
-    assert not profiled_tapes(model)._tapes  # so that the first call is recorded alone
+    assert not profiled_tapes(model).tapes  # so that the first call is recorded alone
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG):
         assert_same_steps(run_steps(model, batch), plain)

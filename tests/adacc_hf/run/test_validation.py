@@ -31,7 +31,7 @@ compared."""
 def class_records_of(library):
     return [
         (block, outline, class_records)
-        for block, each in library._records.items()
+        for block, each in library.records.items()
         for outline, class_records in each.items()
     ]
 
@@ -87,13 +87,13 @@ class PreparedModel:
         """Return (handle, its only symbolic tape), in the state before any handle validated a call."""
         handle = apply_policy(self.model, self.policy)
         library = handle.tape_cache
-        library._symbolic_tapes.clear()
+        library.symbolic_tapes.clear()
         for block, outline, records in self._records:
-            library._records[block][outline] = SizeClassRecords()
+            library.records[block][outline] = SizeClassRecords()
             for record in records:
-                library._records[block][outline].add(record, library._symbolic_tape_of)
+                library.records[block][outline].add(record, library._symbolic_tape_of)
         (family,) = families_of(library)
-        family._num_new = num_new
+        family.num_new = num_new
         return handle, family
 
 
@@ -139,11 +139,11 @@ def test_no_wrong_coefficient_makes_a_wrong_gradient(gpt2, token_batch, run_step
         with handle:
             right = what_counts(tape_at(family, strategy, gpt2.model, batch))
             family.forget_sizes()
-            family._num_new = NOT_COMPARED
+            family.num_new = NOT_COMPARED
             family._expressions._distinct[place] = change(family._expressions._distinct[place])
             wrong = what_counts(tape_at(family, strategy, gpt2.model, batch))
             family.forget_sizes()
-            family._num_new = NOT_COMPARED
+            family.num_new = NOT_COMPARED
             caplog.clear()
             assert_same_steps(run_steps(gpt2.model, batch, num_steps=1), plain)
             was_noticed = any("runs other operators at some sizes" in record.message for record in caplog.records)
@@ -211,7 +211,7 @@ def test_once_enough_sizes_have_agreed_few_more_are_checked(tiny_gpt2, token_bat
         for tokens, expected in ((33, 1), (31, 1), (29, 1)):
             run_steps(prepared.model, token_batch(3, tokens), num_steps=2)
             assert len(validated_blocks) == expected
-        family._num_new = 31
+        family.num_new = 31
         for tokens, expected in ((27, 2), (25, 2), (60, 3), (50, 3)):
             run_steps(prepared.model, token_batch(3, tokens), num_steps=2)
             assert len(validated_blocks) == expected

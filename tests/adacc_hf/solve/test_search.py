@@ -77,12 +77,12 @@ def test_a_policy_that_does_not_fit_counts_once_as_a_miss(tape_builder, profile_
         tape.operator(name, [start], [(name, nbytes)], nbytes / 100, save=[-1])
     profile = profile_of([tape.kind(digest="two")], [0], outside_stored_bytes=0)
     search = PolicySearch(profile, CONFIG, Kinds(profile, CONFIG))
-    least = search._uniform_program.least_bytes()
+    least = search.uniform_program.least_bytes()
     assert search.rank(least) == (10.0, 4)
 
     def fits(policy):
         return search.rank(policy) != (8.0, 204)
 
     plentiful = Budget(10000, 10000, limits_peak=True)
-    ranks = map(search.rank, search._uniform_policies(least, least, plentiful, fits, math.inf))
+    ranks = map(search.rank, search.uniform_policies(least, least, plentiful, fits, math.inf))
     assert list(dict.fromkeys(ranks)) == [(10.0, 4), (2.0, 804), (0.0, 1000)]

@@ -190,7 +190,7 @@ def test_few_layouts_are_kept(block, monkeypatch):
     for size in (2, 3, 4, 5, 5, 4, 3, 2):
         block.table = torch.ones(size)
         key = known_shapes.with_current_layout(key, block)
-        assert len(known_shapes._layouts) <= 3
+        assert len(known_shapes.layouts) <= 3
 
 
 def test_a_block_whose_tensors_lie_elsewhere_at_every_call_is_told_from_others(block):

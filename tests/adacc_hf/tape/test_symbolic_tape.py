@@ -146,9 +146,9 @@ def test_all_blocks_of_a_kind_have_one_family(model):
     cache = TapeCache(verify=lambda *_: frozenset())
     for sizes in ((2, 11, 13), (3, 24, 27), (4, 40, 41), (4, 40, 14)):
         for name, record in model.at(*sizes).items():
-            tape = cache._tapes.setdefault(record.tape.digest, record.tape)
+            tape = cache.tapes.setdefault(record.tape.digest, record.tape)
             cache._records_of(name, record.sizes).add(RecordedCall(record.sizes, tape), cache._symbolic_tape_of)
-    symbolic_tapes = [s.symbolic_tape for each in cache._records.values() for s in each.values()]
+    symbolic_tapes = [s.symbolic_tape for each in cache.records.values() for s in each.values()]
     assert None not in symbolic_tapes
     kinds = {family.base.structure for family in symbolic_tapes}
     assert len({id(family) for family in symbolic_tapes}) == len(kinds)
@@ -162,7 +162,7 @@ def test_few_tapes_are_kept(monkeypatch):
     family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 40))])
     for tokens in range(9, 30):
         family.tape_at(sizes_of(text(3, tokens)), None)
-        assert len(family._sized) <= 3
+        assert len(family.sized) <= 3
 
 
 # Sizes that a symbolic tape serves
@@ -200,7 +200,7 @@ def test_a_size_beyond_that_runs_alike_is_no_record_of_the_family(library):
     block = Block()
     for samples, tokens in ((2, 8), (4, 20), (4, 13), (3, 50)):
         record_block(block, text(samples, tokens), library=library)
-    (class_records,) = library._records["block"].values()
+    (class_records,) = library.records["block"].values()
     assert len(class_records.records) == ENOUGH_RECORDS  # the last record added no information
 
 
@@ -214,7 +214,7 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
         return family.tape_at(sizes_of(text(samples, tokens)), None).due_check is None
 
     assert not any(map(is_checked, (9, 10, 30)))
-    family._num_new = AGREED + 1
+    family.num_new = AGREED + 1
     checked = [is_checked(*size) for size in ((11, 3), (12, 4), (7, 3), (21, 3), (12, 5), (14, 2))]
     assert checked == [True, True, False, False, False, True]
     library.extend(family, key_of(Block(), text(5, 30)))
@@ -222,7 +222,7 @@ def test_beyond_the_sizes_that_were_seen_each_block_is_checked(library):
     checked = [is_checked(*size) for size in ((7, 3), (21, 3), (12, 5), (30, 5), (31, 5), (30, 6))]
     assert checked == [False, True, True, True, False, False]
     family.forget_sizes()
-    family._num_new = 31  # the 32nd
+    family.num_new = 31  # the 32nd
     assert not is_checked(11)
     assert is_checked(12)
 
@@ -300,7 +300,7 @@ def test_numbers_that_follow_no_rule_are_given_up(library):
     for tokens in lengths:
         record_block(block, text(3, tokens), library=library)
         assert not served(library, 20, block=block)
-    (class_records,) = library._records["block"].values()
+    (class_records,) = library.records["block"].values()
     assert class_records.has_failed
     assert class_records.records == []
     for tokens in (16, 32, 48, 64):  # these lengths follow one polynomial
@@ -313,7 +313,7 @@ def test_of_many_structures_few_are_kept(library):
     block = Untraced(lambda layer, hidden: layer(token_by_token(hidden)))
     for tokens in range(2, 20):
         record_block(block, text(3, tokens), library=library)
-    (class_records,) = library._records["block"].values()
+    (class_records,) = library.records["block"].values()
     assert class_records.has_failed
     assert class_records.records == []
     assert not any(served(library, tokens, block=block) for tokens in range(2, 20))
@@ -400,10 +400,10 @@ def test_what_is_refused_is_replayed_at_no_size(library, family, caplog):
     assert exp in after.recomputable  # from tanh, which is saved
     again = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 8), (4, 20), (4, 13))])
     assert linear in again.base.recomputable
-    library._symbolic_tapes.clear()
+    library.symbolic_tapes.clear()
     for samples, tokens in ((2, 8), (4, 20), (4, 13)):
         record_block(Block(), text(samples, tokens), library=library, name="another")
-    (class_records,) = library._records["another"].values()
+    (class_records,) = library.records["another"].values()
     assert class_records.symbolic_tape is not family
     assert linear not in class_records.symbolic_tape.base.recomputable
 
@@ -416,7 +416,7 @@ def test_what_is_distrusted_is_recorded_at_each_size(library, family, caplog):
     assert "block block runs other operators at some sizes" in caplog.records[0].message
     assert not served(library, 10)
     assert not family.is_active
-    for outlines in library._records.values():
+    for outlines in library.records.values():
         for class_records in outlines.values():
             assert class_records.active_symbolic_tape() is None
     for tokens in (9, 11, 12):

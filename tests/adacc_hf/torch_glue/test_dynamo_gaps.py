@@ -114,10 +114,14 @@ def patched_attributes():
     "context", [lambda: record_class_reads({}, []), lambda: guard_identities([]), lambda: record_dict_order([])]
 )
 def test_dynamo_is_as_before_after_an_error(context):
-    before = patched_attributes()
-    with pytest.raises(KeyError), context():
-        inside = patched_attributes()
+    before, inside = patched_attributes(), {}
+
+    def fail():
+        inside.update(patched_attributes())
         raise KeyError
+
+    with pytest.raises(KeyError), context():
+        fail()
     after = patched_attributes()
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)

@@ -51,7 +51,7 @@ class Open(nn.Module):
         (Named(), (1,), {"labels": 2}, {"ids": 1, "labels": 2}),
         (Named(), (1, 2), {}, {"ids": 1, "mask": 2}),
         (Named(), (), {"ids": 1}, {"ids": 1}),
-        (Named(), (1, 2, 3), {}, None),
+        (Named(), (1, 2, 3, 4), {}, None),
         (Open(), (1,), {"mask": 2}, {"ids": 1, "mask": 2}),
         (Open(), (1, 2), {}, None),
     ],

@@ -272,7 +272,7 @@ def test_tensors_that_lie_in_any_way_are_put_back(kind):
 def test_the_items_of_a_data_set_are_not_searched():
     module = nn.Identity()
     module.rows = [{"n": 0} for _ in range(10_000)]
-    assert len(ModelState([module])._records) < 20
+    assert len(ModelState([module]).records) < 20
     module.rows.append(1)
     snapshot = ModelState([module])
     module.rows.append(2)
