@@ -4,8 +4,12 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+
+from adacc_hf.torch_glue.private import ATTRIBUTES
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -56,7 +60,10 @@ def is_private(name: str) -> bool:
 
 @cache
 def private_names() -> frozenset[str]:
-    """Return the private names of functions, classes, variables and attributes that the product defines."""
+    """Return the private names of functions, classes, variables and attributes that the product defines.
+
+    Names that objects of torch and namedtuples have too are left out.
+    """
     names: set[str] = set()
     for name in product_files():
         for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
@@ -66,7 +73,8 @@ def private_names() -> frozenset[str]:
                 names.add(node.attr)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
-    return frozenset(filter(is_private, names))
+    others = {*dir(torch.nn.Module()), *dir(NamedTuple("Pair", [])), *(name for _, name in ATTRIBUTES)}
+    return frozenset(filter(is_private, names - others))
 
 
 def is_self(node: ast.expr) -> bool:
@@ -94,14 +102,15 @@ def private_readers(text: str, names: frozenset[str]) -> set[str]:
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
 
-    def readers(node: ast.AST, function: str) -> Iterator[str]:
+    def readers(node: ast.AST, place: str, is_function: bool) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             if not (names - own).isdisjoint(reads_of(child)):
-                yield function
-            name = child.name if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else ""
-            yield from readers(child, f"{function}.{name}".strip(".") if name else function)
+                yield place
+            is_named = isinstance(child, (ast.FunctionDef, ast.ClassDef)) and not is_function
+            inside = f"{place}.{child.name}".strip(".") if is_named else place
+            yield from readers(child, inside, is_function or isinstance(child, ast.FunctionDef))
 
-    return set(readers(tree, ""))
+    return set(readers(tree, "", is_function=False))
 
 
 def test_few_tests_read_private_attributes() -> None:

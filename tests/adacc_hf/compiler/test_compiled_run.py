@@ -12,7 +12,7 @@ from torch._inductor import config as inductor
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
-from adacc_hf.compiler import CompiledPolicy, RegionPlan, compiled_run
+from adacc_hf.compiler import CompiledPolicy, RegionPlan
 from adacc_hf.compiler.compiled_run import CompiledRun, begin_compiled_run
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
@@ -53,10 +53,9 @@ def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(
 class Bench:
     """A CompiledRun with invented regions and measured peaks: peak = 1000 + bytes of the regions."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, budget: object, least: int = 100, plain: int = 1000) -> None:
+    def __init__(self, budget: int, least: int = 100, plain: int = 1000) -> None:
         self.events: list[dict] = []
         self._least, self._plain = least, plain
-        monkeypatch.setattr(compiled_run.CompiledRun, "_budget_bytes", lambda run, device: run._config.memory_budget)
         note = lambda step, event, **figures: self.events.append({"event": event, **figures})  # noqa: E731
         self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
 
@@ -81,11 +80,11 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     benches = []
 
     def make(*args, **kwargs) -> Bench:
-        benches.append(Bench(monkeypatch, *args, **kwargs))
+        benches.append(Bench(*args, **kwargs))
         return benches[-1]
 
     yield make
