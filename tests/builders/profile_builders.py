@@ -119,6 +119,7 @@ class TapeBuilder:
 
 
 def codec(name, nbytes, encode_ms, decode_ms, error=0.1):
+    """Return a priced codec."""
     return CodecOption(
         codec=name,
         options=(("group_size", 64),),
@@ -264,6 +265,7 @@ def random_profiles(draw, num_kinds=1, max_blocks=1):
 
 
 def every_plan_of(kind):
+    """Yield all plans in which replay recomputes no value from coded values that it must not read."""
     menus = [[RETAIN, RECOMPUTE, *(Choice.compress(option) for option in v.codecs)] for v in kind.activations]
     for menu in itertools.product(*menus):
         choices = {value.index: choice for value, choice in zip(kind.activations, menu, strict=True)}

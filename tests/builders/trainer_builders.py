@@ -98,12 +98,14 @@ def run_graphs_eagerly() -> Iterator[None]:
 
 @pytest.fixture
 def eager_graphs() -> Iterator[None]:
+    """Run compiled graphs operator by operator in the test."""
     with run_graphs_eagerly():
         yield
 
 
 @pytest.fixture(scope="session")
 def make_model():
+    """Return `make_model(**settings)`, see `tiny_model`."""
     return tiny_model
 
 
