@@ -1,6 +1,7 @@
 """Test files: each file of the product has one of its name, and few tests read private attributes of the product."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ MAX_PRIVATE_READERS = 9
 """Most functions of tests that may read private attributes of the product. Use a public name, or observe behaviour."""
 OTHER_HARNESSES = ("eval", "setups", "limited", "emulated_cuda", "memory_meter", "breakages")
 """Folders whose tests and programs are left out of this count."""
+WORD = re.compile(r"\b_[A-Za-z]\w*")
 
 
 def product_files() -> list[str]:
@@ -83,8 +85,9 @@ def is_self(node: ast.expr) -> bool:
 
 def reads_of(node: ast.AST) -> Iterator[str]:
     """Yield the names that a node reads of another object: by attribute, by `getattr` and the like, or by import."""
-    if isinstance(node, ast.Attribute) and not is_self(node.value) and not ast.unparse(node.value).startswith("torch"):
-        yield node.attr
+    if isinstance(node, ast.Attribute):
+        if is_private(node.attr) and not is_self(node.value) and not ast.unparse(node.value).startswith("torch"):
+            yield node.attr
     elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("getattr", "setattr", "delattr"):
         for argument in node.args:
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
@@ -98,6 +101,8 @@ def private_readers(text: str, names: frozenset[str]) -> set[str]:
 
     Names that the file defines are its own.
     """
+    if names.isdisjoint(WORD.findall(text)):
+        return set()
     tree = ast.parse(text)
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
