@@ -22,6 +22,7 @@ from adacc_hf.kernels._layout import as_flat, as_matrix, restore
 
 _PACKAGE = "adacc_hf.kernels"
 registry: dict[str, "type[Codec]"] = {}
+"""Registered codecs by name. Complete after `list_codecs()`."""
 
 MASK = "mask"
 ROLES = ("input", MASK, "softmax", "qkv", "norm", "linear", "activation", "other")

@@ -102,7 +102,8 @@ class SymbolicTape:
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
-        self.sized: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
+        self.tapes_by_size: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
+        """Evaluated tapes by `CallSizes.dimensions`, the latest last. At most MOST_SIZES."""
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
         equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
@@ -135,22 +136,22 @@ class SymbolicTape:
 
     def forget_sizes(self) -> None:
         """Drop the cached tapes, so that all sizes are evaluated again."""
-        self.sized.clear()
+        self.tapes_by_size.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
         """Return the tape of a call of these sizes, with `Tape.order`. Return None if the polynomials do not cover the
         sizes."""
-        tape = self.sized.get(sizes.dimensions)
+        tape = self.tapes_by_size.get(sizes.dimensions)
         if tape is None:
             numbers = self._expressions.at(sizes)
             if numbers is None:
                 return None
-            tape = self.sized[sizes.dimensions] = self._filled(numbers, sizes)
+            tape = self.tapes_by_size[sizes.dimensions] = self._filled(numbers, sizes)
             tape.order = order
             if sizes.dimensions not in self._recorded:
                 self._note_new(tape, sizes)
-            if len(self.sized) > MOST_SIZES:
-                self.sized.popitem(last=False)
+            if len(self.tapes_by_size) > MOST_SIZES:
+                self.tapes_by_size.popitem(last=False)
         elif not self.covers(sizes):
             return None
         return tape

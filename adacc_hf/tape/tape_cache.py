@@ -59,7 +59,9 @@ class TapeCache:
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
         self._verify = verify
         self.tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
+        """Recorded tapes that are alive, by digest."""
         self.execution_plans: WeakValueDictionary[Any, ExecutionPlan] = WeakValueDictionary()
+        """Execution plans that are alive, by the tape's digest and what else the plan depends on."""
         self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
         """By structure, key, and block name. The name None stands for the latest block."""
         self.profiled: dict[str, Tape] = {}

@@ -162,7 +162,7 @@ def test_few_tapes_are_kept(monkeypatch):
     family = SymbolicTape.of([record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 40))])
     for tokens in range(9, 30):
         family.tape_at(sizes_of(text(3, tokens)), None)
-        assert len(family.sized) <= 3
+        assert len(family.tapes_by_size) <= 3
 
 
 # Sizes that a symbolic tape serves
