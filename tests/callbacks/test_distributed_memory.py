@@ -62,7 +62,7 @@ def smaller_batch(toys: Any, folder: Path) -> dict[str, Any]:
 
 def later_profile(toys: Any, folder: Path) -> dict[str, Any]:
     """Return the outcome of a run whose second batch size cannot be profiled on one rank."""
-    from test_controller import InOrder, run_lengths
+    from run_builders import InOrder, run_lengths
 
     callback = AdaccCallback(**toys.LOSSLESS)
 

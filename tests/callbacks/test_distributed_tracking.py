@@ -55,7 +55,7 @@ class NotePolicy(TrainerCallback):
 
 def longer_batches(toys: Any, folder: Path) -> list[dict[str, Any]]:
     """Return the events of a run whose first batches, which are profiled, are longer on rank 1."""
-    from test_controller import InOrder, Lengths
+    from run_builders import InOrder, Lengths
 
     adacc = AdaccCallback(**toys.LOSSLESS)
     trainer = toys.tiny_trainer(folder, [adacc], trainer_class=InOrder, max_steps=22)
