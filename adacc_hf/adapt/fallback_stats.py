@@ -33,7 +33,7 @@ class FallbackStats:
     """
 
     def __init__(self) -> None:
-        self._reasons: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         """Fallback calls of the current step, by reason."""
         self._overheads_ms: list[float] = []
         """Predicted overhead of each micro-batch since the last log."""
@@ -49,7 +49,7 @@ class FallbackStats:
     def add(self, overhead_ms: float, reasons: Mapping[str, int]) -> None:
         """Record a micro-batch: its predicted overhead, and its number of fallback calls by reason."""
         self._overheads_ms.append(overhead_ms)
-        self._reasons.update(reasons)
+        self.reasons.update(reasons)
 
     def estimate_early_overheads(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
         """Estimate the overhead of the early micro-batches, which ran before the first policy.
@@ -63,10 +63,10 @@ class FallbackStats:
 
     def end_step(self, step: int, history: list[dict[str, Any]]) -> bool:
         """Count the finished step in `history` if it was a fallback step. Return True if so."""
-        if not self._reasons:
+        if not self.reasons:
             return False
-        ((reason, _),) = self._reasons.most_common(1)
-        self._reasons.clear()
+        ((reason, _),) = self.reasons.most_common(1)
+        self.reasons.clear()
         for record in history:
             if record["event"] == FALLBACK and record["reason"] == reason:
                 record[STEPS] += 1

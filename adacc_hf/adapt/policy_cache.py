@@ -93,6 +93,11 @@ class PolicyCache:
         return len(self.all) >= MAX_SIZE_POLICIES
 
     @property
+    def idle_blocks(self) -> set[str]:
+        """Blocks that no policy decides on, since the profiled batches ran them without gradients."""
+        return set().union(*(size_policy.replanner.policy.idle_blocks for size_policy in self.all))
+
+    @property
     def measured(self) -> SizePolicy | None:
         """Latest size policy whose profile predicts other sizes."""
         candidates = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]

@@ -122,8 +122,8 @@ class Replanning:
         size_policy.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         num_actions, num_channels = num_changes(before, policy)
         if num_actions:
-            size_policy.must_measure = self._context.turns.is_wanted = True
-            self._context.turns.wait(0)
+            size_policy.must_measure = self._context.must_measure = True
+            self._context.measure_after_steps(0)
         self._context.note(
             PolicyChanged(
                 step=step,

@@ -40,6 +40,14 @@ class Phase:
         """Call `run`, which trains on the micro-batch, and return its result."""
         return run()
 
+    def tighten(self) -> str | None:
+        """Follow a policy with less memory after the step ran out of memory, or return why that is impossible."""
+        return "no policy that can change was active"
+
+    def advice(self) -> str:
+        """Return advice on the settings with which a step fits in memory."""
+        return "Use a smaller batch or shorter sequences"
+
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Handle the start of a forward on `inputs`, whose loss `compute_loss` computes, or the model itself if None.
 

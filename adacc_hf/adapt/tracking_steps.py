@@ -16,18 +16,6 @@ from adacc_hf.torch_glue.batch_shapes import describe
 log = logging.getLogger(__name__)
 
 
-def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Return True if outliers are tracked `steps_since` steps after the policy was set.
-
-    With "exponential" after 1, 2, 4, ... steps, with a number N after every N steps.
-    """
-    if tracking == "off" or steps_since < 1:
-        return False
-    if tracking == "exponential":
-        return steps_since & (steps_since - 1) == 0
-    return steps_since % int(tracking) == 0
-
-
 class TrackingSteps:
     """Tracking of all size policies with lossy codecs: start at a step's begin, finish at its end."""
 
@@ -37,13 +25,8 @@ class TrackingSteps:
         self._choice, self._replanning, self._context = choice, replanning, context
         self._has_said_room = False
 
-    def begin_step(self, step: int) -> None:
-        """Start tracking if `step` is a tracking step, or if the accuracy guard has a suspicion."""
-        is_due = is_tracking_step(step - self._context.policy_step, self._context.config.tracking)
-        if is_due or self._context.guard.suspicion is not None:
-            self._start()
-
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Measure in this step. If the accuracy guard has a suspicion, compare gradients of all kinds of blocks."""
         every_kind = self._context.guard.suspicion is not None
         for size_policy in self._choice.cache.all:
             if size_policy.replanner.has_work():
@@ -53,7 +36,7 @@ class TrackingSteps:
         # On a CPU, measuring memory needs a profiler and takes as long as a step, so it is not repeated for unchanged
         # actions while tracking.
         must_measure = any(size_policy.must_measure for size_policy in self._choice.cache.all)
-        self._context.turns.is_wanted = not self.is_on or must_measure
+        self._context.must_measure = not self.is_on or must_measure
 
     def _say_room(self) -> None:
         """Log once that the budget has too little room for the guard's comparisons."""

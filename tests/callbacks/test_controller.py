@@ -17,8 +17,8 @@ import adacc_hf.adapt.run_profiler as profiler_module
 import adacc_hf.adapt.run_state as one_run_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
-from adacc_hf.adapt.phases import AdaptivePhase
 from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_phases import AdaptivePhase
 from adacc_hf.adapt.policy_selection import ReplanResult
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
@@ -381,8 +381,8 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
     class SolveFromStep3(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                controller = callback.session.phase.controller
-                controller.replanning.start(3, controller.shown)
+                phase = callback.session.phase
+                phase.replanning.start(3, phase.choice.shown)
 
     trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
     trainer.train()
@@ -398,9 +398,9 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     class NoteBudgets(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
-                controller = callback.session.phase.controller
-                budgets = {s.shapes: s.replanner.memory_budget for s in controller.choice.cache.all}
-                recorded_budgets.append((controller.context.memory_budget, budgets))
+                phase = callback.session.phase
+                budgets = {s.shapes: s.replanner.memory_budget for s in phase.choice.cache.all}
+                recorded_budgets.append((phase.context.memory_budget, budgets))
 
     class Failing(failing((23, "forward")), InOrder):
         """Trainer that runs out of memory at 16 tokens."""
@@ -481,7 +481,7 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
     class RecordPolicies(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if isinstance(callback.session.phase, AdaptivePhase):
-                size_policies = callback.session.phase.controller.choice.cache.all
+                size_policies = callback.session.phase.choice.cache.all
                 policies[state.global_step] = [s.replanner.policy for s in size_policies]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step + 2}
