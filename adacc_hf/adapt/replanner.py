@@ -18,7 +18,6 @@ from adacc_hf.adapt.gradient_check import BlockSample, GradientError, comparison
 from adacc_hf.adapt.outlier_tracking import (
     Measurements,
     MeasuringCodec,
-    NamedObservation,
     Observation,
     OptionKey,
     full_name,
@@ -142,7 +141,7 @@ class Replanner:
         """Stop measuring, and update the prices from the measurements of all ranks."""
         return self.reprice(self.observed())
 
-    def observed(self) -> NamedObservation:
+    def observed(self) -> Observation:
         """Stop measuring. Return the measurements of all ranks, merged."""
         self._stop_measuring()
         gradients, degrading_codecs = self._compare_gradients()
@@ -316,7 +315,7 @@ class Replanner:
             return lossy_options(self.profile, [name])
         return frozenset((kind, value, lossy[value]) for value in off_values | values)
 
-    def reprice(self, observed: NamedObservation) -> Tracking:
+    def reprice(self, observed: Observation) -> Tracking:
         """Update the prices from the measurements `observed`, possibly made at another batch size."""
         before = self.profile
         observation = observed.for_profile(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from adacc_hf.adapt.events import GuardVerdict
-from adacc_hf.adapt.outlier_tracking import NamedObservation
+from adacc_hf.adapt.outlier_tracking import Observation
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.replanner import Tracking
 from adacc_hf.adapt.replanning import Replanning
@@ -62,7 +62,7 @@ class TrackingSteps:
         suspicion = guard.take_suspicion()
         must_solve, is_degraded = {}, False
         tracked = [size_policy for size_policy in size_policies if size_policy.replanner.is_tracking]
-        observed = NamedObservation.merged([size_policy.replanner.observed() for size_policy in tracked])
+        observed = Observation.merged([size_policy.replanner.observed() for size_policy in tracked])
         for size_policy in size_policies:
             tracking = size_policy.replanner.reprice(observed)
             must_solve[id(size_policy)] = tracking.needs_solving
