@@ -16,7 +16,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of the Trainer that run between on_train_begin and on_train_end."""
@@ -139,26 +139,6 @@ class TrainerGuard:
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, owner.__dict__.get(name, _ABSENT)))
         owner.__dict__[name] = value
-
-
-class Unguarded:
-    """Stand-in for TrainerGuard before and after a run, and in a loop without a Trainer."""
-
-    trainer = None
-
-    def __init__(self, args: TrainingArguments | None) -> None:
-        self._args = args
-
-    @property
-    def checkpoint(self) -> str | None:
-        """Folder from which the run resumes, according to its arguments."""
-        return None if self._args is None else self._args.resume_from_checkpoint
-
-    def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """Do nothing, because there is no Trainer."""
-
-    def leave(self, callback: TrainerCallback) -> None:
-        """Do nothing, because there is no guard."""
 
 
 def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
+
+log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
@@ -114,6 +117,7 @@ class RunState:
         """Finished steps of this run, without `num_before`."""
         self.has_stepped = False
         """True if the optimizer has begun to update the weights in the current step."""
+        self._warned: set[str] = set()
         self._num_saved = 0
         """Number of the history's events that are saved already."""
         self._is_unsaved = False
@@ -131,6 +135,12 @@ class RunState:
         """The current policy. Only for phases that follow a policy."""
         assert self.policy is not None
         return self.policy
+
+    def warn_once(self, text: str, *details: Any) -> None:
+        """Warn, once in the run for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *details)
 
     def note(self, event: Event) -> None:
         """Append `event` to the history."""

@@ -20,7 +20,7 @@ from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer
 from adacc_hf.adapt.phases import WarmUpPhase, resume
 from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget
 from adacc_hf.adapt.run_state import Phase, RunState
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
@@ -105,8 +105,7 @@ class AdaccSession:
         Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
         range or nn.DataParallel. The first step raises ValueError if `policy` needs more than `memory_budget`.
         """
-        check_arguments(type(self).__name__, config, policy)
-        self.config = (config or AdaccConfig()).with_overrides(**overrides)
+        self.config = checked_config(type(self).__name__, config, policy, overrides)
         own = loop is None
         if own:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
@@ -120,8 +119,6 @@ class AdaccSession:
         """True inside the context of `step`."""
         self._num_unseen = 0
         """Steps in a row in which the optimizer was not seen to step."""
-        self._warned: set[str] = set()
-        """Warnings so far, which come once each."""
         self._is_one = False
         """True if the current step is known to have one micro-batch: inside `step(batch)` or `run`."""
 
@@ -359,7 +356,7 @@ class AdaccSession:
         if watch.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self._run.model.training else "it is in eval mode"
-            self._warn(NO_FORWARD, why)
+            self._run.warn_once(NO_FORWARD, why)
             return False
         if self._num_micro:
             self._run.loop.num_micro = self._num_micro
@@ -367,14 +364,8 @@ class AdaccSession:
         if not self._run.has_stepped:
             self.phase.end_backward()
         if self._num_unseen == UNSEEN_STEPS:
-            self._warn(NOT_SEEN, UNSEEN_STEPS, "steps")
+            self._run.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
-
-    def _warn(self, text: str, *details: Any) -> None:
-        """Warn, once for each text."""
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning(text, *details)
 
     @property
     def _is_in_micro_batch(self) -> bool:
@@ -392,7 +383,7 @@ class AdaccSession:
                 self.begin_step()
         self._num_micro += 1
         if self._num_micro > MOST_MICRO and not self._is_explicit:
-            self._warn(NOT_SEEN, MOST_MICRO, "micro-batches")
+            self._run.warn_once(NOT_SEEN, MOST_MICRO, "micro-batches")
         if self._watch is not None:
             if self._run.num_steps == 0:
                 self._run.loop.num_micro = 1 if self._is_one else MANY
@@ -425,17 +416,3 @@ def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | Non
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
     return load_from_checkpoint(folder, memory_budget)
-
-
-def check_arguments(owner: str, config: Any, policy: Any) -> None:
-    """Raise TypeError if `config` is no AdaccConfig, or `policy` is no Policy, path or function."""
-    if config is not None and not isinstance(config, AdaccConfig):
-        raise TypeError(
-            f"config={config!r} is no AdaccConfig: give settings by name, as in {owner}(..., memory_budget=0.5), or "
-            f"pass AdaccConfig(memory_budget=0.5)"
-        )
-    if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
-        raise TypeError(
-            f"policy={policy!r} has type {type(policy).__name__}: give a Policy, the path of a file that Policy.save "
-            f"wrote, or a function that makes a Policy of a Profile"
-        )
