@@ -180,7 +180,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._active_session.end_optimizer_step()
+        self._active_session.phase.end_optimizer_step()
 
     def on_step_end(
         self,
@@ -210,7 +210,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     ) -> None:
         is_on_all_ranks = self._own_logs.has_another()
         if is_training_log(logs):
-            add_to_log(logs, state, self._active_session.figures(logs, is_on_all_ranks))
+            add_to_log(logs, state, self._active_session.phase.figures(logs, is_on_all_ranks))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adacc_hf.adapt.diverged_batches import DivergedBatches
 from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
-from adacc_hf.adapt.fallback_stats import NO_POLICY, ratio
+from adacc_hf.adapt.fallback_stats import NO_POLICY, DivergedBatches, ratio
 from adacc_hf.adapt.policy_cache import PolicyCache
 from adacc_hf.adapt.policy_selection import current_policy
 from adacc_hf.adapt.replanner import Replanner

@@ -110,11 +110,14 @@ class AdaccSession:
         if own:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
-        self._run = RunState(self.config, policy, model, optimizer, loop)
-        self._watch = LoopHooks(self._run, compute_loss) if own else None
+        self.state = RunState(self.config, policy, model, optimizer, loop)
+        """State of the run, for a phase that an adapter defines."""
+        self._watch = LoopHooks(self.state, compute_loss) if own else None
         self._num_micro = 0
         """Micro-batches that have begun in the current step."""
-        self._is_in_step = self._has_begun = self._is_closed = False
+        self.is_closed = False
+        """True after `close` or `detach`: the model is restored, and has no policy of this session."""
+        self._is_in_step = self._has_begun = False
         self._is_explicit = False
         """True inside the context of `step`."""
         self._num_unseen = 0
@@ -125,38 +128,28 @@ class AdaccSession:
     @property
     def policy(self) -> Policy | None:
         """The current policy; None before there is one."""
-        return self._run.policy
+        return self.state.policy
 
     @property
     def profile(self) -> Profile | None:
         """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
-        return self._run.profile
+        return self.state.profile
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
         and the event's figures."""
-        return self._run.history
+        return self.state.history
 
     @property
     def num_steps(self) -> int:
         """Number of finished steps, including those before the checkpoint that `load` has read."""
-        return self._run.step
-
-    @property
-    def state(self) -> RunState:
-        """The run's state, for a phase that an adapter defines."""
-        return self._run
-
-    @property
-    def is_closed(self) -> bool:
-        """True after `close` or `detach`: the model is restored, and has no policy of this session."""
-        return self._is_closed
+        return self.state.step
 
     @property
     def phase(self) -> Phase:
         """The phase that the run is in."""
-        return self._run.phase
+        return self.state.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
         """Return figures of the policy and of the steps since the last call. Empty before there is a policy.
@@ -164,7 +157,7 @@ class AdaccSession:
         The keys are those that AdaccCallback logs. `logs` are the loop's own figures: from `loss` and `grad_norm` the
         accuracy guard detects spikes caused by codecs. All ranks must call this method at the same steps.
         """
-        return self.figures(logs or {}, is_on_all_ranks=True)
+        return self.phase.figures(logs or {}, is_on_all_ranks=True)
 
     # Methods for a user's own loop.
 
@@ -201,7 +194,7 @@ class AdaccSession:
             self._begin_micro_batch(batch)
             yield
         self.end_micro_batch()
-        if self._run.has_stepped and not self._is_explicit:
+        if self.state.has_stepped and not self._is_explicit:
             self.end_step()
 
     def run(self, fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -232,7 +225,7 @@ class AdaccSession:
         The folder may be the loop's own checkpoint folder. Before there is a policy, no file is written.
         """
         folder = Path(folder)
-        if self._run.loop.is_first_rank:
+        if self.state.loop.is_first_rank:
             folder.mkdir(parents=True, exist_ok=True)
             drop_files(folder)
             self.phase.save(folder)
@@ -254,18 +247,18 @@ class AdaccSession:
 
     def close(self) -> None:
         """Write the last files, and restore the model. Further calls have no effect."""
-        if not self._is_closed:
+        if not self.is_closed:
             self._end_last_step()
             self.phase.ends()
-            if self._watch is not None and self._run.num_steps == 0:
+            if self._watch is not None and self.state.num_steps == 0:
                 log.warning("Adacc: the session is closed without a step: train within session.step(batch)")
         self.detach()
 
     def detach(self) -> None:
         """Restore the model without writing files, as after an error. Further calls have no effect."""
-        self._is_closed = True
-        Applied.forget(self._run.model, self)
-        phase, self._run.phase = self.phase, Phase()
+        self.is_closed = True
+        Applied.forget(self.state.model, self)
+        phase, self.state.phase = self.phase, Phase()
         phase.remove()
         if self._watch is not None:
             self._watch.remove()
@@ -283,9 +276,9 @@ class AdaccSession:
 
         The first step calls this method if no caller has.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")
-        run, source = self._run, self._run.source
+        run, source = self.state, self.state.source
         if remove_policy(run.model):
             log.warning("Adacc: the model's earlier policy or session is removed: a model has one of them")
         self._has_begun, run.num_before = True, step
@@ -303,15 +296,15 @@ class AdaccSession:
 
     def begin_with(self, phase: Phase) -> None:
         """Begin the run with `phase`, which the adapter has made."""
-        self._has_begun, self._run.phase = True, phase
+        self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """Begin a step. `step` is the number of finished steps, if the loop counts them itself."""
-        if not self._has_begun or (self._is_closed and self._watch is not None):  # an adapter may go on sending events
+        if not self._has_begun or (self.is_closed and self._watch is not None):  # an adapter may go on sending events
             self.begin()
         if optimizer is not None:
-            self._run.optimizer = optimizer
-        self._is_in_step, self._run.has_stepped, self._num_micro = True, False, 0
+            self.state.optimizer = optimizer
+        self._is_in_step, self.state.has_stepped, self._num_micro = True, False, 0
         if self._watch is not None:
             self._watch.num_forwards = 0
         self.phase.begin_step(self.num_steps if step is None else step)
@@ -334,59 +327,51 @@ class AdaccSession:
 
     def begin_optimizer_step(self) -> None:
         """Record that the optimizer is about to step."""
-        self._run.has_stepped = True
+        self.state.has_stepped = True
         self.phase.begin_optimizer_step()
-
-    def end_optimizer_step(self) -> None:
-        """Record that the optimizer has stepped."""
-        self.phase.end_optimizer_step()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """End a step. `step` is the number of finished steps, if the loop counts them itself. May profile the model."""
         if optimizer is not None:
-            self._run.optimizer = optimizer
+            self.state.optimizer = optimizer
         self._is_in_step = False
         if self._watch is not None and not self._has_trained(self._watch):
             return
-        self._run.num_steps += 1
+        self.state.num_steps += 1
         self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self, watch: LoopHooks) -> bool:
         """Return True if the step has trained the model. Warn of a missing forward or optimizer step."""
         if watch.num_forwards == 0:
             self.phase.abandon_step()
-            why = "of the very model that the session was given" if self._run.model.training else "it is in eval mode"
-            self._run.warn_once(NO_FORWARD, why)
+            why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
+            self.state.warn_once(NO_FORWARD, why)
             return False
         if self._num_micro:
-            self._run.loop.num_micro = self._num_micro
-        self._num_unseen = 0 if self._run.has_stepped else self._num_unseen + 1
-        if not self._run.has_stepped:
+            self.state.loop.num_micro = self._num_micro
+        self._num_unseen = 0 if self.state.has_stepped else self._num_unseen + 1
+        if not self.state.has_stepped:
             self.phase.end_backward()
         if self._num_unseen == UNSEEN_STEPS:
-            self._run.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
+            self.state.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
 
     @property
     def _is_in_micro_batch(self) -> bool:
         return self._watch is not None and self._watch.is_on
 
-    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        """Return the metrics to add to `logs`. `is_on_all_ranks` is True if all ranks log at this step."""
-        return self.phase.figures(logs, is_on_all_ranks)
-
     def _begin_micro_batch(self, batch: Any) -> None:
         if not self._is_explicit:
-            if self._run.has_stepped:
+            if self.state.has_stepped:
                 self._end_last_step()
             if not self._is_in_step:
                 self.begin_step()
         self._num_micro += 1
         if self._num_micro > MOST_MICRO and not self._is_explicit:
-            self._run.warn_once(NOT_SEEN, MOST_MICRO, "micro-batches")
+            self.state.warn_once(NOT_SEEN, MOST_MICRO, "micro-batches")
         if self._watch is not None:
-            if self._run.num_steps == 0:
-                self._run.loop.num_micro = 1 if self._is_one else MANY
+            if self.state.num_steps == 0:
+                self.state.loop.num_micro = 1 if self._is_one else MANY
             self._watch.begin_micro_batch(batch)
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
@@ -402,7 +387,7 @@ class AdaccSession:
             yield
         except BaseException as error:
             is_first = self._is_in_step
-            self._is_in_step = self._run.has_stepped = False
+            self._is_in_step = self.state.has_stepped = False
             if self._watch is not None:
                 self._watch.is_on = False
             self.phase.abandon_step()

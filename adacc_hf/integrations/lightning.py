@@ -133,7 +133,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         session.end_micro_batch()
         if not session.state.has_stepped:
             return
-        session.end_optimizer_step()
+        session.phase.end_optimizer_step()
         self._is_in_step = False
         if hooks.num_forwards == 0:
             session.phase.abandon_step()
@@ -143,7 +143,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         interval = getattr(trainer, "log_every_n_steps", 0)  # Lightning does not declare the attribute
         if interval and trainer.global_step % interval == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-            figures = session.figures({} if loss is None else {"loss": float(loss)}, is_on_all_ranks=True)
+            figures = session.metrics(None if loss is None else {"loss": float(loss)})
             pl_module.log_dict({name: float(value) for name, value in figures.items()}, on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:

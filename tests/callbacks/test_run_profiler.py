@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig
-from adacc_hf.adapt.full_recompute import MOST_STEPS, FullRecompute, is_ready
+from adacc_hf.adapt.phases import MOST_STEPS, FullRecompute, is_ready
 from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.errors import UncalledBlocksError
