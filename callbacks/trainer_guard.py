@@ -73,7 +73,7 @@ class TrainerGuard:
         `leave`.
         """
         guard = cls(trainer, checkpoint)
-        guard._on_failure[callback] = _do_nothing
+        guard._on_failure[callback] = lambda: None
         return guard
 
     def leave(self, callback: TrainerCallback) -> None:
@@ -157,7 +157,3 @@ def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | N
 def callbacks_of(trainer: Trainer) -> list[TrainerCallback]:
     """Return the callbacks of `trainer`, in the order in which their events are called."""
     return trainer.callback_handler.callbacks
-
-
-def _do_nothing() -> None:
-    """Do nothing at a failure, which the Trainer itself reports."""

@@ -21,11 +21,9 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.events import PolicySet, predictions
-from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.oom_retry import run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
 from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase, check_called
-from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
@@ -55,10 +53,8 @@ class WarmUpPhase(Phase):
 
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self._profiler = RunProfiler(run.config, run.loop)
-        self._profiler.inner_steps.expected = run.optimizer
-        self._builder = PolicyBuilder(run, self._profiler)
-        self._batches = MicroBatches()
+        self._profiler, self._batches = run.profiler, run.batches
+        self._builder = PolicyBuilder(run)
         self._checkpointing = FullRecompute(run.model, run.config)
         self._batches.keep_last(run.model)
         self._step = 0
@@ -126,7 +122,7 @@ class WarmUpPhase(Phase):
         if run.source is not None:
             self._profiler.remove()  # a user's policy never changes
         profile, policy = first
-        run.phase = following = follow(run, policy, profile, self._step, self._profiler, self._batches)
+        run.phase = following = follow(run, policy, profile, self._step)
         following.begin_in_step(profile, policy, self._step)
         run.note(PolicySet(step=self._step, **predictions(policy)))
         run.save(changed=True)
@@ -135,7 +131,7 @@ class WarmUpPhase(Phase):
         self._batches.note_loss(result)
 
     def begin_optimizer_step(self) -> None:
-        self._run.watch_optimizer(self._profiler.optimizer)
+        self._run.watch_optimizer()
 
     def end_optimizer_step(self) -> None:
         self._profiler.optimizer.end()
@@ -150,11 +146,11 @@ class WarmUpPhase(Phase):
 
     def _set_policy_after_step(self, step: int) -> None:
         """Profile the most recent batch, solve, and follow the policy from the next step on."""
-        run, batches = self._run, self._batches
+        run = self._run
         self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
         self._checkpointing.remove()  # the profiler's wrappers around the blocks must not enclose these
-        profile, policy, is_provisional = self._builder.after_steps(*batches.take())
-        run.phase = following = follow(run, policy, profile, step, self._profiler, batches)
+        profile, policy, is_provisional = self._builder.after_steps(*self._batches.take())
+        run.phase = following = follow(run, policy, profile, step)
         following.begin_after_step(profile, policy, is_provisional)
         run.note(PolicySet(step=step, fallback_steps=run.num_steps, **predictions(policy)))
         run.save(changed=True)
@@ -221,14 +217,7 @@ def is_ready(installation: FullRecompute, num_waited: int) -> bool:
     return False
 
 
-def follow(
-    run: RunState,
-    policy: Policy,
-    profile: Profile | None,
-    policy_step: int,
-    profiler: RunProfiler,
-    batches: MicroBatches,
-) -> FixedPolicyPhase:
+def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: int) -> FixedPolicyPhase:
     """Apply `policy` to the model, and return the phase of training under it.
 
     The policy never changes if the user supplied it, or if its profile is missing.
@@ -237,7 +226,7 @@ def follow(
     run.show(policy, profile)
     log.info("Adacc: %s", policy.summary())
     if run.source is None and profile is not None:
-        return AdaptivePhase(run, handle, policy_step, profiler, batches)
+        return AdaptivePhase(run, handle, policy_step)
     return FixedPolicyPhase(run, handle)
 
 
@@ -245,9 +234,7 @@ def resume(run: RunState, saved: Saved, step: int) -> None:
     """Begin after `step` finished steps with the policies of `saved`: a user's, or a checkpoint's."""
     first = saved.size_policies[0]
     run.history = list(saved.history)
-    profiler, batches = RunProfiler(run.config, run.loop), MicroBatches()
-    profiler.inner_steps.expected = run.optimizer
     policy_step = step if saved.policy_step is None else saved.policy_step
-    run.phase = following = follow(run, first.policy, first.profile, policy_step, profiler, batches)
+    run.phase = following = follow(run, first.policy, first.profile, policy_step)
     following.resume(saved)
     run.note(PolicySet(step=step, **predictions(first.policy)))

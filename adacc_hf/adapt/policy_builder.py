@@ -15,7 +15,7 @@ from torch import nn
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.profile_updates import SwitchedOff, with_finer, without_codecs
 from adacc_hf.adapt.run_context import RunContext
-from adacc_hf.adapt.run_profiler import FIRST_STEPS_CHECKPOINTED, RunProfiler
+from adacc_hf.adapt.run_profiler import FIRST_STEPS_CHECKPOINTED
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.policy import Policy
@@ -55,8 +55,8 @@ class RefusedSizeError(Exception):
 class PolicyBuilder:
     """Maker of a run's policies. A user's function of the profile takes the place of the solver."""
 
-    def __init__(self, run: RunState, profiler: RunProfiler) -> None:
-        self._run, self._config, self._source, self._profiler = run, run.config, run.source, profiler
+    def __init__(self, run: RunState) -> None:
+        self._run, self._config, self._source, self._profiler = run, run.config, run.source, run.profiler
 
     def before_first_step(
         self, batch: dict[str, Any], compute_loss: ComputeLoss | None
@@ -121,19 +121,19 @@ class PolicyBuilder:
         except torch.OutOfMemoryError as error:
             raise self._profiler.with_advice(error, batch or {}) from error
         self._warn_fragments(profile)
-        is_provisional = self._is_provisional(profile)
-        policy = broadcast_from_first_rank(lambda: self._first_policy(profile, is_provisional))
+        is_provisional = (
+            self._source is None
+            and any(gather_from_all_ranks(self._profiler.inner_steps.has_detected))
+            and Budget.resolve(self._config.memory_budget, profile, self._config).limits_peak
+        )
+
+        def solve() -> Policy:
+            policy = self._solve(profile, self._config.memory_budget)  # raises if even the least memory is too much
+            return least_policy(profile, self._config) if is_provisional else policy
+
+        policy = broadcast_from_first_rank(solve)
         check_same_policy(policy)
         return profile, policy, is_provisional
-
-    def _is_provisional(self, profile: Profile) -> bool:
-        if self._source is not None or not any(gather_from_all_ranks(self._profiler.inner_steps.has_detected)):
-            return False
-        return Budget.resolve(self._config.memory_budget, profile, self._config).limits_peak
-
-    def _first_policy(self, profile: Profile, is_provisional: bool) -> Policy:
-        policy = self._solve(profile, self._config.memory_budget)  # raises if even the least memory is too much
-        return least_policy(profile, self._config) if is_provisional else policy
 
     def for_size(
         self, sizes: BatchShapes, choice: PolicyChoice, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
@@ -203,7 +203,11 @@ class PolicyBuilder:
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
         """Return the policy of the solver, or of the user's function."""
         if callable(self._source):
-            return _checked(self._source(profile), self._config.memory_budget, profile)
+            policy = self._source(profile)
+            if not isinstance(policy, Policy):
+                raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
+            refuse_above_budget(policy, self._config.memory_budget, profile.plain_stored_bytes)
+            return policy
         allowed = without_codecs(profile, switched_off) if switched_off else profile
         allowed = allowed.without_codecs_below(self._config.min_compress_bytes)
         try:
@@ -228,14 +232,6 @@ class PolicyBuilder:
                 budget.setting,
                 format_bytes(profile.available_bytes),
             )
-
-
-def _checked(policy: Any, budget: str | float | int, profile: Profile) -> Policy:
-    """Return the result of a user's function. Raises ValueError if it is no Policy, or exceeds the budget."""
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
-    refuse_above_budget(policy, budget, profile.plain_stored_bytes)
-    return policy
 
 
 def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_bytes: float | None = None) -> None:

@@ -88,7 +88,7 @@ class PolicyChoice:
         if size_policy is not self.current or plans is not self.plans:
             self._put(size_policy, plans)
         # Each batch whose bucket lacks a policy is counted.
-        self._lasts = size_policy is not None and not self.cache.unplanned_buckets
+        self._lasts = size_policy is not None and not self.cache.unplanned
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
         """Return the size policy for a batch of `shapes`, whose size class is `sizes`. Make one if the class is new.

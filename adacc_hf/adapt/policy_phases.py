@@ -20,7 +20,6 @@ from typing import Any
 from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
-from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.oom_retry import advice, run_with_retry
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
@@ -28,7 +27,6 @@ from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.profile_requests import FALLBACK_MODES, ProfileRequests
 from adacc_hf.adapt.replanning import Replanning
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
-from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.adapt.tracking_steps import TrackingSteps
 from adacc_hf.artifacts.config import Budget
@@ -110,13 +108,8 @@ class FixedPolicyPhase(Phase):
 class AdaptivePhase(FixedPolicyPhase):
     """Training under policies that follow the data and the sizes of batches: the controller of a run."""
 
-    def __init__(
-        self, run: RunState, handle: PolicyHandle, policy_step: int, profiler: RunProfiler, batches: MicroBatches
-    ) -> None:
-        """
-        Args:
-            policy_step: finished steps when the first policy was set.
-        """
+    def __init__(self, run: RunState, handle: PolicyHandle, policy_step: int) -> None:
+        """Begin with no policy yet. `policy_step` is the number of finished steps when the first policy was set."""
         super().__init__(run, handle)
         self.context = RunContext(run.config, policy_step, run.note, LossGuard(run.config), step=run.step)
         self.choice = PolicyChoice(handle, self.context)
@@ -125,9 +118,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._tracking = TrackingSteps(self.choice, self.replanning, self.context)
         num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
         self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
-        self._profiler = profiler
-        self._builder = PolicyBuilder(run, profiler)
-        self._batches = batches
+        self._profiler, self._batches = run.profiler, run.batches
+        self._builder = PolicyBuilder(run)
         self._is_alone = num_ranks() == 1
         self._step = 0
         """Finished steps when the current one began."""
@@ -225,7 +217,7 @@ class AdaptivePhase(FixedPolicyPhase):
     def begin_optimizer_step(self) -> None:
         self.end_backward()
         if not self._profiler.optimizer.has_seen:  # in a resumed run
-            self._run.watch_optimizer(self._profiler.optimizer)
+            self._run.watch_optimizer()
 
     def end_optimizer_step(self) -> None:
         if self._profiler.optimizer.meter is not None:
@@ -246,7 +238,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if is_busy:
             has_changed |= self.replanning.take_over(step)
         is_turn = (step - context.policy_step) % LOOK_STEPS == 0
-        if is_turn or (self._is_alone and (cache.unplanned_buckets or self._requests.sizes is not None)):
+        if is_turn or (self._is_alone and (cache.unplanned or self._requests.sizes is not None)):
             self._requests.look_for_sizes()
         if is_turn:
             self._requests.look_for_reasons()

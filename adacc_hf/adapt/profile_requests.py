@@ -43,9 +43,9 @@ class ProfileRequests:
         if cache.is_full:
             return
         if self._is_alone:
-            self.sizes = most_wanted([cache.unplanned()]) if cache.unplanned_buckets else None
+            self.sizes = most_wanted([cache.unplanned]) if cache.unplanned else None
             return
-        self.sizes = most_wanted(gather_from_all_ranks(cache.unplanned()))
+        self.sizes = most_wanted(gather_from_all_ranks(dict(cache.unplanned)))
         classes = sorted(set().union(*gather_from_all_ranks(list(cache.untracked))), key=repr)
         for sizes in classes[: MAX_SIZE_POLICIES - len(cache.all)]:
             profile = self._choice.extrapolated.profile_at(sizes)

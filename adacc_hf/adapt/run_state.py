@@ -12,8 +12,9 @@ from torch import nn
 from adacc_hf.adapt.checkpoint_files import save_files, save_history, warn_on_write_error
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
-from adacc_hf.adapt.optimizer_hooks import OptimizerProbe
+from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
@@ -111,6 +112,9 @@ class RunState:
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
         self.stats = FallbackStats()
+        self.batches = MicroBatches()
+        self.profiler = RunProfiler(config, loop)
+        self.profiler.inner_steps.expected = optimizer
         self.num_before = 0
         """Finished steps of the run that this one resumes; 0 for a new run."""
         self.num_steps = 0
@@ -150,14 +154,14 @@ class RunState:
         """Set the policy that is followed from now on, and the profile it was solved for."""
         self.policy, self.profile = policy, profile
 
-    def watch_optimizer(self, watch: OptimizerProbe) -> None:
+    def watch_optimizer(self) -> None:
         """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured before.
 
         Steps before step number `profile_steps` are not measured, because the first one allocates the optimizer's
         state.
         """
-        if not watch.has_seen and self.num_steps >= self.config.profile_steps - 1:
-            watch.begin(self.loop.clips, self.model)
+        if not self.profiler.optimizer.has_seen and self.num_steps >= self.config.profile_steps - 1:
+            self.profiler.optimizer.begin(self.loop.clips, self.model)
 
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if part of it did not follow the policy."""
