@@ -14,28 +14,11 @@ from adacc_hf.adapt.run_state import RunState
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
-SEVERAL_CALLS = (
-    "the model is called a second time within one micro-batch, but the policy is for one call: to profile all calls, "
-    "pass the function that computes the loop's loss, AdaccSession(..., compute_loss=lambda model, batch: ...)"
-)
-
 
 class LoopHooks:
     """Hooks that tell a run's phase when the model is called on a micro-batch and when the optimizer steps."""
 
-    def __init__(
-        self,
-        run: RunState,
-        compute_loss: ComputeLoss | None = None,
-        several_calls: str = SEVERAL_CALLS,
-        watches_optimizer: bool = True,
-    ) -> None:
-        """
-        Args:
-            compute_loss: the loop's function of the loss, which may call the model several times.
-            several_calls: text of the error and the warning if the model is called twice without a `compute_loss`.
-            watches_optimizer: False if an adapter sends the events of the optimizer itself.
-        """
+    def __init__(self, run: RunState, compute_loss: ComputeLoss | None) -> None:
         self.is_on = False
         """True within a micro-batch."""
         self.num_forwards = 0
@@ -46,13 +29,12 @@ class LoopHooks:
         """True while the phase handles an event. Calls of the model then come from the profiler, and send no events."""
         self._num_calls = 0
         """Forwards in train mode and with gradients on, in the current micro-batch."""
-        self._several_calls, self._watches_optimizer = several_calls, watches_optimizer
         self._hooks: list[Any] = []
 
-    def begin(self) -> None:
-        """Register the hooks."""
+    def begin(self, watches_optimizer: bool = True) -> None:
+        """Register the hooks. Without `watches_optimizer`, an adapter sends the events of the optimizer itself."""
         self._hooks = [self._run.model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)]
-        if self._watches_optimizer:
+        if watches_optimizer:
             self._hooks += [
                 self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
                 self._run.optimizer.register_step_post_hook(self._optimizer_ends),
@@ -96,9 +78,9 @@ class LoopHooks:
     def _refuse_second_call(self) -> None:
         """Refuse a second call of the model in a micro-batch: RuntimeError in the first step, one warning later."""
         if self._run.num_steps == 0:
-            raise RuntimeError(self._several_calls)
+            raise RuntimeError(self._run.loop.several_calls)
         text = "Adacc: %s; until then a step may take more than memory_budget"
-        self._run.warn_once(text, self._several_calls)
+        self._run.warn_once(text, self._run.loop.several_calls)
 
     def _optimizer_begins(self, *_: Any) -> None:
         self._run.has_stepped = True

@@ -46,7 +46,7 @@ class Replanning:
         """
         if size_policy.is_provisional:
             return
-        size_policy.must_solve = size_policy.replanner.is_solving
+        size_policy.must_solve = size_policy.due is not None
         if not size_policy.must_solve:
             size_policy.replanner.start_solving()
             size_policy.due = step + self._context.config.takeover_steps

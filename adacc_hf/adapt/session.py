@@ -106,13 +106,15 @@ class AdaccSession:
         range or nn.DataParallel. The first step raises ValueError if `policy` needs more than `memory_budget`.
         """
         self.config = checked_config(type(self).__name__, config, policy, overrides)
-        own = loop is None
-        if own:
+        self._is_own = loop is None
+        """True for a user's own loop, which sends no events."""
+        if self._is_own:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
         self.state = RunState(self.config, policy, model, optimizer, loop)
         """State of the run, for a phase that an adapter defines."""
-        self._watch = LoopHooks(self.state, compute_loss) if own else None
+        self.hooks = LoopHooks(self.state, compute_loss)
+        """Hooks that send the events of a user's own loop. Adapters may begin them too."""
         self._num_micro = 0
         """Micro-batches that have begun in the current step."""
         self.is_closed = False
@@ -168,7 +170,7 @@ class AdaccSession:
         With a `batch`, the step has this one micro-batch. Without, the step has the micro-batches that run
         `with micro_batch(...)` inside. A step without a forward in train mode and with gradients on is not counted.
         """
-        if self._is_explicit or self._is_in_micro_batch:
+        if self._is_explicit or self.hooks.is_on:
             raise RuntimeError("session.step(...) within another one: leave its context first")
         self._end_last_step()
         self._is_explicit, self._is_one = True, batch is not None
@@ -188,7 +190,7 @@ class AdaccSession:
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
         """Return the context of one micro-batch: forward, backward and, in a step's last micro-batch, the optimizer's
         step, which may also come right after the context."""
-        if self._is_in_micro_batch:
+        if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
         with self._breaking_off():
             self._begin_micro_batch(batch)
@@ -215,8 +217,7 @@ class AdaccSession:
 
     def _call(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Call `fn`, for the first time or after an out-of-memory error."""
-        if self._watch is not None:
-            self._watch.begin_micro_batch(batch)
+        self.hooks.begin_micro_batch(batch)
         return fn(batch)
 
     def save(self, folder: str | Path) -> None:
@@ -250,7 +251,7 @@ class AdaccSession:
         if not self.is_closed:
             self._end_last_step()
             self.phase.ends()
-            if self._watch is not None and self.state.num_steps == 0:
+            if self._is_own and self.state.num_steps == 0:
                 log.warning("Adacc: the session is closed without a step: train within session.step(batch)")
         self.detach()
 
@@ -260,8 +261,7 @@ class AdaccSession:
         Applied.forget(self.state.model, self)
         phase, self.state.phase = self.phase, Phase()
         phase.remove()
-        if self._watch is not None:
-            self._watch.remove()
+        self.hooks.remove()
 
     def __enter__(self) -> AdaccSession:
         return self
@@ -291,8 +291,8 @@ class AdaccSession:
         else:
             resume(run, saved, step)
         run.model.__dict__[APPLIED] = Applied(self, self.detach)
-        if self._watch is not None:
-            self._watch.begin()
+        if self._is_own:
+            self.hooks.begin()
 
     def begin_with(self, phase: Phase) -> None:
         """Begin the run with `phase`, which the adapter has made."""
@@ -300,13 +300,12 @@ class AdaccSession:
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """Begin a step. `step` is the number of finished steps, if the loop counts them itself."""
-        if not self._has_begun or (self.is_closed and self._watch is not None):  # an adapter may go on sending events
+        if not self._has_begun or (self.is_closed and self._is_own):  # an adapter may go on sending events
             self.begin()
         if optimizer is not None:
             self.state.optimizer = optimizer
         self._is_in_step, self.state.has_stepped, self._num_micro = True, False, 0
-        if self._watch is not None:
-            self._watch.num_forwards = 0
+        self.hooks.num_forwards = 0
         self.phase.begin_step(self.num_steps if step is None else step)
 
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
@@ -321,8 +320,7 @@ class AdaccSession:
 
     def end_micro_batch(self) -> None:
         """End the micro-batch."""
-        if self._watch is not None:
-            self._watch.is_on = False
+        self.hooks.is_on = False
         self.phase.end_micro_batch()
 
     def begin_optimizer_step(self) -> None:
@@ -335,14 +333,14 @@ class AdaccSession:
         if optimizer is not None:
             self.state.optimizer = optimizer
         self._is_in_step = False
-        if self._watch is not None and not self._has_trained(self._watch):
+        if self._is_own and not self._has_trained():
             return
         self.state.num_steps += 1
         self.phase.end_step(self.num_steps if step is None else step)
 
-    def _has_trained(self, watch: LoopHooks) -> bool:
+    def _has_trained(self) -> bool:
         """Return True if the step has trained the model. Warn of a missing forward or optimizer step."""
-        if watch.num_forwards == 0:
+        if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
             self.state.warn_once(NO_FORWARD, why)
@@ -356,10 +354,6 @@ class AdaccSession:
             self.state.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
 
-    @property
-    def _is_in_micro_batch(self) -> bool:
-        return self._watch is not None and self._watch.is_on
-
     def _begin_micro_batch(self, batch: Any) -> None:
         if not self._is_explicit:
             if self.state.has_stepped:
@@ -369,10 +363,9 @@ class AdaccSession:
         self._num_micro += 1
         if self._num_micro > MOST_MICRO and not self._is_explicit:
             self.state.warn_once(NOT_SEEN, MOST_MICRO, "micro-batches")
-        if self._watch is not None:
-            if self.state.num_steps == 0:
-                self.state.loop.num_micro = 1 if self._is_one else MANY
-            self._watch.begin_micro_batch(batch)
+        if self._is_own and self.state.num_steps == 0:
+            self.state.loop.num_micro = 1 if self._is_one else MANY
+        self.hooks.begin_micro_batch(batch)
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
@@ -388,8 +381,7 @@ class AdaccSession:
         except BaseException as error:
             is_first = self._is_in_step
             self._is_in_step = self.state.has_stepped = False
-            if self._watch is not None:
-                self._watch.is_on = False
+            self.hooks.is_on = False
             self.phase.abandon_step()
             if is_first and may_try and isinstance(error, RuntimeError) and is_out_of_memory(error):
                 log.error(RETRY)

@@ -29,12 +29,19 @@ NO_BATCH = (
     "AdaccSession(..., compute_loss=lambda model, batch: ...)"
 )
 
+SEVERAL_CALLS = (
+    "the model is called a second time within one micro-batch, but the policy is for one call: to profile all calls, "
+    "pass the function that computes the loop's loss, AdaccSession(..., compute_loss=lambda model, batch: ...)"
+)
+
 
 class TrainingLoop:
     """Facts about a user's own training loop, and contexts for profiling within it."""
 
     no_batch = NO_BATCH
     """Text of the error that is raised if no batch can be profiled."""
+    several_calls = SEVERAL_CALLS
+    """Text of the error and the warning if the model is called twice in a micro-batch."""
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro

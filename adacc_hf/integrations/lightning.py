@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.adapt.loop_hooks import LoopHooks
 from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
@@ -79,8 +78,6 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         """
         super().__init__(config, policy, overrides)
         self._model = model
-        self._hooks: LoopHooks | None = None
-        """Hook of the model's forward. None outside a run."""
         self._files: dict[str, bytes] = {}
         """Files of the session: read from a checkpoint before a run, saved at the end of a run."""
         self._is_in_step = False
@@ -102,8 +99,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         if not self._resumes(self._session):
             self._session.begin(None, trainer.global_step)
         self._files = {}
-        self._hooks = LoopHooks(self._session.state, several_calls=SEVERAL_CALLS, watches_optimizer=False)
-        self._hooks.begin()
+        self._session.hooks.begin(watches_optimizer=False)
 
     def _resumes(self, session: AdaccSession) -> bool:
         """Load the checkpoint's files into the session. Return True if the run begins with their policy."""
@@ -115,11 +111,11 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             return session.load(folder)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        session, hooks = self._active_session, self._active_hooks
+        session = self._active_session
         if not self._is_in_step:
-            self._is_in_step, hooks.num_forwards = True, 0
+            self._is_in_step = True
             session.begin_step(trainer.global_step, trainer.optimizers[0])
-        hooks.begin_micro_batch()
+        session.hooks.begin_micro_batch()
         session.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -128,14 +124,13 @@ class AdaccLightningCallback(SessionAdapter, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        session, hooks = self._active_session, self._active_hooks
-        hooks.is_on = False
+        session = self._active_session
         session.end_micro_batch()
         if not session.state.has_stepped:
             return
         session.phase.end_optimizer_step()
         self._is_in_step = False
-        if hooks.num_forwards == 0:
+        if session.hooks.num_forwards == 0:
             session.phase.abandon_step()
             session.state.warn_once(NO_FORWARD, type(session.state.model).__name__)
             return
@@ -147,7 +142,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             pl_module.log_dict({name: float(value) for name, value in figures.items()}, on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._hooks is not None and self._session is not None:
+        if self._session is not None and not self._session.is_closed:
             self._files = saved_files(self._session)
         return {FILES: self._files} if self._files else {}
 
@@ -160,7 +155,8 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         self.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._hooks is not None and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
+        is_running = self._session is not None and not self._session.is_closed
+        if is_running and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
             log.error(OUT_OF_MEMORY, trainer.global_step + 1, self.config.memory_budget)
         with suppress(OSError):  # the error that ends the run must not be replaced by another one
             self.state_dict()  # for checkpoints that are saved after the exception
@@ -171,23 +167,16 @@ class AdaccLightningCallback(SessionAdapter, Callback):
 
     def detach(self) -> None:
         """Restore the model. Further calls have no effect."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks, self._is_in_step = None, False
+        self._is_in_step = False
         if self._session is not None:
             self._session.detach()
-
-    @property
-    def _active_hooks(self) -> LoopHooks:
-        """The hook of the current run. Only during a run."""
-        assert self._hooks is not None
-        return self._hooks
 
 
 class LightningLoop(TrainingLoop):
     """Facts about the training loop of Lightning's Trainer in automatic optimization."""
 
     no_batch = NO_BATCH
+    several_calls = SEVERAL_CALLS
 
     def __init__(self, accumulate_grad_batches: int, folder: str | None) -> None:
         # Lightning zeroes the last step's gradients only after the forward. So at least two micro-batches are assumed:
