@@ -72,10 +72,13 @@ class SavedSizePolicy:
 
         `record` is the result of `to_json`. Keys that older checkpoints lack get their defaults.
         """
-        files = {name: folder / _numbered(file, number) for name, file in FILES.items()}
+        values: dict[str, Any] = {}
+        for name, file in FILES.items():
+            path = folder / _numbered(file, number)
+            values[name] = Profile.load(path) if path.is_file() else None
         return cls(
             policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
-            **{name: Profile.load(file) if file.is_file() else None for name, file in files.items()},
+            **values,
             **{name: record[name] for name in _names(cls, "policy", "shapes", *FILES) if name in record},
             shapes=shapes_from_json(record.get("shapes")),
         )

@@ -23,8 +23,8 @@ from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.oom_retry import run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
-from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase, check_called
-from adacc_hf.adapt.run_state import Phase, RunState
+from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
+from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.policy import Policy

@@ -27,21 +27,20 @@ from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.profile_requests import FALLBACK_MODES, ProfileRequests
 from adacc_hf.adapt.replanning import Replanning
 from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
-from adacc_hf.adapt.run_state import Phase, RunState
+from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.adapt.tracking_steps import TrackingSteps
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
-from adacc_hf.run.blocks import Installation
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, num_ranks
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 log = logging.getLogger(__name__)
 
 LOOK_STEPS = 16
-"""Steps between two looks for batches to profile. With several ranks each look is a collective."""
+"""Steps between two looks for batches to profile on all ranks, which are collectives."""
 
 
 class FixedPolicyPhase(Phase):
@@ -120,7 +119,6 @@ class AdaptivePhase(FixedPolicyPhase):
         self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
-        self._is_alone = num_ranks() == 1
         self._step = 0
         """Finished steps when the current one began."""
         self._started = 0.0
@@ -238,10 +236,8 @@ class AdaptivePhase(FixedPolicyPhase):
         if is_busy:
             has_changed |= self.replanning.take_over(step)
         is_turn = (step - context.policy_step) % LOOK_STEPS == 0
-        if is_turn or (self._is_alone and (cache.unplanned or self._requests.sizes is not None)):
-            self._requests.look_for_sizes()
-        if is_turn:
-            self._requests.look_for_reasons()
+        if is_turn or cache.unplanned or self._requests.sizes is not None:
+            self._requests.end_step(is_turn)
         if self._batches.is_keeping:
             has_changed |= self._profile_again(step)
         if has_changed:
@@ -406,14 +402,3 @@ def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
     if tracking == "exponential":
         return steps_since & (steps_since - 1) == 0
     return steps_since % int(tracking) == 0
-
-
-def check_called(installation: Installation) -> None:
-    """Raise RuntimeError if no block's wrapper was called: another package has replaced the class's forward."""
-    uncalled = installation.uncalled()
-    if len(uncalled) == len(installation.blocks):
-        raise RuntimeError(
-            f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, never reached Adacc in "
-            f"the first step: their class's forward was replaced (a fast-kernel patch?); name their class with "
-            f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
-        )

@@ -37,7 +37,14 @@ class ProfileRequests:
         """Reasons for which a search was begun so far."""
         self._is_alone = num_ranks() == 1
 
-    def look_for_sizes(self) -> None:
+    def end_step(self, is_turn: bool) -> None:
+        """Decide at a step's end what to profile next. `is_turn` is True if all ranks look at this step."""
+        if is_turn or self._is_alone:
+            self._look_for_sizes()
+        if is_turn:
+            self._look_for_reasons()
+
+    def _look_for_sizes(self) -> None:
         """Request a profile of sizes that cannot be extrapolated. With several ranks, add policies of classes too."""
         cache = self._choice.cache
         if cache.is_full:
@@ -52,7 +59,7 @@ class ProfileRequests:
             policy = broadcast_from_first_rank(partial(self._choice.extrapolated.solve_or_least, sizes, profile))
             self._choice.add_extrapolated(sizes, profile, policy)
 
-    def look_for_reasons(self) -> None:
+    def _look_for_reasons(self) -> None:
         """Request a batch to start over with, once for each reason."""
         idle, blocks = self._choice.cache.idle_blocks, self._installation.blocks
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}

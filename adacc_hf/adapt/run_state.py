@@ -20,6 +20,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.run.blocks import Installation
 
 log = logging.getLogger(__name__)
 
@@ -199,3 +200,14 @@ class RunState:
         if folder is not None and self.loop.is_first_rank:
             with warn_on_write_error(folder, REPORTS_LACK):
                 write(folder, self.history)
+
+
+def check_called(installation: Installation) -> None:
+    """Raise RuntimeError if no block's wrapper was called: another package has replaced the class's forward."""
+    uncalled = installation.uncalled()
+    if len(uncalled) == len(installation.blocks):
+        raise RuntimeError(
+            f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, never reached Adacc in "
+            f"the first step: their class's forward was replaced (a fast-kernel patch?); name their class with "
+            f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
+        )
