@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,8 +28,6 @@ from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, checkpoint_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-
-log = logging.getLogger(__name__)
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
@@ -76,7 +73,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._trainer_run: tuple[Trainer, str | None] | None = None
         """The Trainer and the checkpoint folder that `serving` was called with."""
         self._compiled_policy: Any = None
-        self._has_warned_detached = False
 
     @property
     def compiled_policy(self) -> Any:
@@ -95,7 +91,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if served is None:
             refuse_second_run(self, self._trainer)
         self.detach()
-        self._has_warned_detached = False
         refuse_data_parallel(args)
         if served is not None:
             self._guard = TrainerGuard.of_known(*served, self)
@@ -143,9 +138,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        if self._active_session.is_closed and not self._has_warned_detached:
-            self._has_warned_detached = True
-            log.warning(
+        if self._active_session.is_closed:
+            self._active_session.state.warn_once(
                 "Adacc: training goes on at step %d after this callback was detached: the model trains without a "
                 "policy and without memory_budget=%r. Call detach() after training only, and let errors of "
                 "training_step end the run",

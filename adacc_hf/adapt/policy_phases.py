@@ -93,9 +93,8 @@ class FixedPolicyPhase(Phase):
 
     def _saved(self) -> Saved:
         run = self._run
-        size_policies = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
-        budget = run.config.memory_budget
-        return Saved(size_policies=size_policies, memory_budget=budget, history=run.history, step=run.step)
+        saved = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
+        return Saved(size_policies=saved, memory_budget=run.config.memory_budget, history=run.history, step=run.step)
 
     def ends(self) -> None:
         self._run.save_rest()
@@ -168,10 +167,6 @@ class AdaptivePhase(FixedPolicyPhase):
         return run_with_retry(run, self._run.model, self.tighten, self.advice)
 
     def tighten(self) -> str | None:
-        """Follow a policy with less memory after the step ran out of memory.
-
-        If that is impossible, return the reason.
-        """
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
         self._cancel()
@@ -182,7 +177,6 @@ class AdaptivePhase(FixedPolicyPhase):
         return obstacle
 
     def advice(self) -> str:
-        """Return advice on the settings with which a step fits in memory."""
         return advice(self.choice.shown.replanner)
 
     def end_micro_batch(self) -> None:
