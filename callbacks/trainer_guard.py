@@ -42,8 +42,6 @@ class TrainerGuard:
         self.trainer = trainer
         self._handler = trainer.callback_handler
         self._before: list[TrainerCallback] = self._handler.callbacks
-        self._has_reordered = False
-        """True if the handler's list was replaced by a reordered copy."""
         self._on_failure: dict[TrainerCallback, Callable[[], None]] = {}
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -89,7 +87,7 @@ class TrainerGuard:
                 owner.__dict__.pop(name, None)
             else:
                 owner.__dict__[name] = before
-        if self._has_reordered:
+        if self._handler.callbacks is not self._before:
             self._restore_order()
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
@@ -113,7 +111,6 @@ class TrainerGuard:
         others = [other for other in self._handler.callbacks if other not in self._on_failure]
         # A new list: the handler is iterating over the current one, and moving items in it would skip some.
         self._handler.callbacks = [*self._on_failure, *others]
-        self._has_reordered = True
 
     def _restore_order(self) -> None:
         """Restore the original order of the handler's callbacks. Callbacks added during the run come last."""
