@@ -118,8 +118,6 @@ class AdaptivePhase(FixedPolicyPhase):
         self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
-        self._step = 0
-        """Finished steps when the current one began."""
         self._started = 0.0
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
@@ -138,7 +136,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self.choice.choose(self._batches.shapes, self._batches.nbytes)
 
     def begin_step(self, step: int) -> None:
-        self._step, self._started = step, time.perf_counter()
+        self._started = time.perf_counter()
         run, context = self._run, self.context
         context.step = step + 1
         if self._requests.sizes is not None or self._requests.num_tries:
@@ -170,7 +168,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
         self._cancel()
-        obstacle = self.replanning.tighten(self._step + 1)
+        obstacle = self.replanning.tighten(self.context.step)
         if obstacle is None:
             self._show()
             self._batches.begin_again()
