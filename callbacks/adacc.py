@@ -138,20 +138,20 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        if self._active_session.is_closed:
-            self._active_session.state.warn_once(
+        if self._session.is_closed:
+            self._session.state.warn_once(
                 "Adacc: training goes on at step %d after this callback was detached: the model trains without a "
                 "policy and without memory_budget=%r. Call detach() after training only, and let errors of "
                 "training_step end the run",
                 state.global_step,
                 self.config.memory_budget,
             )
-        self._active_session.begin_step(state.global_step, optimizer)
+        self._session.begin_step(state.global_step, optimizer)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's `training_step` on one micro-batch."""
         try:
-            return self._active_session.train(partial(step, model, inputs, *args, **kwargs), inputs)
+            return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
         except BaseException:
             if self._trainer_run is not None:  # AdaccTrainerMixin, where no method further out is guarded
                 self.detach()  # at once, because `auto_find_batch_size` begins another run, which needs the memory
@@ -159,22 +159,22 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's `compute_loss`, in training and evaluation."""
-        phase = self._active_session.phase
+        phase = self._session.phase
         if model.training:
             phase.begin_forward(inputs, partial(batch_loss, self._trainer, compute, args, kwargs))
         result = compute(model, inputs, *args, **kwargs)
-        self._active_session.phase.note_loss(result, inputs)
+        self._session.phase.note_loss(result, inputs)
         return result
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._active_session.begin_optimizer_step()
+        self._session.begin_optimizer_step()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._active_session.phase.end_optimizer_step()
+        self._session.phase.end_optimizer_step()
 
     def on_step_end(
         self,
@@ -184,7 +184,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._active_session.end_step(state.global_step, optimizer)
+        self._session.end_step(state.global_step, optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -192,7 +192,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         folder = checkpoint_folder(args, state)
         with warn_on_write_error(folder, "a run that resumes from it will profile again"):
             drop_files(folder)
-            self._active_session.phase.save(folder)
+            self._session.phase.save(folder)
 
     def on_log(
         self,
@@ -204,12 +204,12 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     ) -> None:
         is_on_all_ranks = self._own_logs.has_another()
         if is_training_log(logs):
-            add_to_log(logs, state, self._active_session.phase.figures(logs, is_on_all_ranks))
+            add_to_log(logs, state, self._session.phase.figures(logs, is_on_all_ranks))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._active_session.phase.ends()
+        self._session.phase.ends()
         self.detach()
 
     @contextmanager
@@ -230,7 +230,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     def detach(self) -> None:
         """Restore the model and the Trainer. Further calls have no effect."""
-        if self._session is not None:
+        if self.session is not None:
             if isinstance(self._session.phase, Compiled):
                 self._compiled_policy = self._session.phase.policy
             self._session.detach()

@@ -90,38 +90,34 @@ class TrainingLoop:
 class SessionAdapter:
     """Settings of a session, and results of its runs, that all adapters of other trainers have."""
 
+    _session: AdaccSession
+    """The session of the current run, or of the last one. Unset before the first run."""
+
     def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._source = policy
-        self._session: AdaccSession | None = None
 
     @property
     def session(self) -> AdaccSession | None:
         """The AdaccSession of the current run, or of the last one. None before the first run."""
-        return self._session
+        return self.__dict__.get("_session")
 
     @property
     def policy(self) -> Policy | None:
         """The current policy; None before there is one."""
-        return None if self._session is None else self._session.policy
+        return None if self.session is None else self.session.policy
 
     @property
     def profile(self) -> Profile | None:
         """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
-        return None if self._session is None else self._session.profile
+        return None if self.session is None else self.session.profile
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
         and the event's figures. A "fallback" counts the steps that left the policy for one reason. A resumed run
         continues the history of its checkpoint."""
-        return [] if self._session is None else self._session.history
-
-    @property
-    def _active_session(self) -> AdaccSession:
-        """The session of the current run. Only during a run."""
-        assert self._session is not None
-        return self._session
+        return [] if self.session is None else self.session.history
 
     @property
     def _is_solved(self) -> bool:

@@ -111,7 +111,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             return session.load(folder)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        session = self._active_session
+        session = self._session
         if not self._is_in_step:
             self._is_in_step = True
             session.begin_step(trainer.global_step, trainer.optimizers[0])
@@ -119,12 +119,12 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         session.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._active_session.begin_optimizer_step()
+        self._session.begin_optimizer_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        session = self._active_session
+        session = self._session
         session.end_micro_batch()
         if not session.state.has_stepped:
             return
@@ -142,20 +142,20 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             pl_module.log_dict({name: float(value) for name, value in figures.items()}, on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._session is not None and not self._session.is_closed:
+        if self.session is not None and not self._session.is_closed:
             self._files = saved_files(self._session)
         return {FILES: self._files} if self._files else {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.state_dict()  # for checkpoints that are saved after training
-        session = self._active_session
+        session = self._session
         if self._is_in_step:
             session.phase.abandon_step()  # training ended before the optimizer's step
         session.phase.ends()
         self.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        is_running = self._session is not None and not self._session.is_closed
+        is_running = self.session is not None and not self._session.is_closed
         if is_running and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
             log.error(OUT_OF_MEMORY, trainer.global_step + 1, self.config.memory_budget)
         with suppress(OSError):  # the error that ends the run must not be replaced by another one
@@ -168,7 +168,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
     def detach(self) -> None:
         """Restore the model. Further calls have no effect."""
         self._is_in_step = False
-        if self._session is not None:
+        if self.session is not None:
             self._session.detach()
 
 
