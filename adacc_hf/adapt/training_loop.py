@@ -90,17 +90,16 @@ class TrainingLoop:
 class SessionAdapter:
     """Settings of a session, and results of its runs, that all adapters of other trainers have."""
 
-    _session: AdaccSession
-    """The session of the current run, or of the last one. Unset before the first run."""
-
     def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._source = policy
+        self._session: Any = None
+        """The session of the current run, or of the last one. None only before the first event of a run."""
 
     @property
     def session(self) -> AdaccSession | None:
         """The AdaccSession of the current run, or of the last one. None before the first run."""
-        return self.__dict__.get("_session")
+        return self._session
 
     @property
     def policy(self) -> Policy | None:
