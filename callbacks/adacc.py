@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint, warn_on_write_error
+from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint, warn_on_write_error
 from adacc_hf.adapt.policy_builder import PolicySource
-from adacc_hf.adapt.session import AdaccSession, check_arguments
+from adacc_hf.adapt.session import AdaccSession
+from adacc_hf.adapt.training_loop import SessionAdapter
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
-from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.profile import Profile
 from adacc_hf.callbacks.compiled_phase import Compiled
 from adacc_hf.callbacks.preconditions import (
     is_compiled,
@@ -27,26 +24,23 @@ from adacc_hf.callbacks.preconditions import (
     refuse_second_run,
     warn_of_checkpointing,
 )
-from adacc_hf.callbacks.trainer_guard import TrainerGuard, Unguarded
-from adacc_hf.callbacks.trainer_loop import TrainerLoop, checkpoint_folder, loss_by
+from adacc_hf.callbacks.trainer_guard import TrainerGuard
+from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, checkpoint_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-
-log = logging.getLogger(__name__)
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 
-class AdaccCallback(TrainerCallback):
+class AdaccCallback(SessionAdapter, TrainerCallback):
     """Callback that trains within a memory budget.
 
     Before the first step, small parts of the first batch are profiled (the whole batch if the model cannot run on
     parts), and a policy is solved. If the first batch leaves blocks out, or ranks hold parts of the parameters (FSDP,
     ZeRO-3), the first `profile_steps` steps run under torch's checkpoint. The next batch that calls every block is
-    profiled then. During training, the policy is adapted to the data (adapt/controller.py). With `torch_compile=True`
-    the decisions are made inside the compiled graphs (compiler/compiled_run.py). A checkpoint contains the policies and
-    their state. A resumed run uses them if `memory_budget` and the number of ranks are the same. When training ends or
-    fails, the model is restored.
+    profiled then. During training, the policy is adapted to the data. With `torch_compile=True` the decisions are made
+    inside the compiled graphs. A checkpoint contains the policies and their state. A resumed run uses them if
+    `memory_budget` and the number of ranks are the same. When training ends or fails, the model is restored.
 
     `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy of a Profile.
     This policy never changes. A Policy or a file is used from the first step, also if the checkpoint has another one.
@@ -72,32 +66,13 @@ class AdaccCallback(TrainerCallback):
     def __init__(
         self, config: AdaccConfig | None = None, *, policy: PolicySource | None = None, **overrides: Any
     ) -> None:
-        check_arguments(type(self).__name__, config, policy)
-        self.config = (config or AdaccConfig()).with_overrides(**overrides)
-        self._source = policy
-        self._session: AdaccSession | None = None
-        """The session of the current run, or of the last one."""
-        self._guard: TrainerGuard | Unguarded = Unguarded(None)
+        super().__init__(config, policy, overrides)
+        self._guard: TrainerGuard | None = None
+        """Wrappers around the methods of the current run's Trainer. None outside a run, and without a Trainer."""
         self._own_logs = OwnLogs(None)
         self._trainer_run: tuple[Trainer, str | None] | None = None
         """The Trainer and the checkpoint folder that `serving` was called with."""
         self._compiled_policy: Any = None
-        self._has_warned_detached = False
-
-    @property
-    def session(self) -> AdaccSession | None:
-        """The AdaccSession of the current run, or of the last one. None before the first run."""
-        return self._session
-
-    @property
-    def policy(self) -> Policy | None:
-        """The current policy; None before there is one."""
-        return None if self._session is None else self._session.policy
-
-    @property
-    def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
-        return None if self._session is None else self._session.profile
 
     @property
     def compiled_policy(self) -> Any:
@@ -107,62 +82,53 @@ class AdaccCallback(TrainerCallback):
         """
         return self._compiled_policy
 
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
-        and the event's figures. A "fallback" counts the steps that left the policy for one reason. A resumed run
-        continues the history of its checkpoint."""
-        return [] if self._session is None else self._session.history
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        is_served = self._trainer_run is not None and self._trainer_run[0].state is state
-        if not is_served:
-            refuse_second_run(self, self._guard)
+        served = self._trainer_run
+        if served is not None and served[0].state is not state:
+            served = None
+        if served is None:
+            refuse_second_run(self, self._trainer)
         self.detach()
-        self._has_warned_detached = False
         refuse_data_parallel(args)
-        if self._trainer_run is not None and is_served:
-            self._guard = TrainerGuard.of_known(*self._trainer_run, self)
+        if served is not None:
+            self._guard = TrainerGuard.of_known(*served, self)
         else:
-            self._guard = TrainerGuard.around_caller(self, on_failure=self.detach) or Unguarded(args)
-        self._own_logs = OwnLogs(self._guard.trainer)
-        self._guard.wrap("training_step", self._training_step)
-        self._guard.wrap("compute_loss", self._compute_loss)
-        loop = TrainerLoop(args, state, self._guard.trainer)
+            self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
+        if self._guard is not None:
+            self._guard.wrap("training_step", self._training_step)
+            self._guard.wrap("compute_loss", self._compute_loss)
+        self._own_logs = OwnLogs(self._trainer)
+        loop = TrainerLoop(args, state, self._trainer)
         optimizer = kwargs.get("optimizer")
         self._session = AdaccSession(model, optimizer, self.config, policy=self._source, loop=loop)
         try:
-            if self._guard.trainer is not None:
-                refuse_second_callback(self, self._guard.trainer)
-                refuse_context_parallel(self._guard.trainer)
-            self._begin(args, state, self._session)
+            if self._trainer is not None:
+                refuse_second_callback(self, self._trainer)
+                refuse_context_parallel(self._trainer)
+            checkpoint = args.resume_from_checkpoint if self._guard is None else self._guard.checkpoint
+            self._begin(args, state, self._session, checkpoint)
         except BaseException:
             self.detach()
             raise
 
-    def _begin(self, args: TrainingArguments, state: TrainerState, session: AdaccSession) -> None:
-        if is_compiled(args, self._guard.trainer):
-            session.begin_with(Compiled(session.state, self._guard.checkpoint))
+    @property
+    def _trainer(self) -> Trainer | None:
+        return None if self._guard is None else self._guard.trainer
+
+    def _begin(
+        self, args: TrainingArguments, state: TrainerState, session: AdaccSession, checkpoint: str | None
+    ) -> None:
+        if is_compiled(args, self._trainer):
+            session.begin_with(Compiled(session.state, checkpoint))
             return
         warn_of_checkpointing(args, self.config)
-        is_solved = isinstance(self._source, (str, Path, Policy))
-        session.begin(None if is_solved else self._saved(), state.global_step)
-
-    def _saved(self) -> Saved | None:
-        """Return the state in the checkpoint from which training resumes; None if the run begins without a policy."""
-        checkpoint = self._guard.checkpoint
-        if checkpoint is None:
-            return None
-        # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
-        return broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
-
-    @property
-    def _active_session(self) -> AdaccSession:
-        """The session of the current run. Only during a run."""
-        assert self._session is not None
-        return self._session
+        saved = None
+        if checkpoint is not None and not self._is_solved:
+            # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
+            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
+        session.begin(saved, state.global_step)
 
     def on_step_begin(
         self,
@@ -172,21 +138,20 @@ class AdaccCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        if self._active_session.is_closed and not self._has_warned_detached:
-            self._has_warned_detached = True
-            log.warning(
+        if self._session.is_closed:
+            self._session.state.warn_once(
                 "Adacc: training goes on at step %d after this callback was detached: the model trains without a "
                 "policy and without memory_budget=%r. Call detach() after training only, and let errors of "
                 "training_step end the run",
                 state.global_step,
                 self.config.memory_budget,
             )
-        self._active_session.begin_step(state.global_step, optimizer)
+        self._session.begin_step(state.global_step, optimizer)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's `training_step` on one micro-batch."""
         try:
-            return self._active_session.train(partial(step, model, inputs, *args, **kwargs), inputs)
+            return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
         except BaseException:
             if self._trainer_run is not None:  # AdaccTrainerMixin, where no method further out is guarded
                 self.detach()  # at once, because `auto_find_batch_size` begins another run, which needs the memory
@@ -194,22 +159,22 @@ class AdaccCallback(TrainerCallback):
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's `compute_loss`, in training and evaluation."""
-        phase = self._active_session.phase
+        phase = self._session.phase
         if model.training:
-            phase.begin_forward(inputs, loss_by(self._guard.trainer, compute, *args, **kwargs))
+            phase.begin_forward(inputs, partial(batch_loss, self._trainer, compute, args, kwargs))
         result = compute(model, inputs, *args, **kwargs)
-        self._active_session.phase.note_loss(result, inputs)
+        self._session.phase.note_loss(result, inputs)
         return result
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._active_session.begin_optimizer_step()
+        self._session.begin_optimizer_step()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._active_session.end_optimizer_step()
+        self._session.phase.end_optimizer_step()
 
     def on_step_end(
         self,
@@ -219,7 +184,7 @@ class AdaccCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._active_session.end_step(state.global_step, optimizer)
+        self._session.end_step(state.global_step, optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -227,7 +192,7 @@ class AdaccCallback(TrainerCallback):
         folder = checkpoint_folder(args, state)
         with warn_on_write_error(folder, "a run that resumes from it will profile again"):
             drop_files(folder)
-            self._active_session.phase.save(folder)
+            self._session.phase.save(folder)
 
     def on_log(
         self,
@@ -239,12 +204,12 @@ class AdaccCallback(TrainerCallback):
     ) -> None:
         is_on_all_ranks = self._own_logs.has_another()
         if is_training_log(logs):
-            add_to_log(logs, state, self._active_session.figures(logs, is_on_all_ranks))
+            add_to_log(logs, state, self._session.phase.figures(logs, is_on_all_ranks))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._active_session.phase.ends()
+        self._session.phase.ends()
         self.detach()
 
     @contextmanager
@@ -265,12 +230,10 @@ class AdaccCallback(TrainerCallback):
 
     def detach(self) -> None:
         """Restore the model and the Trainer. Further calls have no effect."""
-        if self._session is not None:
+        if self.session is not None:
             if isinstance(self._session.phase, Compiled):
                 self._compiled_policy = self._session.phase.policy
             self._session.detach()
-        self._guard.leave(self)
-        self._guard, self._own_logs = Unguarded(None), OwnLogs(None)
-
-    def __repr__(self) -> str:
-        return f"AdaccCallback({self.config!r})"
+        if self._guard is not None:
+            self._guard.leave(self)
+        self._guard, self._own_logs = None, OwnLogs(None)

@@ -7,7 +7,7 @@ import logging
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.callbacks.trainer_guard import TrainerGuard, Unguarded, callbacks_of, calling_trainer
+from adacc_hf.callbacks.trainer_guard import callbacks_of, calling_trainer
 from adacc_hf.callbacks.trainer_loop import compiler_of, parallelism_of
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
@@ -34,10 +34,10 @@ def refuse_context_parallel(trainer: Trainer) -> None:
         )
 
 
-def refuse_second_run(callback: TrainerCallback, guard: TrainerGuard | Unguarded) -> None:
-    """Raise RuntimeError if `callback` is in a run that has `guard`, and another Trainer begins a run with it."""
+def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
+    """Raise RuntimeError if `callback` is in a run of `trainer`, and another Trainer begins a run with it."""
     caller = calling_trainer(callback)
-    if guard.trainer is not None and caller is not None and caller[0] is not guard.trainer:
+    if trainer is not None and caller is not None and caller[0] is not trainer:
         raise RuntimeError(
             f"this {type(callback).__name__} is in use by another Trainer's run: give each Trainer a callback of its "
             f"own, or call detach() of this one if the other run was interrupted"

@@ -16,7 +16,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of the Trainer that run between on_train_begin and on_train_end."""
@@ -42,8 +42,6 @@ class TrainerGuard:
         self.trainer = trainer
         self._handler = trainer.callback_handler
         self._before: list[TrainerCallback] = self._handler.callbacks
-        self._has_reordered = False
-        """True if the handler's list was replaced by a reordered copy."""
         self._on_failure: dict[TrainerCallback, Callable[[], None]] = {}
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -73,7 +71,7 @@ class TrainerGuard:
         `leave`.
         """
         guard = cls(trainer, checkpoint)
-        guard._on_failure[callback] = _do_nothing
+        guard._on_failure[callback] = lambda: None
         return guard
 
     def leave(self, callback: TrainerCallback) -> None:
@@ -89,7 +87,7 @@ class TrainerGuard:
                 owner.__dict__.pop(name, None)
             else:
                 owner.__dict__[name] = before
-        if self._has_reordered:
+        if self._handler.callbacks is not self._before:
             self._restore_order()
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
@@ -113,7 +111,6 @@ class TrainerGuard:
         others = [other for other in self._handler.callbacks if other not in self._on_failure]
         # A new list: the handler is iterating over the current one, and moving items in it would skip some.
         self._handler.callbacks = [*self._on_failure, *others]
-        self._has_reordered = True
 
     def _restore_order(self) -> None:
         """Restore the original order of the handler's callbacks. Callbacks added during the run come last."""
@@ -141,26 +138,6 @@ class TrainerGuard:
         owner.__dict__[name] = value
 
 
-class Unguarded:
-    """Stand-in for TrainerGuard before and after a run, and in a loop without a Trainer."""
-
-    trainer = None
-
-    def __init__(self, args: TrainingArguments | None) -> None:
-        self._args = args
-
-    @property
-    def checkpoint(self) -> str | None:
-        """Folder from which the run resumes, according to its arguments."""
-        return None if self._args is None else self._args.resume_from_checkpoint
-
-    def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """Do nothing, because there is no Trainer."""
-
-    def leave(self, callback: TrainerCallback) -> None:
-        """Do nothing, because there is no guard."""
-
-
 def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
     """Return the Trainer whose training loop is on the stack, and the checkpoint folder from which it resumes."""
     frame: FrameType | None = sys._getframe(1)
@@ -177,7 +154,3 @@ def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | N
 def callbacks_of(trainer: Trainer) -> list[TrainerCallback]:
     """Return the callbacks of `trainer`, in the order in which their events are called."""
     return trainer.callback_handler.callbacks
-
-
-def _do_nothing() -> None:
-    """Do nothing at a failure, which the Trainer itself reports."""

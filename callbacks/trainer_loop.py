@@ -17,7 +17,6 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.training_loop import TrainingLoop
-from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.memory_profile import NoSync
 from adacc_hf.torch_glue.model_state import ModelState
 
@@ -91,16 +90,19 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Replace `Trainer.log` during a profile."""
 
 
-def loss_by(trainer: Trainer | None, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> ComputeLoss:
-    """Return a function that computes a batch's loss by `compute`, which is the `compute_loss` of `trainer`."""
-
-    def compute_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        assert trainer is not None  # because `compute` is its method
-        with trainer.compute_loss_context_manager():
-            result = compute(model, batch, *args, **kwargs)
-        return result[0] if isinstance(result, tuple) else result
-
-    return compute_loss
+def batch_loss(
+    trainer: Trainer | None,
+    compute: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    model: nn.Module,
+    batch: dict[str, Any],
+) -> torch.Tensor:
+    """Return the loss of `batch` by `compute`, which is the `compute_loss` of `trainer`."""
+    assert trainer is not None  # because `compute` is its method
+    with trainer.compute_loss_context_manager():
+        result = compute(model, batch, *args, **kwargs)
+    return result[0] if isinstance(result, tuple) else result
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

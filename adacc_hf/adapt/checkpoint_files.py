@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ from adacc_hf.torch_glue.distributed import num_ranks
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
-_ORIGINAL_FIELDS = ("policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms")
-"""Plain fields of `Saved` that every checkpoint has."""
-_ADDED_FIELDS = ("suspicion", "is_unproven", "step", "missing_bytes", "counted_elements")
-"""Plain fields of `Saved` that older checkpoints lack."""
-
+REQUIRED_FIELDS = {"policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms"}
+"""Fields of `Saved` that every checkpoint has. Older checkpoints lack others, which get their defaults."""
 SIZE_POLICIES = "shape_policies"
 """Key of the size policies in a checkpoint. The name is that of the first release."""
+
+
+FILES = {"profile": PROFILE_FILE, "prices": PRICES_FILE, "searched": SEARCHED_FILE}
+"""Files of a size policy's profiles, keyed by the field of `SavedSizePolicy`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +63,8 @@ class SavedSizePolicy:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record of the fields that have no file of their own."""
-        return {
-            "shapes": shapes_to_json(self.shapes),
-            "due": self.due,
-            "num_tracked": self.num_tracked,
-            "memory_budget": self.memory_budget,
-            "is_provisional": self.is_provisional,
-            "is_told": self.is_told,
-        }
+        plain = {name: getattr(self, name) for name in _names(self, "policy", *FILES)}
+        return plain | {"shapes": shapes_to_json(self.shapes)}
 
     @classmethod
     def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
@@ -77,19 +72,15 @@ class SavedSizePolicy:
 
         `record` is the result of `to_json`. Keys that older checkpoints lack get their defaults.
         """
-        files = [folder / _numbered(name, number) for name in (PROFILE_FILE, PRICES_FILE, SEARCHED_FILE)]
-        profile, prices, searched = (Profile.load(file) if file.is_file() else None for file in files)
+        values: dict[str, Any] = {}
+        for name, file in FILES.items():
+            path = folder / _numbered(file, number)
+            values[name] = Profile.load(path) if path.is_file() else None
         return cls(
             policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
-            profile=profile,
+            **values,
+            **{name: record[name] for name in _names(cls, "policy", "shapes", *FILES) if name in record},
             shapes=shapes_from_json(record.get("shapes")),
-            due=record.get("due"),
-            num_tracked=record.get("num_tracked", 0),
-            memory_budget=record.get("memory_budget"),
-            prices=prices,
-            searched=searched,
-            is_provisional=record.get("is_provisional", False),
-            is_told=record.get("is_told", False),
         )
 
     def save(self, folder: Path, number: int) -> None:
@@ -132,10 +123,9 @@ class Saved:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record of all fields, without the parts of size policies that have files of their own."""
-        plain = {name: getattr(self, name) for name in (*_ORIGINAL_FIELDS, *_ADDED_FIELDS, "num_ranks")}
         return {
             "version": STATE_VERSION,
-            **plain,
+            **{name: getattr(self, name) for name in _names(self, "size_policies")},
             "switched_off": [list(codec) for codec in self.switched_off],
             SIZE_POLICIES: [size_policy.to_json() for size_policy in self.size_policies],
         }
@@ -148,12 +138,11 @@ class Saved:
         ]
         if not size_policies:
             raise ValueError(f"{SIZE_POLICIES!r} is empty")
+        names = [n for n in _names(cls, "size_policies", "switched_off") if n in record or n in REQUIRED_FIELDS]
         return cls(
             size_policies=size_policies,
             switched_off=_switched_off(record, size_policies),
-            **{name: record[name] for name in _ADDED_FIELDS if name in record},
-            num_ranks=record.get("num_ranks", num_ranks()),  # older checkpoints lack the key
-            **{name: record[name] for name in _ORIGINAL_FIELDS},
+            **{name: record[name] for name in names},
         )
 
 
@@ -229,6 +218,11 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
         log.info("Adacc: %s was written by %d ranks, not %d: profiling again", folder, saved.num_ranks, num_ranks())
         return None
     return saved
+
+
+def _names(record: Any, *excluded: str) -> list[str]:
+    """Return the names of a dataclass's fields that are not `excluded`."""
+    return [field.name for field in fields(record) if field.name not in excluded]
 
 
 def _load(folder: Path) -> Saved:

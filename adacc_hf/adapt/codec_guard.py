@@ -1,4 +1,4 @@
-"""LossGuard: switches off the codecs that degrade gradients.
+"""LossGuard: switches off the codecs that degrade gradients. LossSpikeDetector: finds suspicious losses in the logs.
 
 A gradient is degraded if its relative error exceeds DEGRADED_ERROR. Gradients are checked in the sampled blocks of
 every tracking step and, after a suspicious loss, in one block of every kind in the next step. The codecs that degrade
@@ -9,9 +9,11 @@ recompute, from compressed values, a value that must be exact.
 from __future__ import annotations
 
 import logging
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 
-from adacc_hf.adapt.loss_spike import LossSpikeDetector
 from adacc_hf.adapt.outlier_tracking import full_name
 from adacc_hf.adapt.profile_updates import SwitchedOff
 from adacc_hf.adapt.replanner import Tracking
@@ -24,6 +26,16 @@ log = logging.getLogger(__name__)
 
 PROOF = "codecs that degraded gradients were switched off"
 """`LossGuard.suspicion` of a check that no suspicious loss has caused. Saved in checkpoints."""
+
+
+WINDOW = 16
+"""Number of earlier logged losses that a new one is compared with."""
+MIN_LOSSES = 4
+"""Fewest earlier losses for a comparison, because the median of fewer is close to a single loss."""
+
+NOISE = 4.0
+"""Largest distance of a normal loss from the median, in median absolute deviations. Losses around zero, as in
+reinforcement learning, are often many times their median. Of normally distributed losses, one in 300 lies above."""
 
 
 class LossGuard:
@@ -111,3 +123,42 @@ class LossGuard:
             names,
         )
         return f"lossy compression is switched off for {names}"
+
+
+class LossSpikeDetector:
+    """A detector of spikes and values that are not finite among logged losses and gradient norms.
+
+    Only logged figures are read, because logging has synchronized with the device already.
+
+    A loss is a spike if its distance above the median of the last WINDOW losses exceeds their noise (NOISE) and
+    `spike` - 1 times the median's absolute value.
+    """
+
+    def __init__(self, spike: float, losses: Iterable[float] = ()) -> None:
+        self.spike = spike
+        self._losses: deque[float] = deque(losses, maxlen=WINDOW)
+
+    @property
+    def losses(self) -> list[float]:
+        """Latest logged losses, oldest first."""
+        return list(self._losses)
+
+    def check(self, loss: float | None, gradient_norm: float | None) -> str | None:
+        """Return the reason why the figures are suspicious, or None, and add `loss` to the earlier losses."""
+        for name, value in (("loss", loss), ("grad_norm", gradient_norm)):
+            if value is not None and not math.isfinite(value):
+                return f"{name} is {value}"
+        if loss is None:
+            return None
+        reason = self._spike_reason(loss) if len(self._losses) >= MIN_LOSSES else None
+        # Spikes are added too: a loss that stays high, as on other data, counts as normal after half a window.
+        self._losses.append(loss)
+        return reason
+
+    def _spike_reason(self, loss: float) -> str | None:
+        median = statistics.median(self._losses)
+        deviation = statistics.median(abs(other - median) for other in self._losses)
+        if loss - median <= max((self.spike - 1.0) * abs(median), NOISE * deviation):
+            return None
+        comparison = f"{loss / median:.1f} times" if median > 0 else f"far above {median:.4g},"
+        return f"loss {loss:.4g} is {comparison} the median of the last {len(self._losses)}"

@@ -1,4 +1,4 @@
-"""FallbackStats: counts of a run's fallback steps, and the predicted overhead of its micro-batches.
+"""FallbackStats: counts of a run's fallback steps, and overheads. DivergedBatches: micro-batches that left their plans.
 
 A fallback step is a step in which at least one call of a block did not follow a policy. The counts are records of the
 run's history, which the functions below read for the Trainer's log and the reports.
@@ -6,14 +6,21 @@ run's history, which the functions below read for the Trainer's log and the repo
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.batch_shapes import BatchShapes, num_elements
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
+
+if TYPE_CHECKING:
+    from adacc_hf.adapt.size_policy import SizePolicy
+
+log = logging.getLogger(__name__)
 
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which no budget bounds"
@@ -33,7 +40,7 @@ class FallbackStats:
     """
 
     def __init__(self) -> None:
-        self._reasons: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         """Fallback calls of the current step, by reason."""
         self._overheads_ms: list[float] = []
         """Predicted overhead of each micro-batch since the last log."""
@@ -49,7 +56,7 @@ class FallbackStats:
     def add(self, overhead_ms: float, reasons: Mapping[str, int]) -> None:
         """Record a micro-batch: its predicted overhead, and its number of fallback calls by reason."""
         self._overheads_ms.append(overhead_ms)
-        self._reasons.update(reasons)
+        self.reasons.update(reasons)
 
     def estimate_early_overheads(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
         """Estimate the overhead of the early micro-batches, which ran before the first policy.
@@ -63,10 +70,10 @@ class FallbackStats:
 
     def end_step(self, step: int, history: list[dict[str, Any]]) -> bool:
         """Count the finished step in `history` if it was a fallback step. Return True if so."""
-        if not self._reasons:
+        if not self.reasons:
             return False
-        ((reason, _),) = self._reasons.most_common(1)
-        self._reasons.clear()
+        ((reason, _),) = self.reasons.most_common(1)
+        self.reasons.clear()
         for record in history:
             if record["event"] == FALLBACK and record["reason"] == reason:
                 record[STEPS] += 1
@@ -87,6 +94,84 @@ class FallbackStats:
         If there was no micro-batch, the value at the last log. None before the first log.
         """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
+
+
+class DivergedBatches:
+    """Micro-batches whose calls of blocks diverged from their plans.
+
+    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. Both
+    are priced as full recomputation. In the methods, `reference` is the size policy whose
+    profile describes a micro-batch of `shapes` best. `say` is called with a sentence for the run's history.
+    """
+
+    def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:
+        self.has_diverged = False
+        """True if most calls of the most recent micro-batch diverged."""
+        self._config, self._say = config, say
+        self._num_batches = self._num_diverged = 0
+        """Micro-batches since the last call of `most_diverged`, and those of them in which most calls diverged."""
+        self._full: tuple[Profile, Policy] | None = None
+        """Cache of `_full_recomputation`: the last profile and its policy."""
+        self._reported: set[bool] = set()
+        """Reports that `_report_excess` has made: False for one without a predicted excess, True for one with it."""
+
+    def add(self, share: float) -> None:
+        """Record a micro-batch and the `share` of its calls that diverged."""
+        self.has_diverged = share > 0.5
+        self._num_batches += 1
+        self._num_diverged += self.has_diverged
+
+    def most_diverged(self) -> bool:
+        """Return True if most micro-batches since the last call of this method diverged."""
+        is_majority = 2 * self._num_diverged > self._num_batches
+        self._num_batches = self._num_diverged = 0
+        return is_majority
+
+    def overhead_ms(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> float:
+        """Return the predicted overhead of a micro-batch in which all calls diverged.
+
+        Report, once per run, that such batches may exceed the budget. If a batch is predicted to exceed it, report the
+        excess, also once per run.
+        """
+        profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)
+        recomputing, budget = self._full_recomputation(profile), Budget.resolve(memory_budget, profile, self._config)
+        peak = int(profile.static_bytes + size * (recomputing.predicted_peak_bytes - profile.static_bytes))
+        if budget.limits_peak:
+            self._report_excess(shapes, max(0, peak - budget.nbytes), memory_budget)
+        return recomputing.predicted_overhead_ms * size
+
+    def may_record(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> bool:
+        """Return True if the micro-batch fits the budget even while a block's call is being recorded.
+
+        Recording keeps every intermediate tensor of the block alive. The other blocks are assumed to run with the least
+        memory or, if the micro-batch is smaller than the batch of `reference`, under the policy of `reference`.
+        """
+        profile, policy = reference.replanner.profile, reference.replanner.policy
+        budget = Budget.resolve(memory_budget, profile, self._config)
+        if not budget.limits_peak:
+            return True
+        size = ratio(shapes, reference.shapes)
+        peak = (policy if size < 1 else self._full_recomputation(profile)).predicted_peak_bytes
+        block_bytes = max(sum(value.nbytes for value in kind.values if value.shared is None) for kind in profile.kinds)
+        return profile.static_bytes + size * (peak - profile.static_bytes + block_bytes) <= budget.nbytes
+
+    def _full_recomputation(self, profile: Profile) -> Policy:
+        if self._full is None or self._full[0] is not profile:
+            self._full = profile, full_recomputation(profile)
+        return self._full[1]
+
+    def _report_excess(self, shapes: BatchShapes, excess_bytes: int, memory_budget: str | float | int) -> None:
+        has_excess = excess_bytes > 0
+        if has_excess in self._reported:
+            return
+        self._reported |= {has_excess, False}
+        amount = f"takes up to about {excess_bytes} bytes" if has_excess else "may take"
+        text = (
+            f"a batch of {describe(shapes)} did not follow a policy, and {amount} more than memory_budget="
+            f"{memory_budget!r} allows: to avoid this, set dataloader_drop_last=True, or pad all batches to one length"
+        )
+        log.log(logging.WARNING if has_excess else logging.INFO, "Adacc: %s", text)
+        self._say(text)
 
 
 def full_recomputation(profile: Profile) -> Policy:

@@ -80,23 +80,22 @@ class IdentityCodec:
         return payload.tensors[0].clone()
 
 
-@dataclass(slots=True)
 class _RecordedCall:
     """A call of a block: its arguments and state, for running it again, and the gradients of its outputs."""
 
-    block: nn.Module
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    device: torch.device
-    random_states: RandomStates
-    autocast_dtype: torch.dtype | None
-    gradients: dict[int, Tensor]
-    """Gradients by the output's index among the leaves of the block's result."""
-    state: ModelState | None = None
-    """State before the call of the objects that the call changed."""
-    obstacle: str | None = None
-    """Reason why the call cannot be run again; None if it can."""
+    def __init__(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
+        self.device = tensors[0].device
+        self.block, self.fn, self.args, self.kwargs = block, fn, _detached(args), _detached(kwargs)
+        self.random_states = RandomStates([self.device])
+        is_autocast = torch.is_autocast_enabled(self.device.type)
+        self.autocast_dtype = torch.get_autocast_dtype(self.device.type) if is_autocast else None
+        self.gradients: dict[int, Tensor] = {}
+        """Gradients by the output's index among the leaves of the block's result."""
+        self.state: ModelState | None = None
+        """State before the call of the objects that the call changed."""
+        self.obstacle: str | None = None
+        """Reason why the call cannot be run again; None if it can."""
 
 
 class BlockSample:
@@ -119,7 +118,7 @@ class BlockSample:
     ) -> Any:
         """Run a call of the block under `plan` and return its result. Record the call and its outputs' gradients."""
         plan.observer = None
-        call = self._call = _record(block, fn, args, kwargs)
+        call = self._call = _RecordedCall(block, fn, args, kwargs)
         state = ModelState((block, fn, args, kwargs), SMALL_COPY)
         result = plan.run(block, fn, args, kwargs)
         try:
@@ -180,23 +179,6 @@ _reported_obstacles: set[str] = set()
 
 class _FreedGraphError(Exception):
     """A block's backward reaches operators outside the block through tensors that are not its arguments."""
-
-
-def _record(block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _RecordedCall:
-    """Return a record of the call that is about to run."""
-    tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
-    device = tensors[0].device
-    enabled = torch.is_autocast_enabled(device.type)
-    return _RecordedCall(
-        block=block,
-        fn=fn,
-        args=_detached(args),
-        kwargs=_detached(kwargs),
-        device=device,
-        random_states=RandomStates([device]),
-        autocast_dtype=torch.get_autocast_dtype(device.type) if enabled else None,
-        gradients={},
-    )
 
 
 def _detached(tree: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,13 +13,6 @@ from torch.optim import Optimizer
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
-
-log = logging.getLogger(__name__)
-
-SEVERAL_CALLS = (
-    "the model is called a second time within one micro-batch, but the policy is for one call: to profile all calls, "
-    "pass the function that computes the loop's loss, AdaccSession(..., compute_loss=lambda model, batch: ...)"
-)
 
 
 class LoopHooks:
@@ -38,18 +29,18 @@ class LoopHooks:
         """True while the phase handles an event. Calls of the model then come from the profiler, and send no events."""
         self._num_calls = 0
         """Forwards in train mode and with gradients on, in the current micro-batch."""
-        self._has_warned_several = False
         self._hooks: list[Any] = []
 
-    def begin(self) -> None:
-        """Register the hooks."""
-        self._hooks = [
-            self._run.model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True),
-            self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
-            self._run.optimizer.register_step_post_hook(self._optimizer_ends),
-        ]
+    def begin(self, watches_optimizer: bool = True) -> None:
+        """Register the hooks. Without `watches_optimizer`, an adapter sends the events of the optimizer itself."""
+        self._hooks = [self._run.model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)]
+        if watches_optimizer:
+            self._hooks += [
+                self._run.optimizer.register_step_pre_hook(self._optimizer_begins),
+                self._run.optimizer.register_step_post_hook(self._optimizer_ends),
+            ]
 
-    def begin_micro_batch(self, batch: Any) -> None:
+    def begin_micro_batch(self, batch: Any = None) -> None:
         """Begin a micro-batch that trains on `batch`, or its retry.
 
         Raises TypeError if there is a `compute_loss` and `batch` is no mapping.
@@ -67,14 +58,6 @@ class LoopHooks:
             hook.remove()
         self._hooks, self._batch, self.is_on = [], None, False
 
-    @contextmanager
-    def _handling(self) -> Iterator[None]:
-        self._is_busy = True
-        try:
-            yield
-        finally:
-            self._is_busy = False
-
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.is_on or self._is_busy or not module.training or not torch.is_grad_enabled():
             return
@@ -86,16 +69,18 @@ class LoopHooks:
         if inputs is None:
             return
         self._run.loop.note_autocast(next(module.parameters()).device.type)
-        with self._handling():
+        self._is_busy = True
+        try:
             self._run.phase.begin_forward(inputs, self._compute_loss, is_certain=self._compute_loss is not None)
+        finally:
+            self._is_busy = False
 
     def _refuse_second_call(self) -> None:
         """Refuse a second call of the model in a micro-batch: RuntimeError in the first step, one warning later."""
         if self._run.num_steps == 0:
-            raise RuntimeError(SEVERAL_CALLS)
-        if not self._has_warned_several:
-            self._has_warned_several = True
-            log.warning("Adacc: %s; until then a step may take more than memory_budget", SEVERAL_CALLS)
+            raise RuntimeError(self._run.loop.several_calls)
+        text = "Adacc: %s; until then a step may take more than memory_budget"
+        self._run.warn_once(text, self._run.loop.several_calls)
 
     def _optimizer_begins(self, *_: Any) -> None:
         self._run.has_stepped = True

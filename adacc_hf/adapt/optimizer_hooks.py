@@ -23,18 +23,19 @@ class InnerSteps:
         self.has_detected = False
         self.expected: Any = None
         """The session's own optimizer, whose steps are ignored: a user's loop may step it within a micro-batch."""
-        self._hook: Any = None
+        self.hook: Any = None
+        """Handle while steps are detected, else None."""
 
     def open(self) -> None:
         """Begin to detect steps. Has no effect if detection has begun already."""
         self.close()
-        self._hook = register_optimizer_step_pre_hook(self._see)
+        self.hook = register_optimizer_step_pre_hook(self._see)
 
     def close(self) -> None:
         """Stop detecting steps. Has no effect if detection has not begun."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
+        if self.hook is not None:
+            self.hook.remove()
+        self.hook = None
 
     def _see(self, optimizer: Any, *_: Any) -> None:
         self.has_detected |= optimizer is not self.expected

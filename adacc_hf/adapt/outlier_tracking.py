@@ -5,7 +5,7 @@ Only tensors that the policy compresses anyway are measured. Observation: the me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,118 +34,86 @@ F = TypeVar("F", bound=float)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedObservation:
-    """Measurements of a tracking step, with keys that the profiles of all batch sizes share.
+class Observation:
+    """Measurements of a tracking step: maxima over all blocks of a kind, all calls and all ranks.
 
-    Each profile numbers kinds and values for itself: if a step calls a block twice, for example, it has more kinds.
-    Here the keys are names instead: (block call, activation, codec), as ("transformer.h.0", "attn:clone#2", "int8"), or
-    the first one or two of these.
+    Keys are the numbers of one profile, or names: (block call, activation, codec), as ("transformer.h.0",
+    "attn:clone#2", "int8"). The profiles of all batch sizes share the names. Each profile numbers kinds and values for
+    itself: if a step calls a block twice, for example, its profile has more kinds.
     """
 
-    num_outliers: dict[tuple[str, str], int]
-    errors: dict[tuple[str, str], float]
-    option_errors: dict[tuple[str, str, str], float]
-    gradients: dict[str, GradientError]
-    degrading_codecs: frozenset[tuple[str, str, str]]
-
-    @classmethod
-    def merged(cls, observations: Sequence[NamedObservation]) -> NamedObservation:
-        """Return the maxima over several batch sizes."""
-        return cls(**_merged_fields(observations))
-
-    def for_profile(self, profile: Profile) -> Observation:
-        """Return the measurements with the numbers of `profile`, without blocks and activations that it lacks."""
-        keys = {
-            (block.name, name): (block.kind, value.index)
-            for block in profile.blocks
-            for value, name in zip(profile.kinds[block.kind].values, profile.kinds[block.kind].names, strict=True)
-        }
-        kinds = {block.name: block.kind for block in profile.blocks}
-
-        def numbered_keys(figures: dict[Any, F]) -> dict[Any, F]:
-            return _maxima({(*keys[key[:2]], *key[2:]): figure} for key, figure in figures.items() if key[:2] in keys)
-
-        gradients: dict[int, list[GradientError]] = {}
-        for block, error in self.gradients.items():
-            if block in kinds:
-                gradients.setdefault(kinds[block], []).append(error)
-        return Observation(
-            num_outliers=numbered_keys(self.num_outliers),
-            errors=numbered_keys(self.errors),
-            option_errors=numbered_keys(self.option_errors),
-            gradients={kind: GradientError.worst(errors) for kind, errors in sorted(gradients.items())},
-            degrading_codecs=frozenset((*keys[key[:2]], key[2]) for key in self.degrading_codecs if key[:2] in keys),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """Measurements of a tracking step: maxima over all blocks of a kind, all calls and all ranks."""
-
-    num_outliers: dict[TrackedKey, int]
-    """Number of outlier channels of each tracked activation."""
-    errors: dict[TrackedKey, float]
+    num_outliers: dict[Any, int]
+    """Number of outlier channels of each tracked activation (TrackedKey)."""
+    errors: dict[Any, float]
     """Relative L2 round-trip error of each compressed activation, with the codec that the policy uses."""
-    option_errors: dict[OptionKey, float]
-    """Relative L2 round-trip error of codecs that a policy may use. Under `max_error`, outlier codecs are measured with
-    the counted number of raw channels."""
-    gradients: dict[int, GradientError]
-    """Largest error of a sampled block's gradient, by kind."""
-    degrading_codecs: frozenset[OptionKey]
+    option_errors: dict[Any, float]
+    """Relative L2 round-trip error of codecs that a policy may use (OptionKey). Under `max_error`, outlier codecs are
+    measured with the counted number of raw channels."""
+    gradients: dict[Any, GradientError]
+    """Largest error of a sampled block's gradient, by kind or by block."""
+    degrading_codecs: frozenset[Any]
     """Codecs to switch off, because their errors put a gradient's error above its bound."""
 
     @classmethod
     def merged(cls, observations: Sequence[Observation]) -> Observation:
-        """Return the maxima over several ranks."""
-        return cls(**_merged_fields(observations))
+        """Return the maxima over several ranks or batch sizes."""
+        return cls(
+            num_outliers=_maxima(pair for observation in observations for pair in observation.num_outliers.items()),
+            errors=_maxima(pair for observation in observations for pair in observation.errors.items()),
+            option_errors=_maxima(pair for observation in observations for pair in observation.option_errors.items()),
+            gradients=_worst(pair for observation in observations for pair in observation.gradients.items()),
+            degrading_codecs=frozenset().union(*(observation.degrading_codecs for observation in observations)),
+        )
 
-    def by_name(self, profile: Profile) -> NamedObservation:
+    def by_name(self, profile: Profile) -> Observation:
         """Return the measurements with names instead of the numbers of `profile`, for every block of each kind."""
-        blocks: dict[int, list[str]] = {}
-        for block in profile.blocks:
-            blocks.setdefault(block.kind, []).append(block.name)
+        blocks = [(block.kind, block.name) for block in profile.blocks]
+        return self._with_keys(_activations(profile), blocks)
 
-        def names_of(key: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-            kind, value, *codec = key
-            return [(block, profile.kinds[kind].names[value], *codec) for block in blocks[kind]]
+    def for_profile(self, profile: Profile) -> Observation:
+        """Return the measurements with the numbers of `profile`, without blocks and activations that it lacks."""
+        blocks = [(block.name, block.kind) for block in profile.blocks]
+        return self._with_keys([(names, numbers) for numbers, names in _activations(profile)], blocks)
 
-        def named_keys(figures: dict[Any, F]) -> dict[Any, F]:
-            return {name: figure for key, figure in figures.items() for name in names_of(key)}
+    def _with_keys(self, activations: Iterable[tuple[Any, Any]], blocks: Iterable[tuple[Any, Any]]) -> Observation:
+        """Return the measurements with other keys. Arguments are pairs of an old and a new key."""
+        new_keys: dict[Any, list[Any]] = {}
+        for old, new in (*activations, *blocks):
+            new_keys.setdefault(old, []).append(new)
 
-        return NamedObservation(
-            num_outliers=named_keys(self.num_outliers),
-            errors=named_keys(self.errors),
-            option_errors=named_keys(self.option_errors),
-            gradients={block: error for kind, error in self.gradients.items() for block in blocks[kind]},
-            degrading_codecs=frozenset(name for key in self.degrading_codecs for name in names_of(key)),
+        def renamed(figures: Mapping[Any, F]) -> dict[Any, F]:
+            return _maxima(((*new, *key[2:]), f) for key, f in figures.items() for new in new_keys.get(key[:2], ()))
+
+        return Observation(
+            num_outliers=renamed(self.num_outliers),
+            errors=renamed(self.errors),
+            option_errors=renamed(self.option_errors),
+            gradients=_worst((new, e) for key, e in self.gradients.items() for new in new_keys.get(key, ())),
+            degrading_codecs=frozenset(renamed(dict.fromkeys(self.degrading_codecs, 0))),
         )
 
 
-def _merged_fields(observations: Sequence[Any]) -> dict[str, Any]:
-    """Merge observations, and return the fields of the result by name.
-
-    Numbers of outliers and errors become their maxima, and gradient errors the worst of each block or kind. Degrading
-    codecs are united. `observations` are all of one class, `Observation` or `NamedObservation`.
-    """
-    gradients: dict[Any, list[GradientError]] = {}
-    for observation in observations:
-        for block, error in observation.gradients.items():
-            gradients.setdefault(block, []).append(error)
-    return {
-        "num_outliers": _maxima(observation.num_outliers for observation in observations),
-        "errors": _maxima(observation.errors for observation in observations),
-        "option_errors": _maxima(observation.option_errors for observation in observations),
-        "gradients": {block: GradientError.worst(errors) for block, errors in sorted(gradients.items())},
-        "degrading_codecs": frozenset().union(*(observation.degrading_codecs for observation in observations)),
-    }
+def _activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]]]:
+    """Yield the numbers and the names of each activation of each block."""
+    for block in profile.blocks:
+        kind = profile.kinds[block.kind]
+        for value, name in zip(kind.values, kind.names, strict=True):
+            yield (block.kind, value.index), (block.name, name)
 
 
-def _maxima(mappings: Iterable[dict[K, F]]) -> dict[K, F]:
+def _worst(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientError]:
+    """Return the worst error of each key, in the order of the keys."""
+    by_key: dict[Any, list[GradientError]] = {}
+    for key, error in errors:
+        by_key.setdefault(key, []).append(error)
+    return {key: GradientError.worst(by_key[key]) for key in sorted(by_key)}
+
+
+def _maxima(figures: Iterable[tuple[Any, F]]) -> dict[Any, F]:
     """Return the maximum of each key's values, in the order of the keys."""
-    maxima: dict[K, F] = {}
-    for mapping in mappings:
-        for key, figure in mapping.items():
-            maxima[key] = max(figure, maxima.get(key, figure))
+    maxima: dict[Any, F] = {}
+    for key, figure in figures:
+        maxima[key] = max(figure, maxima.get(key, figure))
     return {key: maxima[key] for key in sorted(maxima)}
 
 

@@ -51,43 +51,21 @@ class PeakCheck:
         """Number of batches that are live before a step begins. A measurement of the step does not include them."""
         self._meter = StepMeter()
 
-    def begin_step(self) -> None:
-        """Start to time the step."""
-        self._meter.begin()
+    @property
+    def counting_ms(self) -> float:
+        """Time in ms that it took to begin and end the last measurement."""
+        return self._meter.counting_ms
 
-    def measure_if_due(self, is_tracking: bool, model: nn.Module, optimizer: Any, installation: Installation) -> None:
-        """Begin to measure the memory of the step, if a measurement is due and the step does not track outliers."""
-        if self._context.turns.begin_step() and not is_tracking:
-            self.is_on = True
-            is_provisional = any(size_policy.is_provisional for size_policy in self._choice.cache.all)
-            self._meter.count_memory(model, optimizer, installation.functions if is_provisional else None)
+    def start(self, model: nn.Module, optimizer: Any, installation: Installation) -> None:
+        """Begin to measure the memory of the step."""
+        self.is_on = True
+        is_provisional = any(size_policy.is_provisional for size_policy in self._choice.cache.all)
+        self._meter.begin()
+        self._meter.count_memory(model, optimizer, installation.functions if is_provisional else None)
 
     def end_backward(self) -> None:
         """End the measurement of memory, because policies have no effect on the memory of the optimizer's step."""
         self._meter.end_backward()
-
-    def end_step(self, is_tracking: bool) -> None:
-        """Stop timing the step, add its time, and count the step for each size policy that its micro-batches used.
-
-        `is_tracking` is True if the step tracked outliers, which makes it slower than a normal step.
-        """
-        self._meter.end()
-        for size_policy in self._choice.used():
-            if size_policy is not None:
-                size_policy.num_steps += 1
-        self._add_time(is_tracking)
-
-    def _add_time(self, is_tracking: bool) -> None:
-        """Add the step's time to the times of normal steps. Add the extra time of any other step to the overhead."""
-        current, step_ms = self._choice.current, self._meter.step_ms
-        if step_ms is None or current is None or not self._choice.ran_alone() or current.num_steps <= RECORDED_STEPS:
-            self._context.extra_ms += self._meter.counting_ms
-        elif is_tracking or self.is_on or current.is_fresh:
-            self._context.extra_ms += current.times.add_other(step_ms)
-        else:
-            self._context.extra_ms += current.times.add_normal(step_ms)
-        if current is not None:
-            current.is_fresh = False
 
     def close(self) -> None:
         """Stop measuring memory. Has no effect if memory is not being measured."""
@@ -103,7 +81,7 @@ class PeakCheck:
         rank_steps = [measured for measured in gather_from_all_ranks(self._measured_step()) if measured is not None]
         for measured in rank_steps:
             peaks[measured.size_policy] = max(measured.peak_bytes, peaks.get(measured.size_policy, 0))
-        self._context.turns.ended(in_vain=not rank_steps)
+        self._context.end_measurement(in_vain=not rank_steps)
         moments: dict[str, int] = {}
         for measured in rank_steps:
             moments = {m: max(measured.moments.get(m, 0), moments.get(m, 0)) for m in {**moments, **measured.moments}}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from adacc_hf.adapt.controller import Controller
+from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.profile_updates import SwitchedOff, with_finer, without_codecs
-from adacc_hf.adapt.run_profiler import FIRST_STEPS_CHECKPOINTED, RunProfiler
-from adacc_hf.artifacts.config import AdaccConfig, Budget
+from adacc_hf.adapt.run_context import RunContext
+from adacc_hf.adapt.run_profiler import FIRST_STEPS_CHECKPOINTED
+from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
@@ -33,6 +35,9 @@ from adacc_hf.torch_glue.distributed import (
 )
 from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
 
+if TYPE_CHECKING:
+    from adacc_hf.adapt.run_state import RunState
+
 log = logging.getLogger(__name__)
 
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
@@ -50,11 +55,11 @@ class RefusedSizeError(Exception):
 class PolicyBuilder:
     """Maker of a run's policies. A user's function of the profile takes the place of the solver."""
 
-    def __init__(self, config: AdaccConfig, source: PolicySource | None, profiler: RunProfiler) -> None:
-        self._config, self._source, self._profiler = config, source, profiler
+    def __init__(self, run: RunState) -> None:
+        self._run, self._config, self._source, self._profiler = run, run.config, run.source, run.profiler
 
     def before_first_step(
-        self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
+        self, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
         """Return the profile and the policy for the first batch, before any step, the same on all ranks.
 
@@ -63,6 +68,7 @@ class PolicyBuilder:
         some rank, or if a forward has collectives (sharded parameters, SyncBatchNorm), since ranks may run different
         numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
+        model, optimizer = self._run.model, self._run.optimizer
         has_collectives = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         if is_sharded(model) or (has_collectives and num_ranks() > 1):
             return None
@@ -102,7 +108,7 @@ class PolicyBuilder:
         return quick_least_policy(profile.without_codecs_below(self._config.min_compress_bytes), self._config)
 
     def after_steps(
-        self, model: nn.Module, optimizer: Any, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
+        self, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy, bool]:
         """Return (profile, policy, is_provisional) for the most recent batch, after steps under torch's checkpoint.
 
@@ -111,90 +117,80 @@ class PolicyBuilder:
         torch.OutOfMemoryError.
         """
         try:
-            profile = self._profiler.measure(model, optimizer, batch, compute_loss)
+            profile = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)
         except torch.OutOfMemoryError as error:
             raise self._profiler.with_advice(error, batch or {}) from error
         self._warn_fragments(profile)
-        is_provisional = self._is_provisional(profile)
-        policy = broadcast_from_first_rank(lambda: self._first_policy(profile, is_provisional))
+        is_provisional = (
+            self._source is None
+            and any(gather_from_all_ranks(self._profiler.inner_steps.has_detected))
+            and Budget.resolve(self._config.memory_budget, profile, self._config).limits_peak
+        )
+
+        def solve() -> Policy:
+            policy = self._solve(profile, self._config.memory_budget)  # raises if even the least memory is too much
+            return least_policy(profile, self._config) if is_provisional else policy
+
+        policy = broadcast_from_first_rank(solve)
         check_same_policy(policy)
         return profile, policy, is_provisional
 
-    def _is_provisional(self, profile: Profile) -> bool:
-        if self._source is not None or not any(gather_from_all_ranks(self._profiler.inner_steps.has_detected)):
-            return False
-        return Budget.resolve(self._config.memory_budget, profile, self._config).limits_peak
-
-    def _first_policy(self, profile: Profile, is_provisional: bool) -> Policy:
-        policy = self._solve(profile, self._config.memory_budget)  # raises if even the least memory is too much
-        return least_policy(profile, self._config) if is_provisional else policy
-
     def for_size(
-        self,
-        sizes: BatchShapes,
-        model: nn.Module,
-        optimizer: Any,
-        controller: Controller,
-        batch: dict[str, Any] | None,
-        compute_loss: ComputeLoss | None,
+        self, sizes: BatchShapes, choice: PolicyChoice, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[BatchShapes, Profile, Policy] | None:
         """Return (sizes, profile, policy) for batches of `sizes`, from the step's batch resized to them.
 
         If the model refuses the resized batch, the sizes are the batch's own. None if this batch is unsuitable. Raises
         RefusedSizeError if every batch of these sizes would be.
         """
-        shapes = controller.choice.shapes
+        shapes, run = choice.shapes, self._run
         if not all(gather_from_all_ranks(batch is not None and has_same_tensors(shapes, sizes))) or batch is None:
             return None
-        try:
-            result = self._profiler.measure_resized(sizes, batch, shapes, model, optimizer, compute_loss)
-        except UncalledBlocksError as error:
-            raise RefusedSizeError("they leave blocks out, and a policy is for all of them") from error
-        except torch.OutOfMemoryError as error:
-            if is_sharded(model):  # its forward was broken off, and cannot run again
-                raise
-            log.info("Adacc: out of memory while profiling: %s", error)
-            raise RefusedSizeError("there is no memory to profile them in") from error
+        with self._refusing_size():
+            result = self._profiler.measure_resized(sizes, batch, shapes, run.model, run.optimizer, compute_loss)
         if result is None:
             return None
         profiled_sizes, measured = result
-        profile = self._corrected(measured, controller)
+        profile = self._corrected(measured, choice.context)
         if profile.sizes is not None:
             profiled_sizes = from_profile_shapes(profile.measured[0][0])
-        policy = self._solve_again(profile, controller)
-        if policy.idle_blocks - controller.requests.idle_blocks:
+        policy = self._solve_again(profile, choice.context)
+        if policy.idle_blocks - choice.cache.idle_blocks:
             raise RefusedSizeError("they train fewer blocks, and a policy is for all of them")
         return profiled_sizes, profile, policy
 
     def for_all_blocks(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        controller: Controller,
-        batch: dict[str, Any] | None,
-        compute_loss: ComputeLoss | None,
+        self, choice: PolicyChoice, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy]:
         """Return (profile, policy) for the step's batch, which trains more blocks or runs other operators than before.
 
         Raises RefusedSizeError if there is no such policy.
         """
+        with self._refusing_size():
+            measured = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)
+        profile = self._corrected(measured, choice.context)
+        return profile, self._solve_again(profile, choice.context)
+
+    @contextmanager
+    def _refusing_size(self) -> Iterator[None]:
+        """Return a context for profiling in which a batch without a profile raises RefusedSizeError."""
         try:
-            measured = self._profiler.measure(model, optimizer, batch, compute_loss)
+            yield
+        except UncalledBlocksError as error:
+            raise RefusedSizeError("they leave blocks out, and a policy is for all of them") from error
         except torch.OutOfMemoryError as error:
-            if is_sharded(model):  # its forward was broken off, and cannot run again
+            if is_sharded(self._run.model):  # its forward was broken off, and cannot run again
                 raise
+            log.info("Adacc: out of memory while profiling: %s", error)
             raise RefusedSizeError("there is no memory to profile them in") from error
-        profile = self._corrected(measured, controller)
-        return profile, self._solve_again(profile, controller)
 
-    def _corrected(self, profile: Profile, controller: Controller) -> Profile:
+    def _corrected(self, profile: Profile, context: RunContext) -> Profile:
         """Return `profile` with the bytes that measured steps took beyond it, and without switched-off codecs."""
-        corrected = with_missing_bytes(profile, controller.context.missing_bytes)
-        return with_finer(corrected, controller.context.switched_off, self._config)
+        corrected = with_missing_bytes(profile, context.missing_bytes)
+        return with_finer(corrected, context.switched_off, self._config)
 
-    def _solve_again(self, profile: Profile, controller: Controller) -> Policy:
+    def _solve_again(self, profile: Profile, context: RunContext) -> Policy:
         """Return the policy for a later profile, the same on all ranks."""
-        context = controller.context
         try:
             policy = broadcast_from_first_rank(
                 lambda: self._solve(profile, context.memory_budget, context.switched_off)
@@ -207,7 +203,11 @@ class PolicyBuilder:
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
         """Return the policy of the solver, or of the user's function."""
         if callable(self._source):
-            return _checked(self._source(profile), self._config.memory_budget, profile)
+            policy = self._source(profile)
+            if not isinstance(policy, Policy):
+                raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
+            refuse_above_budget(policy, self._config.memory_budget, profile.plain_stored_bytes)
+            return policy
         allowed = without_codecs(profile, switched_off) if switched_off else profile
         allowed = allowed.without_codecs_below(self._config.min_compress_bytes)
         try:
@@ -232,14 +232,6 @@ class PolicyBuilder:
                 budget.setting,
                 format_bytes(profile.available_bytes),
             )
-
-
-def _checked(policy: Any, budget: str | float | int, profile: Profile) -> Policy:
-    """Return the result of a user's function. Raises ValueError if it is no Policy, or exceeds the budget."""
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
-    refuse_above_budget(policy, budget, profile.plain_stored_bytes)
-    return policy
 
 
 def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_bytes: float | None = None) -> None:

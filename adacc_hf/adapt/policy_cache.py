@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.files import put_latest
@@ -44,15 +43,6 @@ MAX_UNPLANNED = 256
 different buckets is unlimited, and ranks exchange these counts."""
 
 
-@dataclass(slots=True)
-class _Unplanned:
-    """Count of the batches of a bucket that lacks a policy of its own."""
-
-    shapes: BatchShapes
-    """Smallest sizes that all these batches fit in."""
-    num_seen: int = 0
-
-
 class PolicyCache:
     """Size policies of a run. No lookup synchronizes with the device or with other ranks."""
 
@@ -60,8 +50,8 @@ class PolicyCache:
         self.all: list[SizePolicy] = []
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
         """Plans by size class, for classes without a size policy."""
-        self.unplanned_buckets: OrderedDict[BatchShapes, _Unplanned] = OrderedDict()
-        """Counts of batches by bucket, for buckets without a policy of their own."""
+        self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
+        """(smallest sizes that all batches fit in, number of batches) of each bucket without a policy of its own."""
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""
@@ -81,7 +71,7 @@ class PolicyCache:
             return
         self.all = [old for old in self.all if not _replaces(size_policy, old)] + [size_policy]
         self.untracked.pop(shapes, None)
-        self.unplanned_buckets.pop(bucket_of(shapes), None)
+        self.unplanned.pop(bucket_of(shapes), None)
 
     def add_untracked(self, sizes: BatchShapes, plans: BlockPlans) -> None:
         """Store `plans` for the size class `sizes`, which gets no size policy."""
@@ -91,6 +81,11 @@ class PolicyCache:
     def is_full(self) -> bool:
         """True if further classes get no size policies."""
         return len(self.all) >= MAX_SIZE_POLICIES
+
+    @property
+    def idle_blocks(self) -> set[str]:
+        """Blocks that no policy decides on, since the profiled batches ran them without gradients."""
+        return set().union(*(size_policy.replanner.policy.idle_blocks for size_policy in self.all))
 
     @property
     def measured(self) -> SizePolicy | None:
@@ -139,19 +134,14 @@ class PolicyCache:
         Batches of this bucket keep running under torch's checkpoint, or under the policy of a larger size.
         """
         self._refused.add(bucket_of(shapes))
-        self.unplanned_buckets.pop(bucket_of(shapes), None)
+        self.unplanned.pop(bucket_of(shapes), None)
 
     def _count(self, bucket: BatchShapes, shapes: BatchShapes, weight: int) -> None:
         if bucket in self._refused:
             return
-        unplanned = self.unplanned_buckets.get(bucket) or _Unplanned(shapes)
-        put_latest(self.unplanned_buckets, bucket, unplanned, MAX_UNPLANNED)
-        unplanned.shapes = smallest_enclosing(unplanned.shapes, shapes)
-        unplanned.num_seen += weight
-
-    def unplanned(self) -> dict[BatchShapes, tuple[BatchShapes, int]]:
-        """Return (smallest enclosing sizes, number of batches) for each bucket without a policy of its own."""
-        return {bucket: (unplanned.shapes, unplanned.num_seen) for bucket, unplanned in self.unplanned_buckets.items()}
+        before, num_seen = self.unplanned.get(bucket, (shapes, 0))
+        count = smallest_enclosing(before, shapes), num_seen + weight
+        put_latest(self.unplanned, bucket, count, MAX_UNPLANNED)
 
 
 def _replaces(new: SizePolicy, old: SizePolicy) -> bool:

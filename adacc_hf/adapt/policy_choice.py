@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adacc_hf.adapt.diverged_batches import DivergedBatches
 from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
-from adacc_hf.adapt.fallback_stats import NO_POLICY, ratio
+from adacc_hf.adapt.fallback_stats import NO_POLICY, DivergedBatches, ratio
 from adacc_hf.adapt.policy_cache import PolicyCache
 from adacc_hf.adapt.policy_selection import current_policy
 from adacc_hf.adapt.replanner import Replanner
@@ -48,7 +47,8 @@ class PolicyChoice:
         self.batch_bytes = 0
         """Bytes of the largest micro-batch of the step."""
         self.diverged = DivergedBatches(context.config, context.note_memory)
-        self._handle, self._context = handle, context
+        self.context = context
+        self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
         """Size policies of the step's micro-batches, by identity of the plans; None for plans without one."""
         self._lasts = False
@@ -88,7 +88,7 @@ class PolicyChoice:
         if size_policy is not self.current or plans is not self.plans:
             self._put(size_policy, plans)
         # Each batch whose bucket lacks a policy is counted.
-        self._lasts = size_policy is not None and not self.cache.unplanned_buckets
+        self._lasts = size_policy is not None and not self.cache.unplanned
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
         """Return the size policy for a batch of `shapes`, whose size class is `sizes`. Make one if the class is new.
@@ -144,8 +144,8 @@ class PolicyChoice:
         self.cache.add(size_policy)
         self.cache.can_run_on_parts = not expects_size_model or profile.sizes is not None
         self._put(size_policy, size_policy.plans)
-        self._context.turns.wait(RECORDED_STEPS)
-        self._context.turns.is_wanted |= is_provisional
+        self.context.measure_after_steps(RECORDED_STEPS)
+        self.context.must_measure |= is_provisional
         return size_policy
 
     def add_extrapolated(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> SizePolicy:
@@ -153,18 +153,18 @@ class PolicyChoice:
         size_policy = self._size_policy(sizes, profile, policy, is_extrapolated=True)
         size_policy.num_steps = RECORDED_STEPS
         size_policy.must_measure = num_elements(sizes) > self.cache.size_model()[1].max_measured_elements
-        self._context.turns.is_wanted |= size_policy.must_measure
+        self.context.must_measure |= size_policy.must_measure
         self.cache.add(size_policy)
         self._lasts = False
         reason = f"for batches of {describe(sizes)}"
-        self._context.note(PolicySet(step=self._context.step, reason=reason, **predictions(policy)))
+        self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
         return size_policy
 
     def _size_policy(
         self, shapes: BatchShapes | None, profile: Profile, policy: Policy, is_extrapolated: bool
     ) -> SizePolicy:
-        replanner = Replanner(profile, policy, self._context.config, self._context.memory_budget)
-        replanner.switch_off(self._context.switched_off)
+        replanner = Replanner(profile, policy, self.context.config, self.context.memory_budget)
+        replanner.switch_off(self.context.switched_off)
         plans = self._handle.prepare(policy, self._handle.plans)
         return SizePolicy(shapes, replanner, plans, is_extrapolated=is_extrapolated)
 
@@ -213,11 +213,11 @@ class PolicyChoice:
 
     def _fallback_ms(self) -> float:
         """Return the overhead that the most recent micro-batch would have under full recomputation."""
-        return self.diverged.overhead_ms(self.shapes, self._reference, self._context.memory_budget)
+        return self.diverged.overhead_ms(self.shapes, self._reference, self.context.memory_budget)
 
     def _may_record(self) -> bool:
         """Return True if the micro-batch fits the budget even while a block's call is being recorded."""
-        return self.diverged.may_record(self.shapes, self._reference, self._context.memory_budget)
+        return self.diverged.may_record(self.shapes, self._reference, self.context.memory_budget)
 
     @property
     def _reference(self) -> SizePolicy:

@@ -9,13 +9,17 @@ from functools import partial
 
 from adacc_hf.adapt.policy_cache import MAX_SIZE_POLICIES, most_wanted
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.restart import MORE_BLOCKS, OTHER_OPERATORS, Restart
 from adacc_hf.run.blocks import Installation
 from adacc_hf.torch_glue.batch_shapes import BatchShapes
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks, num_ranks
 
-LOOK_STEPS = 16
-"""Steps between two looks for sizes without a policy. With several ranks each look is a collective."""
+MORE_BLOCKS = "more blocks are trained than before"
+OTHER_OPERATORS = "most batches run other operators than the profiled one"
+"""Reasons to start over with a profile that replaces the profile of the first batch."""
+FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
+"""Execution of calls without a plan until the run starts over, keyed by the reason to start over."""
+MOST_TRIES = 64
+"""Steps after which the search for a batch ends. With several ranks, each of them takes a collective."""
 
 
 class ProfileRequests:
@@ -24,28 +28,17 @@ class ProfileRequests:
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
         self.sizes: BatchShapes | None = None
         """Sizes to be profiled with the next step's batch; None if no profile is wanted."""
-        self.restart = Restart()
+        self.why = ""
+        """Reason to start over."""
+        self.num_tries = 0
+        """Steps that remain for the search of a batch to start over with; 0 if none is searched for."""
         self._choice, self._installation = choice, installation
+        self._tried: set[str] = set()
+        """Reasons for which a search was begun so far."""
         self._is_alone = num_ranks() == 1
 
-    @property
-    def wants_batch(self) -> bool:
-        """True if the next step's batch has to be kept."""
-        return self.sizes is not None or self.restart.num_tries > 0
-
-    def take_sizes(self) -> BatchShapes | None:
-        """Return the sizes to be profiled, and forget them."""
-        sizes, self.sizes = self.sizes, None
-        return sizes
-
-    @property
-    def idle_blocks(self) -> set[str]:
-        """Blocks that no policy decides on, since the profiled batches ran them without gradients."""
-        return set().union(*(size_policy.replanner.policy.idle_blocks for size_policy in self._choice.cache.all))
-
-    def end_step(self, num_steps: int) -> None:
-        """Decide at a step's end what to profile next. `num_steps` have ended since the policy was set."""
-        is_turn = num_steps % LOOK_STEPS == 0
+    def end_step(self, is_turn: bool) -> None:
+        """Decide at a step's end what to profile next. `is_turn` is True if all ranks look at this step."""
         if is_turn or self._is_alone:
             self._look_for_sizes()
         if is_turn:
@@ -57,9 +50,9 @@ class ProfileRequests:
         if cache.is_full:
             return
         if self._is_alone:
-            self.sizes = most_wanted([cache.unplanned()]) if cache.unplanned_buckets else None
+            self.sizes = most_wanted([cache.unplanned]) if cache.unplanned else None
             return
-        self.sizes = most_wanted(gather_from_all_ranks(cache.unplanned()))
+        self.sizes = most_wanted(gather_from_all_ranks(dict(cache.unplanned)))
         classes = sorted(set().union(*gather_from_all_ranks(list(cache.untracked))), key=repr)
         for sizes in classes[: MAX_SIZE_POLICIES - len(cache.all)]:
             profile = self._choice.extrapolated.profile_at(sizes)
@@ -67,19 +60,25 @@ class ProfileRequests:
             self._choice.add_extrapolated(sizes, profile, policy)
 
     def _look_for_reasons(self) -> None:
-        """Request a batch to restart with, once for each reason."""
-        idle, blocks = self.idle_blocks, self._installation.blocks
+        """Request a batch to start over with, once for each reason."""
+        idle, blocks = self._choice.cache.idle_blocks, self._installation.blocks
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
         reasons[OTHER_OPERATORS] = self._choice.diverged.most_diverged()
         for why, is_mine in reasons.items():
-            if why not in self.restart.tried and any(gather_from_all_ranks(is_mine)):
-                self.restart.want(why)
+            if why not in self._tried and any(gather_from_all_ranks(is_mine)):
+                self.why, self.num_tries = why, MOST_TRIES
+                self._tried.add(why)
 
     def can_restart(self) -> bool:
         """Return True if the run can start over with the most recent batch of every rank. Count the attempt.
 
         The batch must have called all blocks that any batch has trained, with the operators that most batches run.
         """
-        installation = self._installation
-        is_whole = not set(installation.skipped_blocks()).difference(installation.uncalled())
-        return all(gather_from_all_ranks(self.restart.takes(is_whole, self._choice.diverged.has_diverged)))
+        self.num_tries -= 1
+        is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())
+        has_operators = self._choice.diverged.has_diverged or self.why != OTHER_OPERATORS
+        return all(gather_from_all_ranks(is_whole and has_operators))
+
+    def restarted(self) -> None:
+        """End the search. Still more blocks may be trained later."""
+        self._tried.discard(MORE_BLOCKS)

@@ -11,14 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from adacc_hf.adapt.gradient_check import BlockSample, GradientError, comparison_peaks, peaks_with_samples
 from adacc_hf.adapt.outlier_tracking import (
     Measurements,
     MeasuringCodec,
-    NamedObservation,
     Observation,
     OptionKey,
     full_name,
@@ -116,10 +116,6 @@ class Replanner:
     def is_tracking(self) -> bool:
         return self._plans is not None
 
-    @property
-    def is_solving(self) -> bool:
-        return self._solver is not None
-
     def has_work(self) -> bool:
         """Return True if the policy compresses any activation with loss."""
         return bool(self.lossy_blocks())
@@ -142,7 +138,7 @@ class Replanner:
         """Stop measuring, and update the prices from the measurements of all ranks."""
         return self.reprice(self.observed())
 
-    def observed(self) -> NamedObservation:
+    def observed(self) -> Observation:
         """Stop measuring. Return the measurements of all ranks, merged."""
         self._stop_measuring()
         gradients, degrading_codecs = self._compare_gradients()
@@ -316,7 +312,7 @@ class Replanner:
             return lossy_options(self.profile, [name])
         return frozenset((kind, value, lossy[value]) for value in off_values | values)
 
-    def reprice(self, observed: NamedObservation) -> Tracking:
+    def reprice(self, observed: Observation) -> Tracking:
         """Update the prices from the measurements `observed`, possibly made at another batch size."""
         before = self.profile
         observation = observed.for_profile(before)
@@ -362,29 +358,20 @@ class Background(Generic[T]):
         self.cpu_ms = 0.0
         """CPU time of `compute`, for which training may have waited. On the first rank, 0 until `compute` has returned;
         on the others always 0."""
-        self._compute = compute
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._future: Future[T] = Future()
         if is_first_rank():
-            self._thread = threading.Thread(target=self._run, name="adacc-solver")
-            self._thread.start()
+            threading.Thread(target=self._run, args=(compute,), name="adacc-solver").start()
 
     def result(self) -> T:
         """Wait for `compute`, and return its result on every rank. An error of `compute` is raised on every rank."""
-        return broadcast_from_first_rank(self._join)
+        return broadcast_from_first_rank(self._future.result)
 
-    def _run(self) -> None:
+    def _run(self, compute: Callable[[], T]) -> None:
         started = time.thread_time()
         try:
-            self._results.append(self._compute())
+            result = compute()
         except BaseException as error:  # raised again by `result`
-            self._error = error
-        self.cpu_ms = (time.thread_time() - started) * 1e3
-
-    def _join(self) -> Any:
-        assert self._thread is not None, "only the first rank has a thread"
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+            self._future.set_exception(error)
+        else:
+            self.cpu_ms = (time.thread_time() - started) * 1e3
+            self._future.set_result(result)

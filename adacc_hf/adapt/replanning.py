@@ -34,11 +34,6 @@ class Replanning:
         self._num_micro = num_micro
         """Micro-batches of a step."""
 
-    @property
-    def all(self) -> list[SizePolicy]:
-        """Size policies of the run."""
-        return self._choice.cache.all
-
     def start(self, step: int, size_policy: SizePolicy) -> None:
         """Start the solver on a thread. If the solver is running, start it again when its result is taken over.
 
@@ -46,19 +41,15 @@ class Replanning:
         """
         if size_policy.is_provisional:
             return
-        size_policy.must_solve = size_policy.replanner.is_solving
+        size_policy.must_solve = size_policy.due is not None
         if not size_policy.must_solve:
             size_policy.replanner.start_solving()
             size_policy.due = step + self._context.config.takeover_steps
 
-    def has_due(self, step: int) -> bool:
-        """Return True if a result of the solver is to be applied at the end of `step`."""
-        return any(size_policy.due is not None and step >= size_policy.due for size_policy in self.all)
-
     def take_over(self, step: int) -> bool:
         """Apply the solver's results that are due. Return True if a policy changed."""
         has_changed = False
-        for size_policy in self.all:
+        for size_policy in self._choice.cache.all:
             if size_policy.due is None or step < size_policy.due:
                 continue
             started = time.perf_counter()
@@ -122,8 +113,8 @@ class Replanning:
         size_policy.predicted_step_ms = None if step_ms is None else step_ms + extra_ms
         num_actions, num_channels = num_changes(before, policy)
         if num_actions:
-            size_policy.must_measure = self._context.turns.is_wanted = True
-            self._context.turns.wait(0)
+            size_policy.must_measure = self._context.must_measure = True
+            self._context.measure_after_steps(0)
         self._context.note(
             PolicyChanged(
                 step=step,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.events import Event, MemoryNoted
 from adacc_hf.adapt.profile_updates import SwitchedOff
-from adacc_hf.adapt.step_timer import CountingTurns
 from adacc_hf.artifacts.config import AdaccConfig
 
 RECORDED_STEPS = 2
@@ -36,8 +35,11 @@ class RunContext:
     """Number of the current step, counted from 1."""
     extra_ms: float = 0.0
     """Time in ms by which steps with tracking, solving, measuring or profiling took longer than normal steps."""
-    turns: CountingTurns = field(default_factory=CountingTurns)
-    """Schedule of the steps whose memory is measured."""
+    must_measure: bool = False
+    """True if the memory of a step is to be measured as soon as possible, once after each change of the policy."""
+    measure_after: int = 0
+    """Step after which memory may be measured."""
+    _pause: int = 0
 
     @property
     def memory_budget(self) -> str | float | int:
@@ -52,3 +54,17 @@ class RunContext:
     def note_memory(self, reason: str) -> None:
         """Append a statement on memory to the history, at the current step."""
         self.note(MemoryNoted(step=self.step, reason=reason))
+
+    def measure_after_steps(self, num_steps: int) -> None:
+        """Do not measure the memory of the next `num_steps` steps."""
+        self._pause, self.measure_after = 0, self.step + num_steps
+
+    def end_measurement(self, in_vain: bool) -> None:
+        """Record that the current step was measured. If it was `in_vain` (without a result), schedule another attempt.
+
+        There is no result under plans without a prediction or next to another profiler. The pause before the next
+        attempt then grows: 0, 1, 3, 7, ... steps.
+        """
+        self.must_measure = in_vain
+        self._pause = 2 * self._pause + 1 if in_vain else 0
+        self.measure_after = self.step + self._pause // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ from torch import nn
 from adacc_hf.adapt.checkpoint_files import save_files, save_history, warn_on_write_error
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
-from adacc_hf.adapt.optimizer_hooks import OptimizerProbe
+from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.adapt.run_profiler import RunProfiler
 from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.run.blocks import Installation
+
+log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
@@ -39,6 +44,14 @@ class Phase:
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result."""
         return run()
+
+    def tighten(self) -> str | None:
+        """Follow a policy with less memory after the step ran out of memory, or return why that is impossible."""
+        return "no policy that can change was active"
+
+    def advice(self) -> str:
+        """Return advice on the settings with which a step fits in memory."""
+        return "Use a smaller batch or shorter sequences"
 
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Handle the start of a forward on `inputs`, whose loss `compute_loss` computes, or the model itself if None.
@@ -100,12 +113,16 @@ class RunState:
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
         self.stats = FallbackStats()
+        self.batches = MicroBatches()
+        self.profiler = RunProfiler(config, loop)
+        self.profiler.inner_steps.expected = optimizer
         self.num_before = 0
         """Finished steps of the run that this one resumes; 0 for a new run."""
         self.num_steps = 0
         """Finished steps of this run, without `num_before`."""
         self.has_stepped = False
         """True if the optimizer has begun to update the weights in the current step."""
+        self._warned: set[str] = set()
         self._num_saved = 0
         """Number of the history's events that are saved already."""
         self._is_unsaved = False
@@ -124,6 +141,12 @@ class RunState:
         assert self.policy is not None
         return self.policy
 
+    def warn_once(self, text: str, *details: Any) -> None:
+        """Warn, once in the run for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *details)
+
     def note(self, event: Event) -> None:
         """Append `event` to the history."""
         self.history.append(event.to_record())
@@ -132,14 +155,14 @@ class RunState:
         """Set the policy that is followed from now on, and the profile it was solved for."""
         self.policy, self.profile = policy, profile
 
-    def watch_optimizer(self, watch: OptimizerProbe) -> None:
+    def watch_optimizer(self) -> None:
         """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured before.
 
         Steps before step number `profile_steps` are not measured, because the first one allocates the optimizer's
         state.
         """
-        if not watch.has_seen and self.num_steps >= self.config.profile_steps - 1:
-            watch.begin(self.loop.clips, self.model)
+        if not self.profiler.optimizer.has_seen and self.num_steps >= self.config.profile_steps - 1:
+            self.profiler.optimizer.begin(self.loop.clips, self.model)
 
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if part of it did not follow the policy."""
@@ -177,3 +200,14 @@ class RunState:
         if folder is not None and self.loop.is_first_rank:
             with warn_on_write_error(folder, REPORTS_LACK):
                 write(folder, self.history)
+
+
+def check_called(installation: Installation) -> None:
+    """Raise RuntimeError if no block's wrapper was called: another package has replaced the class's forward."""
+    uncalled = installation.uncalled()
+    if len(uncalled) == len(installation.blocks):
+        raise RuntimeError(
+            f"{len(uncalled)} of {len(installation.blocks)} blocks, {uncalled[0]} first, never reached Adacc in "
+            f"the first step: their class's forward was replaced (a fast-kernel patch?); name their class with "
+            f"AdaccConfig(block_classes=...) so that their forward is wrapped instead"
+        )

@@ -20,7 +20,7 @@ from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer
 from adacc_hf.adapt.phases import WarmUpPhase, resume
 from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget
 from adacc_hf.adapt.run_state import Phase, RunState
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
@@ -105,61 +105,53 @@ class AdaccSession:
         Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
         range or nn.DataParallel. The first step raises ValueError if `policy` needs more than `memory_budget`.
         """
-        check_arguments(type(self).__name__, config, policy)
-        self.config = (config or AdaccConfig()).with_overrides(**overrides)
-        own = loop is None
-        if own:
+        self.config = checked_config(type(self).__name__, config, policy, overrides)
+        self._is_own = loop is None
+        """True for a user's own loop, which sends no events."""
+        if self._is_own:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
-        self._run = RunState(self.config, policy, model, optimizer, loop)
-        self._watch = LoopHooks(self._run, compute_loss) if own else None
+        self.state = RunState(self.config, policy, model, optimizer, loop)
+        """State of the run, for a phase that an adapter defines."""
+        self.hooks = LoopHooks(self.state, compute_loss)
+        """Hooks that send the events of a user's own loop. Adapters may begin them too."""
         self._num_micro = 0
         """Micro-batches that have begun in the current step."""
-        self._is_in_step = self._has_begun = self._is_closed = False
+        self.is_closed = False
+        """True after `close` or `detach`: the model is restored, and has no policy of this session."""
+        self._is_in_step = self._has_begun = False
         self._is_explicit = False
         """True inside the context of `step`."""
         self._num_unseen = 0
         """Steps in a row in which the optimizer was not seen to step."""
-        self._warned: set[str] = set()
-        """Warnings so far, which come once each."""
         self._is_one = False
         """True if the current step is known to have one micro-batch: inside `step(batch)` or `run`."""
 
     @property
     def policy(self) -> Policy | None:
         """The current policy; None before there is one."""
-        return self._run.policy
+        return self.state.policy
 
     @property
     def profile(self) -> Profile | None:
         """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
-        return self._run.profile
+        return self.state.profile
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
         and the event's figures."""
-        return self._run.history
+        return self.state.history
 
     @property
     def num_steps(self) -> int:
         """Number of finished steps, including those before the checkpoint that `load` has read."""
-        return self._run.step
-
-    @property
-    def state(self) -> RunState:
-        """The run's state, for a phase that an adapter defines."""
-        return self._run
-
-    @property
-    def is_closed(self) -> bool:
-        """True after `close` or `detach`: the model is restored, and has no policy of this session."""
-        return self._is_closed
+        return self.state.step
 
     @property
     def phase(self) -> Phase:
         """The phase that the run is in."""
-        return self._run.phase
+        return self.state.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
         """Return figures of the policy and of the steps since the last call. Empty before there is a policy.
@@ -167,7 +159,7 @@ class AdaccSession:
         The keys are those that AdaccCallback logs. `logs` are the loop's own figures: from `loss` and `grad_norm` the
         accuracy guard detects spikes caused by codecs. All ranks must call this method at the same steps.
         """
-        return self.figures(logs or {}, is_on_all_ranks=True)
+        return self.phase.figures(logs or {}, is_on_all_ranks=True)
 
     # Methods for a user's own loop.
 
@@ -178,7 +170,7 @@ class AdaccSession:
         With a `batch`, the step has this one micro-batch. Without, the step has the micro-batches that run
         `with micro_batch(...)` inside. A step without a forward in train mode and with gradients on is not counted.
         """
-        if self._is_explicit or self._is_in_micro_batch:
+        if self._is_explicit or self.hooks.is_on:
             raise RuntimeError("session.step(...) within another one: leave its context first")
         self._end_last_step()
         self._is_explicit, self._is_one = True, batch is not None
@@ -198,13 +190,13 @@ class AdaccSession:
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
         """Return the context of one micro-batch: forward, backward and, in a step's last micro-batch, the optimizer's
         step, which may also come right after the context."""
-        if self._is_in_micro_batch:
+        if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
         with self._breaking_off():
             self._begin_micro_batch(batch)
             yield
         self.end_micro_batch()
-        if self._run.has_stepped and not self._is_explicit:
+        if self.state.has_stepped and not self._is_explicit:
             self.end_step()
 
     def run(self, fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -225,8 +217,7 @@ class AdaccSession:
 
     def _call(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Call `fn`, for the first time or after an out-of-memory error."""
-        if self._watch is not None:
-            self._watch.begin_micro_batch(batch)
+        self.hooks.begin_micro_batch(batch)
         return fn(batch)
 
     def save(self, folder: str | Path) -> None:
@@ -235,7 +226,7 @@ class AdaccSession:
         The folder may be the loop's own checkpoint folder. Before there is a policy, no file is written.
         """
         folder = Path(folder)
-        if self._run.loop.is_first_rank:
+        if self.state.loop.is_first_rank:
             folder.mkdir(parents=True, exist_ok=True)
             drop_files(folder)
             self.phase.save(folder)
@@ -257,21 +248,20 @@ class AdaccSession:
 
     def close(self) -> None:
         """Write the last files, and restore the model. Further calls have no effect."""
-        if not self._is_closed:
+        if not self.is_closed:
             self._end_last_step()
             self.phase.ends()
-            if self._watch is not None and self._run.num_steps == 0:
+            if self._is_own and self.state.num_steps == 0:
                 log.warning("Adacc: the session is closed without a step: train within session.step(batch)")
         self.detach()
 
     def detach(self) -> None:
         """Restore the model without writing files, as after an error. Further calls have no effect."""
-        self._is_closed = True
-        Applied.forget(self._run.model, self)
-        phase, self._run.phase = self.phase, Phase()
+        self.is_closed = True
+        Applied.forget(self.state.model, self)
+        phase, self.state.phase = self.phase, Phase()
         phase.remove()
-        if self._watch is not None:
-            self._watch.remove()
+        self.hooks.remove()
 
     def __enter__(self) -> AdaccSession:
         return self
@@ -286,9 +276,9 @@ class AdaccSession:
 
         The first step calls this method if no caller has.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")
-        run, source = self._run, self._run.source
+        run, source = self.state, self.state.source
         if remove_policy(run.model):
             log.warning("Adacc: the model's earlier policy or session is removed: a model has one of them")
         self._has_begun, run.num_before = True, step
@@ -301,22 +291,21 @@ class AdaccSession:
         else:
             resume(run, saved, step)
         run.model.__dict__[APPLIED] = Applied(self, self.detach)
-        if self._watch is not None:
-            self._watch.begin()
+        if self._is_own:
+            self.hooks.begin()
 
     def begin_with(self, phase: Phase) -> None:
         """Begin the run with `phase`, which the adapter has made."""
-        self._has_begun, self._run.phase = True, phase
+        self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """Begin a step. `step` is the number of finished steps, if the loop counts them itself."""
-        if not self._has_begun or (self._is_closed and self._watch is not None):  # an adapter may go on sending events
+        if not self._has_begun or (self.is_closed and self._is_own):  # an adapter may go on sending events
             self.begin()
         if optimizer is not None:
-            self._run.optimizer = optimizer
-        self._is_in_step, self._run.has_stepped, self._num_micro = True, False, 0
-        if self._watch is not None:
-            self._watch.num_forwards = 0
+            self.state.optimizer = optimizer
+        self._is_in_step, self.state.has_stepped, self._num_micro = True, False, 0
+        self.hooks.num_forwards = 0
         self.phase.begin_step(self.num_steps if step is None else step)
 
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
@@ -331,72 +320,52 @@ class AdaccSession:
 
     def end_micro_batch(self) -> None:
         """End the micro-batch."""
-        if self._watch is not None:
-            self._watch.is_on = False
+        self.hooks.is_on = False
         self.phase.end_micro_batch()
 
     def begin_optimizer_step(self) -> None:
         """Record that the optimizer is about to step."""
-        self._run.has_stepped = True
+        self.state.has_stepped = True
         self.phase.begin_optimizer_step()
-
-    def end_optimizer_step(self) -> None:
-        """Record that the optimizer has stepped."""
-        self.phase.end_optimizer_step()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """End a step. `step` is the number of finished steps, if the loop counts them itself. May profile the model."""
         if optimizer is not None:
-            self._run.optimizer = optimizer
+            self.state.optimizer = optimizer
         self._is_in_step = False
-        if self._watch is not None and not self._has_trained(self._watch):
+        if self._is_own and not self._has_trained():
             return
-        self._run.num_steps += 1
+        self.state.num_steps += 1
         self.phase.end_step(self.num_steps if step is None else step)
 
-    def _has_trained(self, watch: LoopHooks) -> bool:
+    def _has_trained(self) -> bool:
         """Return True if the step has trained the model. Warn of a missing forward or optimizer step."""
-        if watch.num_forwards == 0:
+        if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
-            why = "of the very model that the session was given" if self._run.model.training else "it is in eval mode"
-            self._warn(NO_FORWARD, why)
+            why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
+            self.state.warn_once(NO_FORWARD, why)
             return False
         if self._num_micro:
-            self._run.loop.num_micro = self._num_micro
-        self._num_unseen = 0 if self._run.has_stepped else self._num_unseen + 1
-        if not self._run.has_stepped:
+            self.state.loop.num_micro = self._num_micro
+        self._num_unseen = 0 if self.state.has_stepped else self._num_unseen + 1
+        if not self.state.has_stepped:
             self.phase.end_backward()
         if self._num_unseen == UNSEEN_STEPS:
-            self._warn(NOT_SEEN, UNSEEN_STEPS, "steps")
+            self.state.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
-
-    def _warn(self, text: str, *details: Any) -> None:
-        """Warn, once for each text."""
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning(text, *details)
-
-    @property
-    def _is_in_micro_batch(self) -> bool:
-        return self._watch is not None and self._watch.is_on
-
-    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        """Return the metrics to add to `logs`. `is_on_all_ranks` is True if all ranks log at this step."""
-        return self.phase.figures(logs, is_on_all_ranks)
 
     def _begin_micro_batch(self, batch: Any) -> None:
         if not self._is_explicit:
-            if self._run.has_stepped:
+            if self.state.has_stepped:
                 self._end_last_step()
             if not self._is_in_step:
                 self.begin_step()
         self._num_micro += 1
         if self._num_micro > MOST_MICRO and not self._is_explicit:
-            self._warn(NOT_SEEN, MOST_MICRO, "micro-batches")
-        if self._watch is not None:
-            if self._run.num_steps == 0:
-                self._run.loop.num_micro = 1 if self._is_one else MANY
-            self._watch.begin_micro_batch(batch)
+            self.state.warn_once(NOT_SEEN, MOST_MICRO, "micro-batches")
+        if self._is_own and self.state.num_steps == 0:
+            self.state.loop.num_micro = 1 if self._is_one else MANY
+        self.hooks.begin_micro_batch(batch)
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
@@ -411,9 +380,8 @@ class AdaccSession:
             yield
         except BaseException as error:
             is_first = self._is_in_step
-            self._is_in_step = self._run.has_stepped = False
-            if self._watch is not None:
-                self._watch.is_on = False
+            self._is_in_step = self.state.has_stepped = False
+            self.hooks.is_on = False
             self.phase.abandon_step()
             if is_first and may_try and isinstance(error, RuntimeError) and is_out_of_memory(error):
                 log.error(RETRY)
@@ -425,17 +393,3 @@ def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | Non
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
     return load_from_checkpoint(folder, memory_budget)
-
-
-def check_arguments(owner: str, config: Any, policy: Any) -> None:
-    """Raise TypeError if `config` is no AdaccConfig, or `policy` is no Policy, path or function."""
-    if config is not None and not isinstance(config, AdaccConfig):
-        raise TypeError(
-            f"config={config!r} is no AdaccConfig: give settings by name, as in {owner}(..., memory_budget=0.5), or "
-            f"pass AdaccConfig(memory_budget=0.5)"
-        )
-    if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
-        raise TypeError(
-            f"policy={policy!r} has type {type(policy).__name__}: give a Policy, the path of a file that Policy.save "
-            f"wrote, or a function that makes a Policy of a Profile"
-        )

@@ -1,4 +1,4 @@
-"""StepMeter and StepTimes: time and peak memory of steps. CountingTurns: the steps whose memory is measured."""
+"""StepMeter: peak memory of a step. StepTimes: times of the steps at one batch size."""
 
 from __future__ import annotations
 
@@ -19,31 +19,22 @@ from adacc_hf.torch_glue.private import is_profiling
 
 
 class StepMeter:
-    """A meter of the wall time of every step and, in steps for which `count_memory` is called, of the peak memory."""
+    """A meter of the peak memory of a step, between `begin` and `end_backward`, if `count_memory` is called."""
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
         """Peak memory of the current or last step, without the optimizer's step. None if it was not measured."""
-        self.step_ms: float | None = None
-        """Wall time of the last step."""
         self.counting_ms = 0.0
         """Time taken in the last step to begin and end the measurement of memory, without the events in between."""
         self.moments: dict[str, int] = {}
         """Peak memory of each moment of the step (see `StepMarker`), if `count_memory` was given the blocks."""
-        self._started: float | None = None
         self._marks: StepMarker | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
         """Live bytes before the last measured step: parameters, buffers, gradients and optimizer state."""
 
-    @property
-    def is_counting(self) -> bool:
-        """True while the memory of the current step is measured."""
-        return self._memory is not None
-
     def begin(self) -> None:
-        self._started = time.perf_counter()
-        self.step_ms = self.peak_bytes = None
+        self.peak_bytes = None
         self.moments = {}
         self.counting_ms = 0.0
 
@@ -77,10 +68,6 @@ class StepMeter:
                     self.moments = {m: self.static_bytes + peak for m, peak in moment_peaks(memory.points).items()}
             self.counting_ms += (time.perf_counter() - started) * 1e3
 
-    def end(self) -> None:
-        if self._started is not None:
-            self.step_ms = (time.perf_counter() - self._started) * 1e3
-
     def close(self) -> None:
         """End the measurement of memory without a result. Has no effect if memory is not being measured."""
         if self._memory is not None:
@@ -89,34 +76,6 @@ class StepMeter:
         if self._marks is not None:
             self._marks.remove()
         self._memory = self._marks = None
-
-
-class CountingTurns:
-    """A schedule of the steps whose memory is measured: one after each change of the policy.
-
-    A measurement may have no result, as under plans without a prediction or next to another profiler. The pause before
-    the next attempt then grows: 0, 1, 3, 7, ... steps.
-    """
-
-    def __init__(self) -> None:
-        self.is_wanted = False
-        """True if a step is to be measured as soon as possible."""
-        self._num_steps = self._from = self._pause = 0
-
-    def wait(self, num_steps: int) -> None:
-        """Measure none of the next `num_steps` steps."""
-        self._pause, self._from = 0, self._num_steps + num_steps
-
-    def begin_step(self) -> bool:
-        """Count the step that begins. Return True if its memory is to be measured."""
-        self._num_steps += 1
-        return self.is_wanted and self._num_steps > self._from
-
-    def ended(self, in_vain: bool) -> None:
-        """Record that a step was measured. If it was `in_vain` (without a result), schedule another attempt."""
-        self.is_wanted = in_vain
-        self._pause = 2 * self._pause + 1 if in_vain else 0
-        self._from = self._num_steps + self._pause // 2
 
 
 MAX_STEPS = 64

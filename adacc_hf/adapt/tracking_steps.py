@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from adacc_hf.adapt.events import GuardVerdict
-from adacc_hf.adapt.outlier_tracking import NamedObservation
+from adacc_hf.adapt.outlier_tracking import Observation
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.replanner import Tracking
 from adacc_hf.adapt.replanning import Replanning
@@ -14,18 +14,6 @@ from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.torch_glue.batch_shapes import describe
 
 log = logging.getLogger(__name__)
-
-
-def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Return True if outliers are tracked `steps_since` steps after the policy was set.
-
-    With "exponential" after 1, 2, 4, ... steps, with a number N after every N steps.
-    """
-    if tracking == "off" or steps_since < 1:
-        return False
-    if tracking == "exponential":
-        return steps_since & (steps_since - 1) == 0
-    return steps_since % int(tracking) == 0
 
 
 class TrackingSteps:
@@ -37,13 +25,8 @@ class TrackingSteps:
         self._choice, self._replanning, self._context = choice, replanning, context
         self._has_said_room = False
 
-    def begin_step(self, step: int) -> None:
-        """Start tracking if `step` is a tracking step, or if the accuracy guard has a suspicion."""
-        is_due = is_tracking_step(step - self._context.policy_step, self._context.config.tracking)
-        if is_due or self._context.guard.suspicion is not None:
-            self._start()
-
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Measure in this step. If the accuracy guard has a suspicion, compare gradients of all kinds of blocks."""
         every_kind = self._context.guard.suspicion is not None
         for size_policy in self._choice.cache.all:
             if size_policy.replanner.has_work():
@@ -53,7 +36,7 @@ class TrackingSteps:
         # On a CPU, measuring memory needs a profiler and takes as long as a step, so it is not repeated for unchanged
         # actions while tracking.
         must_measure = any(size_policy.must_measure for size_policy in self._choice.cache.all)
-        self._context.turns.is_wanted = not self.is_on or must_measure
+        self._context.must_measure = not self.is_on or must_measure
 
     def _say_room(self) -> None:
         """Log once that the budget has too little room for the guard's comparisons."""
@@ -79,7 +62,7 @@ class TrackingSteps:
         suspicion = guard.take_suspicion()
         must_solve, is_degraded = {}, False
         tracked = [size_policy for size_policy in size_policies if size_policy.replanner.is_tracking]
-        observed = NamedObservation.merged([size_policy.replanner.observed() for size_policy in tracked])
+        observed = Observation.merged([size_policy.replanner.observed() for size_policy in tracked])
         for size_policy in size_policies:
             tracking = size_policy.replanner.reprice(observed)
             must_solve[id(size_policy)] = tracking.needs_solving

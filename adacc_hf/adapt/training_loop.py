@@ -1,18 +1,26 @@
-"""TrainingLoop: the facts about a training loop that a session asks for, here for a user's own loop.
+"""TrainingLoop and SessionAdapter: base classes of a session's adapters for other trainers.
 
-The subclass for the Trainer is in `callbacks/trainer_loop.py`. An adapter of another trainer derives its own subclass.
+TrainingLoop itself is for a user's own loop. Its subclass for the Trainer is in `callbacks/trainer_loop.py`.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.memory_profile import NoSync
 from adacc_hf.torch_glue.distributed import is_first_rank
+
+if TYPE_CHECKING:
+    from adacc_hf.adapt.policy_builder import PolicySource
+    from adacc_hf.adapt.session import AdaccSession
 
 NO_BATCH = (
     "AdaccSession saw no batch: within session.step(batch), the model has to be called once, in train mode, with "
@@ -21,12 +29,19 @@ NO_BATCH = (
     "AdaccSession(..., compute_loss=lambda model, batch: ...)"
 )
 
+SEVERAL_CALLS = (
+    "the model is called a second time within one micro-batch, but the policy is for one call: to profile all calls, "
+    "pass the function that computes the loop's loss, AdaccSession(..., compute_loss=lambda model, batch: ...)"
+)
+
 
 class TrainingLoop:
     """Facts about a user's own training loop, and contexts for profiling within it."""
 
     no_batch = NO_BATCH
     """Text of the error that is raised if no batch can be profiled."""
+    several_calls = SEVERAL_CALLS
+    """Text of the error and the warning if the model is called twice in a micro-batch."""
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro
@@ -70,3 +85,61 @@ class TrainingLoop:
     def no_sync(self, model: nn.Module) -> NoSync | None:
         """Return the `no_sync` context maker, if micro-batches before a step's last delay the gradient exchange."""
         return None
+
+
+class SessionAdapter:
+    """Settings of a session, and results of its runs, that all adapters of other trainers have."""
+
+    def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
+        self.config = checked_config(type(self).__name__, config, policy, overrides)
+        self._source = policy
+        self._session: Any = None
+        """The session of the current run, or of the last one. None only before the first event of a run."""
+
+    @property
+    def session(self) -> AdaccSession | None:
+        """The AdaccSession of the current run, or of the last one. None before the first run."""
+        return self._session
+
+    @property
+    def policy(self) -> Policy | None:
+        """The current policy; None before there is one."""
+        return None if self.session is None else self.session.policy
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
+        return None if self.session is None else self.session.profile
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
+        and the event's figures. A "fallback" counts the steps that left the policy for one reason. A resumed run
+        continues the history of its checkpoint."""
+        return [] if self.session is None else self.session.history
+
+    @property
+    def _is_solved(self) -> bool:
+        """True if the user's policy is used from the first step, also if a checkpoint has another one."""
+        return isinstance(self._source, (str, Path, Policy))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
+
+def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, Any]) -> AdaccConfig:
+    """Return `config` with `overrides`.
+
+    Raises TypeError if `config` is no AdaccConfig, or `policy` is no Policy, path or function.
+    """
+    if config is not None and not isinstance(config, AdaccConfig):
+        raise TypeError(
+            f"config={config!r} is no AdaccConfig: give settings by name, as in {owner}(..., memory_budget=0.5), or "
+            f"pass AdaccConfig(memory_budget=0.5)"
+        )
+    if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
+        raise TypeError(
+            f"policy={policy!r} has type {type(policy).__name__}: give a Policy, the path of a file that Policy.save "
+            f"wrote, or a function that makes a Policy of a Profile"
+        )
+    return (config or AdaccConfig()).with_overrides(**overrides)

@@ -10,20 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf.adapt.policy_builder import PolicySource
-from adacc_hf.adapt.session import AdaccSession, check_arguments
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.session import AdaccSession
+from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.memory import is_out_of_memory
-from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +46,7 @@ FILES = "files"
 """Key, in the callback's state, of the session's files: a dict of bytes by file name."""
 
 
-class AdaccLightningCallback(Callback):
+class AdaccLightningCallback(SessionAdapter, Callback):
     """Callback that trains a language model in a LightningModule within a memory budget, as AdaccCallback does.
 
     The callback needs automatic optimization with one optimizer, on one device or with DDP. It logs AdaccCallback's
@@ -80,42 +76,11 @@ class AdaccLightningCallback(Callback):
 
         Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
         """
-        check_arguments(type(self).__name__, config, policy)
-        self.config = (config or AdaccConfig()).with_overrides(**overrides)
-        self._model, self._source = model, policy
-        self._session: AdaccSession | None = None
-        """The session of the current run, or of the last one."""
-        self._hook: Any = None
-        """Handle of the model's forward hook. None outside a run."""
+        super().__init__(config, policy, overrides)
+        self._model = model
         self._files: dict[str, bytes] = {}
         """Files of the session: read from a checkpoint before a run, saved at the end of a run."""
-        self._is_in_step = self._is_in_micro_batch = self._has_stepped = False
-        self._is_busy = False
-        """True while the session profiles. Calls of the model are then not the loop's."""
-        self._num_calls = self._num_forwards = 0
-        """Training calls of the model in the current micro-batch, and in the current step."""
-        self._warned: set[str] = set()
-        """Warnings so far, which come once each."""
-
-    @property
-    def session(self) -> AdaccSession | None:
-        """The AdaccSession of the current run, or of the last one. None before the first run."""
-        return self._session
-
-    @property
-    def policy(self) -> Policy | None:
-        """The current policy; None before there is one."""
-        return None if self._session is None else self._session.policy
-
-    @property
-    def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
-        return None if self._session is None else self._session.profile
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Events of the run, as `AdaccSession.history`."""
-        return [] if self._session is None else self._session.history
+        self._is_in_step = False
 
     # Lightning's hooks, in the order in which they are called.
 
@@ -134,11 +99,11 @@ class AdaccLightningCallback(Callback):
         if not self._resumes(self._session):
             self._session.begin(None, trainer.global_step)
         self._files = {}
-        self._hook = model.register_forward_pre_hook(ModelHook(self._begin_forward), with_kwargs=True)
+        self._session.hooks.begin(watches_optimizer=False)
 
     def _resumes(self, session: AdaccSession) -> bool:
         """Load the checkpoint's files into the session. Return True if the run begins with their policy."""
-        if isinstance(self._source, (str, Path, Policy)) or not self._files:
+        if self._is_solved or not self._files:
             return False
         with TemporaryDirectory(prefix="adacc_hf-") as folder:
             for name, content in self._files.items():
@@ -146,74 +111,52 @@ class AdaccLightningCallback(Callback):
             return session.load(folder)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        session = self._active_session
+        session = self._session
         if not self._is_in_step:
-            self._is_in_step, self._has_stepped, self._num_forwards = True, False, 0
+            self._is_in_step = True
             session.begin_step(trainer.global_step, trainer.optimizers[0])
-        self._is_in_micro_batch, self._num_calls = True, 0
+        session.hooks.begin_micro_batch()
         session.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
-    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle a call of the model. The calls of training are in train mode, with gradients on."""
-        if not self._is_in_micro_batch or self._is_busy or not module.training or not torch.is_grad_enabled():
-            return
-        session = self._active_session
-        self._num_calls += 1
-        self._num_forwards += 1
-        if self._num_calls == 2:
-            if session.state.num_steps == 0:
-                raise RuntimeError(SEVERAL_CALLS)
-            self._warn("Adacc: %s; until then a step may take more than memory_budget", SEVERAL_CALLS)
-        inputs = by_name(module, args, kwargs)
-        if inputs is None:
-            return
-        # Lightning's autocast is around the model's call, and no longer around the step.
-        session.state.loop.note_autocast(next(module.parameters()).device.type)
-        self._is_busy = True
-        try:
-            session.phase.begin_forward(inputs, None)
-        finally:
-            self._is_busy = False
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._has_stepped = True
-        self._active_session.begin_optimizer_step()
+        self._session.begin_optimizer_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        session = self._active_session
-        self._is_in_micro_batch = False
+        session = self._session
         session.end_micro_batch()
-        if not self._has_stepped:
+        if not session.state.has_stepped:
             return
-        session.end_optimizer_step()
+        session.phase.end_optimizer_step()
         self._is_in_step = False
-        if self._num_forwards == 0:
+        if session.hooks.num_forwards == 0:
             session.phase.abandon_step()
-            self._warn(NO_FORWARD, type(session.state.model).__name__)
+            session.state.warn_once(NO_FORWARD, type(session.state.model).__name__)
             return
         session.end_step(trainer.global_step, trainer.optimizers[0])
         interval = getattr(trainer, "log_every_n_steps", 0)  # Lightning does not declare the attribute
         if interval and trainer.global_step % interval == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-            figures = session.figures({} if loss is None else {"loss": float(loss)}, is_on_all_ranks=True)
+            figures = session.metrics(None if loss is None else {"loss": float(loss)})
             pl_module.log_dict({name: float(value) for name, value in figures.items()}, on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._hook is not None and self._session is not None:
+        if self.session is not None and not self._session.is_closed:
             self._files = saved_files(self._session)
         return {FILES: self._files} if self._files else {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.state_dict()  # for checkpoints that are saved after training
+        session = self._session
         if self._is_in_step:
-            self._active_session.phase.abandon_step()  # training ended before the optimizer's step
-        self._active_session.phase.ends()
+            session.phase.abandon_step()  # training ended before the optimizer's step
+        session.phase.ends()
         self.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._hook is not None and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
+        is_running = self.session is not None and not self._session.is_closed
+        if is_running and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
             log.error(OUT_OF_MEMORY, trainer.global_step + 1, self.config.memory_budget)
         with suppress(OSError):  # the error that ends the run must not be replaced by another one
             self.state_dict()  # for checkpoints that are saved after the exception
@@ -224,33 +167,16 @@ class AdaccLightningCallback(Callback):
 
     def detach(self) -> None:
         """Restore the model. Further calls have no effect."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
-        self._is_in_step = self._is_in_micro_batch = self._has_stepped = self._is_busy = False
-        if self._session is not None:
+        self._is_in_step = False
+        if self.session is not None:
             self._session.detach()
-
-    @property
-    def _active_session(self) -> AdaccSession:
-        """The session of the current run. Only during a run."""
-        assert self._session is not None
-        return self._session
-
-    def _warn(self, text: str, *details: Any) -> None:
-        """Warn, once for each text."""
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning(text, *details)
-
-    def __repr__(self) -> str:
-        return f"AdaccLightningCallback({self.config!r})"
 
 
 class LightningLoop(TrainingLoop):
     """Facts about the training loop of Lightning's Trainer in automatic optimization."""
 
     no_batch = NO_BATCH
+    several_calls = SEVERAL_CALLS
 
     def __init__(self, accumulate_grad_batches: int, folder: str | None) -> None:
         # Lightning zeroes the last step's gradients only after the forward. So at least two micro-batches are assumed:

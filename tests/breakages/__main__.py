@@ -68,8 +68,8 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/adapt/oom_retry.py", "return int(TIGHTER * min(", "return int(min("),
     ("adacc_hf/adapt/oom_retry.py", "            parameter.grad = gradient\n", "            pass\n"),
     ("adacc_hf/adapt/policy_selection.py", "if gain <= MIN_GAIN * now_ms:", "if gain <= 0:"),
-    ("adacc_hf/adapt/diverged_batches.py", "2 * self._num_diverged >", "self._num_diverged >"),
-    ("adacc_hf/adapt/full_recompute.py", "if all(gather_from_all_ranks(not skipped_blocks)):", "if True:"),
+    ("adacc_hf/adapt/fallback_stats.py", "2 * self._num_diverged >", "self._num_diverged >"),
+    ("adacc_hf/adapt/phases.py", "if all(gather_from_all_ranks(not skipped_blocks)):", "if True:"),
     # Annexes.
     ("adacc_hf/compiler/knapsack.py", "[(x, -ms) for x, ms", "[(x, ms) for x, ms"),
     ("adacc_hf/compiler/compress_pass.py", ".permute(inverse_order),)", ",)"),

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import full_recompute as profiling
+from adacc_hf.adapt import phases as profiling
 from adacc_hf.adapt.run_profiler import profile_resized
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.eval.zoo.configs import architectures

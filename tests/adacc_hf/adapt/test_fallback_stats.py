@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
 
-import adacc_hf.adapt.profile_requests as requests_module
+import adacc_hf.adapt.policy_phases as phases_module
 import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt.policy_choice import PolicyChoice
-from adacc_hf.adapt.restart import OTHER_OPERATORS
+from adacc_hf.adapt.profile_requests import OTHER_OPERATORS
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.files import HISTORY_FILE
 from adacc_hf.cli import main
@@ -265,7 +265,7 @@ def test_a_path_that_takes_more_than_the_budget_is_said(make_trainer, monkeypatc
 def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeypatch, num_padded):
     """The profiled batch has no padding. Once most other batches have padding, one of them is profiled and its policy
     is used."""
-    monkeypatch.setattr(requests_module, "LOOK_STEPS", 4)
+    monkeypatch.setattr(phases_module, "LOOK_STEPS", 4)
     padded = range(2, 2 + num_padded)
     trained = []
     for callbacks in ([], [AdaccCallback(**LOSSLESS, memory_budget=0.4)]):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig
-from adacc_hf.adapt.full_recompute import MOST_STEPS, FullRecompute, is_ready
+from adacc_hf.adapt.phases import MOST_STEPS, FullRecompute, is_ready
 from adacc_hf.artifacts.errors import UncalledBlocksError
 
 

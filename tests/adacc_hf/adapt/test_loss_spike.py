@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacc_hf.adapt.loss_spike import MIN_LOSSES, WINDOW, LossSpikeDetector
+from adacc_hf.adapt.codec_guard import MIN_LOSSES, WINDOW, LossSpikeDetector
 
 STEADY = [3.0, 3.1, 2.9, 3.05, 2.95] * 4
 

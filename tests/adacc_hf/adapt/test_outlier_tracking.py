@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from adacc_hf.adapt.gradient_check import GradientError
-from adacc_hf.adapt.outlier_tracking import Measurements, MeasuringCodec, NamedObservation, Observation
-from adacc_hf.adapt.tracking_steps import is_tracking_step
+from adacc_hf.adapt.outlier_tracking import Measurements, MeasuringCodec, Observation
+from adacc_hf.adapt.policy_phases import is_tracking_step
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.kernels.codecs import get_codec
@@ -176,7 +176,7 @@ def test_the_worst_of_two_sizes_counts():
         gradients={0: GradientError(error=0.9, cosine=0.1)},
         degrading_codecs=frozenset(),
     )
-    merged = NamedObservation.merged([FOUND.by_name(PAIRS), single_observation.by_name(single)])
+    merged = Observation.merged([FOUND.by_name(PAIRS), single_observation.by_name(single)])
     observation = merged.for_profile(PAIRS)
     assert observation.num_outliers == {(0, 1): 9, (1, 0): 5}
     assert observation.errors == FOUND.errors

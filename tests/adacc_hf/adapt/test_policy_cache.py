@@ -42,20 +42,20 @@ def test_sizes_of_which_no_profile_tells_run_under_the_smallest_around(profiled)
 
 def test_a_size_that_fits_in_none_wants_a_profile_at_once_unless_none_could_tell_of_all_sizes(profiled):
     profiled.around(ids(20))
-    assert most_wanted([profiled.unplanned()]) is None
+    assert most_wanted([profiled.unplanned]) is None
     profiled.around(ids(40))
-    assert most_wanted([profiled.unplanned()]) == ids(40)
+    assert most_wanted([profiled.unplanned]) == ids(40)
     profiled.can_run_on_parts = False
     profiled.around(ids(100))
-    assert most_wanted([profiled.unplanned()]) == ids(40)
+    assert most_wanted([profiled.unplanned]) == ids(40)
 
 
 def test_sizes_that_never_come_again_are_not_remembered_for_ever(profiled):
     profiled.can_run_on_parts = False
     for length in range(5000):
         assert profiled.around(parts(1000 + length)) is None
-    assert len(profiled.unplanned()) == MAX_UNPLANNED
-    assert most_wanted([profiled.unplanned()]) is None
+    assert len(profiled.unplanned) == MAX_UNPLANNED
+    assert most_wanted([profiled.unplanned]) is None
     for length in range(ENOUGH_SEEN * 100):
         profiled.around(parts(length % 100))
-    assert most_wanted([profiled.unplanned()]) is not None
+    assert most_wanted([profiled.unplanned]) is not None

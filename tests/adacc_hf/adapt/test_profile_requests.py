@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from run_builders import events, refuse_profiles_of, run_lengths
 
 from adacc_hf import AdaccCallback
+from adacc_hf.adapt.profile_requests import (
+    FALLBACK_MODES,
+    MORE_BLOCKS,
+    MOST_TRIES,
+    OTHER_OPERATORS,
+    ProfileRequests,
+)
 
 
 def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(
@@ -17,3 +27,65 @@ def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_polic
     (memory,) = [event for event in events(callback, "memory") if "reason" in event]
     assert memory["reason"] == "input_ids 4x32, labels 4x32: there is no memory to profile them in"
     assert len(events(callback, "policy")) == 1
+
+
+def fake_requests():
+    """Return requests of one rank, and the state that they ask about: of blocks, and of batches that diverge."""
+    state = SimpleNamespace(skipped=[], uncalled=[], idle=set(), num_calls=0, diverged=False, most_diverged=False)
+    cache = SimpleNamespace(idle_blocks=state.idle, is_full=True)
+    diverged = SimpleNamespace(most_diverged=lambda: state.most_diverged)
+    choice = SimpleNamespace(cache=cache, diverged=diverged)
+    block = SimpleNamespace(num_calls=0)
+    installation = SimpleNamespace(
+        blocks={"h.1": block}, skipped_blocks=lambda: state.skipped, uncalled=lambda: state.uncalled
+    )
+    return ProfileRequests(choice, installation), state, block, diverged
+
+
+def request(why):
+    """Return requests that search for a batch to start over with, for the reason `why`."""
+    requests, state, block, diverged = fake_requests()
+    if why == MORE_BLOCKS:
+        state.idle.add("h.1")
+        block.num_calls = 1
+    else:
+        state.most_diverged = True
+    requests.end_step(is_turn=True)
+    assert (requests.why, requests.num_tries) == (why, MOST_TRIES)
+    return requests, state, diverged
+
+
+def test_nothing_is_searched_for_at_first():
+    requests, *_ = fake_requests()
+    assert (requests.why, requests.num_tries) == ("", 0)
+    requests.end_step(is_turn=True)
+    assert requests.num_tries == 0
+
+
+@pytest.mark.parametrize(
+    ("why", "is_complete", "has_diverged", "expected"),
+    [
+        (MORE_BLOCKS, True, False, True),
+        (MORE_BLOCKS, False, True, False),
+        (OTHER_OPERATORS, True, True, True),
+        (OTHER_OPERATORS, True, False, False),
+        (OTHER_OPERATORS, False, True, False),
+    ],
+)
+def test_a_batch_is_taken_if_it_calls_every_block_and_shows_the_reason(why, is_complete, has_diverged, expected):
+    requests, state, diverged = request(why)
+    diverged.has_diverged = has_diverged
+    state.skipped = [] if is_complete else ["h.0"]
+    assert requests.can_restart() == expected
+
+
+def test_a_search_ends_after_so_many_batches_and_a_reason_is_remembered():
+    assert {MORE_BLOCKS, OTHER_OPERATORS} == set(FALLBACK_MODES)
+    requests, _, diverged = request(OTHER_OPERATORS)
+    diverged.has_diverged = False
+    for _ in range(MOST_TRIES):
+        assert requests.num_tries > 0
+        assert not requests.can_restart()
+    assert requests.num_tries == 0
+    requests.end_step(is_turn=True)
+    assert requests.num_tries == 0, "each reason begins one search"

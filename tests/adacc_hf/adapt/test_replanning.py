@@ -43,8 +43,8 @@ def test_what_was_being_solved_for_more_memory_is_not_taken_over(make_trainer, l
     class SolveFromStep3(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                controller = callback.session.phase.controller
-                controller.replanning.start(3, controller.shown)
+                phase = callback.session.phase
+                phase.replanning.start(3, phase.choice.shown)
 
     trainer = make_trainer([callback, SolveFromStep3()], trainer_class=failing((5, "forward")), max_steps=7)
     trainer.train()
@@ -60,9 +60,9 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     class NoteBudgets(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == state.max_steps:
-                controller = callback.session.phase.controller
-                budgets = {s.shapes: s.replanner.memory_budget for s in controller.choice.cache.all}
-                recorded_budgets.append((controller.context.memory_budget, budgets))
+                phase = callback.session.phase
+                budgets = {s.shapes: s.replanner.memory_budget for s in phase.choice.cache.all}
+                recorded_budgets.append((phase.context.memory_budget, budgets))
 
     class Failing(failing((23, "forward")), InOrder):
         """Trainer that runs out of memory at 16 tokens."""

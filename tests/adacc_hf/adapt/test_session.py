@@ -674,12 +674,12 @@ def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with AdaccSession(model, optimizer, **config) as session:
         one_step(session, model, optimizer, batch_of(0, 8, 40), [])
-        controller, profile = session.phase.controller, session.profile
+        phase, profile = session.phase, session.profile
         lossy = lossy_options(profile, [block.name for block in profile.blocks])
-        controller.context.guard.switched_off = in_all_blocks(profile, lossy)
-        assert controller.context.switched_off
+        phase.context.guard.switched_off = in_all_blocks(profile, lossy)
+        assert phase.context.switched_off
         one_step(session, model, optimizer, batch_of(1, 24, 60), [])
-        _, larger = controller.choice.cache.all
+        _, larger = phase.choice.cache.all
         assert larger.is_provisional
         codecs = {c.codec for plan in larger.replanner.policy.plans for _, c in plan.choices if c.codec}
         assert codecs <= {"bitmask"}, "what is lossless"
@@ -716,13 +716,13 @@ def test_what_a_counted_step_lacked_is_known_to_the_run_that_resumes(tmp_path, m
     optimizer = torch.optim.AdamW(model.parameters())
     session = AdaccSession(model, optimizer, **settings)
     train_on(session, model, optimizer, BATCHES[:5])
-    before = session.phase.controller.context
+    before = session.phase.context
     assert (before.missing_bytes, before.counted_elements) == ({"forward, head and loss": 1000}, 2 * 8 * 16)
     session.save(tmp_path)
     session.close()
     resumed = AdaccSession(model, optimizer, **settings)
     assert resumed.load(tmp_path)
-    after = resumed.phase.controller.context
+    after = resumed.phase.context
     assert (after.missing_bytes, after.counted_elements) == (before.missing_bytes, before.counted_elements)
     resumed.close()
 

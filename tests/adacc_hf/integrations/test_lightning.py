@@ -204,7 +204,7 @@ def test_each_length_gets_a_policy(fit):
 
     class Watch(lightning.Callback):
         def on_train_batch_end(self, *args) -> None:
-            policies.append(len(callback.session.phase.controller.choice.cache.all))
+            policies.append(len(callback.session.phase.choice.cache.all))
 
     module, _ = fit([callback, Watch()], loader=loader, max_steps=12)
     assert_equal_training(module, plain)

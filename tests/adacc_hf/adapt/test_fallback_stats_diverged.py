@@ -2,8 +2,7 @@
 
 import pytest
 
-from adacc_hf.adapt.diverged_batches import DivergedBatches
-from adacc_hf.adapt.fallback_stats import full_recomputation
+from adacc_hf.adapt.fallback_stats import DivergedBatches, full_recomputation
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.adapt.size_policy import SizePolicy
 from adacc_hf.artifacts.config import AdaccConfig

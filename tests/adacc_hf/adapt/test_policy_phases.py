@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from transformers import Trainer, TrainerCallback
 
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.phases import AdaptivePhase
+from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
 from adacc_hf.adapt.step_timer import StepMeter
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.run.call import Recording
 from adacc_hf.run.validated_call import ValidatedCall
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape import call_key as known_shapes
 
 COMPRESS = {"actions": ("retain", "compress"), "min_compress_bytes": 4096, "memory_budget": 0.45}
@@ -204,7 +206,7 @@ def test_a_codec_that_is_switched_off_is_so_at_every_size(make_trainer, make_mod
     class RecordPolicies(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if isinstance(callback.session.phase, AdaptivePhase):
-                size_policies = callback.session.phase.controller.choice.cache.all
+                size_policies = callback.session.phase.choice.cache.all
                 policies[state.global_step] = [s.replanner.policy for s in size_policies]
 
     settings = {"memory_budget": 0.9, "min_compress_bytes": 1024, "tracking": step + 2}
@@ -269,3 +271,71 @@ def test_normal_steps_run_the_same_operators_with_and_without_tracking(make_trai
     assert len(tracked[5]) > len(off[5])
     assert tracked[3] == off[3]
     assert tracked[4] == off[4]
+
+
+@pytest.fixture
+def fake_profile(gpt2_like_profile):
+    return gpt2_like_profile()
+
+
+@pytest.fixture
+def recomputing(fake_profile):
+    return uniform_policy(fake_profile, "recompute")
+
+
+def fake_run(policy, profile, overhead_ms):
+    stats = SimpleNamespace(overhead_ms=overhead_ms, logged=lambda: None)
+    return SimpleNamespace(active_policy=policy, profile=profile, stats=stats, fallback_figures=dict)
+
+
+def figures(policy, profile, overhead_ms=None):
+    """Return the figures of a policy that never changes."""
+    return FixedPolicyPhase(fake_run(policy, profile, overhead_ms), None).figures({}, is_on_all_ranks=True)
+
+
+class PhaseOfOneSize(AdaptivePhase):
+    """Phase whose parts a test sets."""
+
+    __init__ = FixedPolicyPhase.__init__
+
+
+def adaptive_figures(policy, profile, has_work, **shown):
+    """Return the figures of a policy that follows the data. `shown` are figures of the current size's policy."""
+    measured = {"measured_peak_bytes": None, "error": None, "gradient_error": None, **shown}
+    size_policy = SimpleNamespace(replanner=SimpleNamespace(has_work=lambda: has_work), **measured)
+    phase = PhaseOfOneSize(fake_run(policy, profile, None), None)
+    phase.choice = SimpleNamespace(shown=size_policy, cache=SimpleNamespace(all=[size_policy]))
+    phase.context = SimpleNamespace(extra_ms=2.5, guard=SimpleNamespace(logged=lambda *_: None))
+    return phase.figures({}, is_on_all_ranks=True)
+
+
+def test_a_policy_without_a_profile_has_its_predictions(recomputing):
+    assert figures(recomputing, None) == {
+        "adacc/stored_gib": recomputing.predicted_stored_bytes / 2**30,
+        "adacc/peak_gib": recomputing.predicted_peak_bytes / 2**30,
+        "adacc/overhead_ms": recomputing.predicted_overhead_ms,
+    }
+
+
+def test_the_measured_overhead_comes_before_the_predicted_one_even_if_it_is_zero(recomputing):
+    assert recomputing.predicted_overhead_ms > 0
+    assert figures(recomputing, None, 0.0)["adacc/overhead_ms"] == 0.0
+
+
+def test_the_rate_is_that_of_plain_training_s_bytes(recomputing, fake_profile):
+    rate = recomputing.predicted_stored_bytes / fake_profile.plain_stored_bytes
+    assert 0 < rate < 1
+    assert figures(recomputing, fake_profile)["adacc/compression_rate"] == rate
+
+
+def test_errors_are_zero_where_nothing_is_compressed_with_loss(recomputing, fake_profile):
+    found = adaptive_figures(recomputing, fake_profile, False, error=0.3, measured_peak_bytes=2**29)
+    assert (found["adacc/error"], found["adacc/gradient_error"]) == (0.0, 0.0)
+    assert found["adacc/measured_peak_gib"] == 0.5
+    assert found["adacc/tracking_ms"] == 2.5
+
+
+def test_figures_that_are_not_measured_yet_are_left_out(recomputing, fake_profile):
+    found = adaptive_figures(recomputing, fake_profile, True, gradient_error=0.25)
+    assert found["adacc/gradient_error"] == 0.25
+    assert not {"adacc/error", "adacc/measured_peak_gib"} & found.keys()

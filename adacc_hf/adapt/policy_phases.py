@@ -1,0 +1,396 @@
+"""FixedPolicyPhase and AdaptivePhase: training under one policy, or under policies that follow data and batch sizes.
+
+NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step does only 2.
+1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
+2. Micro-batch: the policy for its size is applied (policy_choice.py). If the micro-batch runs out of memory, it runs
+   again under a tighter policy.
+3. Step ends: a) measurements change the prices (tracking_steps.py, peak_check.py); b) results of solver runs that began
+   `takeover_steps` steps ago are applied; c) solver runs start where prices have changed (replanning.py); d) sizes
+   that were seen often, and batches that train more blocks, are requested for a profile (profile_requests.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
+from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.oom_retry import advice, run_with_retry
+from adacc_hf.adapt.peak_check import PeakCheck
+from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
+from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.profile_requests import FALLBACK_MODES, ProfileRequests
+from adacc_hf.adapt.replanning import Replanning
+from adacc_hf.adapt.run_context import RECORDED_STEPS, RunContext
+from adacc_hf.adapt.run_state import Phase, RunState, check_called
+from adacc_hf.adapt.tracking_steps import TrackingSteps
+from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.run.policy_handle import PolicyHandle
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
+
+log = logging.getLogger(__name__)
+
+LOOK_STEPS = 16
+"""Steps between two looks for batches to profile on all ranks, which are collectives."""
+
+
+class FixedPolicyPhase(Phase):
+    """Training under a policy that never changes."""
+
+    def __init__(self, run: RunState, handle: PolicyHandle) -> None:
+        self._run = run
+        self.handle = handle
+
+    def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
+        """Begin at a step's end, after a profile. A provisional policy is used until a step's memory is measured."""
+        self._run.stats.estimate_early_overheads(profile, None)
+
+    def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
+        """Begin within the first micro-batch of a step, after `step` finished steps."""
+        self.begin_after_step(profile, policy, is_provisional=False)
+        self.begin_micro_batch(None)
+
+    def resume(self, saved: Saved) -> None:
+        """Restore the state of `saved`."""
+
+    def begin_micro_batch(self, inputs: Any) -> None:
+        self.handle.installation.begin_step()
+        self.handle.tape_cache.fallbacks.clear()
+
+    def end_micro_batch(self) -> None:
+        self._run.stats.add(self._run.active_policy.predicted_overhead_ms, self.handle.tape_cache.fallbacks)
+
+    def end_step(self, step: int) -> None:
+        if self._run.stats.reasons:
+            self._run.count_step(step)
+        if self._run.num_steps == 1:
+            check_called(self.handle.installation)
+
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        run, policy, overhead_ms = self._run, self._run.active_policy, self._run.stats.overhead_ms
+        figures = {
+            "adacc/stored_gib": policy.predicted_stored_bytes / 2**30,
+            "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
+            "adacc/overhead_ms": policy.predicted_overhead_ms if overhead_ms is None else overhead_ms,
+        }
+        if run.profile is not None:
+            figures["adacc/compression_rate"] = policy.predicted_stored_bytes / run.profile.plain_stored_bytes
+        if is_on_all_ranks:
+            run.stats.logged()
+        return figures | run.fallback_figures()
+
+    def save(self, folder: Path) -> None:
+        save_in_checkpoint(folder, self._saved())
+
+    def _saved(self) -> Saved:
+        run = self._run
+        saved = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
+        return Saved(size_policies=saved, memory_budget=run.config.memory_budget, history=run.history, step=run.step)
+
+    def ends(self) -> None:
+        self._run.save_rest()
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+
+class AdaptivePhase(FixedPolicyPhase):
+    """Training under policies that follow the data and the sizes of batches: the controller of a run."""
+
+    def __init__(self, run: RunState, handle: PolicyHandle, policy_step: int) -> None:
+        """Begin with no policy yet. `policy_step` is the number of finished steps when the first policy was set."""
+        super().__init__(run, handle)
+        self.context = RunContext(run.config, policy_step, run.note, LossGuard(run.config), step=run.step)
+        self.choice = PolicyChoice(handle, self.context)
+        self.replanning = Replanning(self.choice, self.context, run.loop.num_micro)
+        self._requests = ProfileRequests(self.choice, handle.installation)
+        self._tracking = TrackingSteps(self.choice, self.replanning, self.context)
+        num_uncounted = run.loop.num_before_step(next(run.model.parameters()).device)
+        self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
+        self._profiler, self._batches = run.profiler, run.batches
+        self._builder = PolicyBuilder(run)
+        self._started = 0.0
+
+    def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
+        shapes = self._shapes_of(profile)
+        self.choice.add(shapes, profile, policy, is_provisional, self._profiler.all_sizes)
+        self._run.stats.estimate_early_overheads(profile, shapes)
+
+    def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
+        """Begin within a step's first micro-batch. If the budget bounds the peak, the policy is provisional."""
+        bounds_peak = Budget.resolve(self._run.config.memory_budget, profile, self._run.config).limits_peak
+        shapes = self._shapes_of(profile)
+        self.choice.add(shapes, profile, policy, is_provisional=bounds_peak, expects_size_model=True)
+        self._run.stats.estimate_early_overheads(profile, shapes)
+        self.begin_step(step)
+        super().begin_micro_batch(None)
+        self.choice.choose(self._batches.shapes, self._batches.nbytes)
+
+    def begin_step(self, step: int) -> None:
+        self._started = time.perf_counter()
+        run, context = self._run, self.context
+        context.step = step + 1
+        if self._requests.sizes is not None or self._requests.num_tries:
+            self._batches.keep_last(run.model)
+        self.choice.begin_step()
+        is_due = is_tracking_step(context.step - context.policy_step, run.config.tracking)
+        if is_due or context.guard.suspicion is not None:
+            self._tracking.start()
+        if context.must_measure and context.step > context.measure_after and not self._tracking.is_on:
+            self._peaks.start(run.model, run.optimizer, self.handle.installation)
+
+    def begin_micro_batch(self, inputs: Any) -> None:
+        self._batches.begin()
+        super().begin_micro_batch(inputs)
+        self._choose(inputs)
+
+    def _choose(self, inputs: Any) -> None:
+        """Apply the policy for the micro-batch as soon as the shapes of its tensors are known."""
+        if self._batches.read_shapes(inputs):
+            self.choice.choose(self._batches.shapes, self._batches.nbytes)
+
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, and call it again under a tighter policy if memory runs out."""
+        if not self._run.config.retry_out_of_memory:
+            return run()
+        return run_with_retry(run, self._run.model, self.tighten, self.advice)
+
+    def tighten(self) -> str | None:
+        if self._run.has_stepped:
+            return "the optimizer has begun to change the weights"
+        self._cancel()
+        obstacle = self.replanning.tighten(self.context.step)
+        if obstacle is None:
+            self._show()
+            self._batches.begin_again()
+        return obstacle
+
+    def advice(self) -> str:
+        return advice(self.choice.shown.replanner)
+
+    def end_micro_batch(self) -> None:
+        if self._profiler.inner_steps.hook is not None:  # the policy was set within this micro-batch
+            self._profiler.inner_steps.close()
+        self._run.stats.add(*self.choice.end_micro_batch(self.handle.tape_cache.fallbacks))
+
+    def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
+        self._choose(inputs)
+        if self._batches.is_keeping:
+            self._batches.note_loss_call(inputs, compute_loss, is_certain)
+
+    def note_loss(self, result: Any, inputs: Any) -> None:
+        self._batches.note_loss(result)
+
+    def abandon_step(self) -> None:
+        self._cancel()
+        self._profiler.remove()
+
+    def _cancel(self) -> None:
+        """Stop measuring. Has no effect if no measurement is running."""
+        self._tracking.cancel()
+        self._peaks.close()
+
+    def end_backward(self) -> None:
+        """End the measurement of memory, because policies have no effect on the optimizer's step."""
+        if self._peaks.is_on:
+            self._peaks.end_backward()
+
+    def begin_optimizer_step(self) -> None:
+        self.end_backward()
+        if not self._profiler.optimizer.has_seen:  # in a resumed run
+            self._run.watch_optimizer()
+
+    def end_optimizer_step(self) -> None:
+        if self._profiler.optimizer.meter is not None:
+            self._profiler.optimizer.end()
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        context, cache, history = self.context, self.choice.cache, self._run.history
+        started, num_events, has_changed = time.perf_counter(), len(history), False
+        self._add_time((started - self._started) * 1e3)
+        is_due = any(size_policy.due is not None and step >= size_policy.due for size_policy in cache.all)
+        is_busy = self._tracking.is_on or self._peaks.is_on or is_due
+        if self._tracking.is_on:
+            self._tracking.finish(step)
+        elif self._peaks.is_on:
+            has_changed = self._peaks.compare(step)
+            self._peaks.close()
+        if is_busy:
+            has_changed |= self.replanning.take_over(step)
+        is_turn = (step - context.policy_step) % LOOK_STEPS == 0
+        if is_turn or cache.unplanned or self._requests.sizes is not None:
+            self._requests.end_step(is_turn)
+        if self._batches.is_keeping:
+            has_changed |= self._profile_again(step)
+        if has_changed:
+            self._show()
+        if len(history) > num_events:
+            self._run.save(has_changed)
+        if is_busy or len(history) > num_events:
+            context.extra_ms += (time.perf_counter() - started) * 1e3
+
+    def _add_time(self, step_ms: float) -> None:
+        """Count the step for its size policies. Add its time to the normal ones, or its extra time to the overhead."""
+        current = self.choice.current
+        for size_policy in self.choice.used():
+            if size_policy is not None:
+                size_policy.num_steps += 1
+        if current is None or not self.choice.ran_alone() or current.num_steps <= RECORDED_STEPS:
+            self.context.extra_ms += self._peaks.counting_ms if self._peaks.is_on else 0.0
+        elif self._tracking.is_on or self._peaks.is_on or current.is_fresh:
+            self.context.extra_ms += current.times.add_other(step_ms)
+        else:
+            self.context.extra_ms += current.times.add_normal(step_ms)
+        if current is not None:
+            current.is_fresh = False
+
+    def _profile_again(self, step: int) -> bool:
+        """Profile the step's batch if that was requested. Return True if a policy was set."""
+        if self._profiler.must_wait(self._run.model):
+            return False
+        sizes, self._requests.sizes = self._requests.sizes, None
+        if sizes is not None:
+            return self._add_size(sizes, step)
+        return self._requests.num_tries > 0 and self._restart(step)
+
+    def _add_size(self, sizes: BatchShapes, step: int) -> bool:
+        """Profile the step's batch, resized to `sizes`, and add a policy. Return True if that was possible."""
+        self._profiler.all_sizes = True
+        try:
+            with self.handle.suspend():
+                result = self._builder.for_size(sizes, self.choice, *self._batches.take())
+        except RefusedSizeError as reason:
+            log.warning("Adacc: batches of %s get no policy of their own: %s", describe(sizes), reason)
+            self.choice.cache.refuse(sizes)
+            self._run.note(MemoryNoted(step=step, reason=f"{describe(sizes)}: {reason}"))
+            return False
+        if result is None:
+            return False
+        shapes, profile, policy = result
+        self.choice.add(shapes, profile, policy, expects_size_model=True)
+        if shapes != sizes:  # else each batch of the bucket would request a policy that fits it better
+            self.choice.cache.refuse(sizes)
+        self._note_policy(step, f"for batches of {describe(shapes)}", policy)
+        return True
+
+    def _restart(self, step: int) -> bool:
+        """Profile the step's batch and drop all policies but the new one. Return False if the batch is not suitable.
+
+        The other policies were made for the operators and the trained blocks of earlier batches.
+        """
+        requests = self._requests
+        if not requests.can_restart():
+            if requests.num_tries == 0:
+                self._report_failed_restart(step, "no batch came that calls all of them")
+            return False
+        requests.num_tries = 0
+        try:
+            with self.handle.suspend():
+                profile, policy = self._builder.for_all_blocks(self.choice, *self._batches.take())
+        except RefusedSizeError as reason:
+            self._report_failed_restart(step, str(reason))
+            return False
+        self._cancel()
+        self.choice.cache.all.clear()
+        requests.restarted()
+        self.choice.add(self._shapes_of(profile), profile, policy)
+        self._note_policy(step, requests.why, policy)
+        return True
+
+    def _note_policy(self, step: int, reason: str, policy: Policy) -> None:
+        self._run.note(PolicySet(step=step, reason=reason, **predictions(policy)))
+        log.info("Adacc: %s: %s", reason, policy.summary())
+
+    def _report_failed_restart(self, step: int, obstacle: str) -> None:
+        """Warn that the run keeps its policies because of the `obstacle`. Calls without a plan use FALLBACK_MODES."""
+        why = self._requests.why
+        reason = f"{why}, which stay {FALLBACK_MODES[why]}: {obstacle}"
+        log.warning("Adacc: %s", reason)
+        self._batches.drop()
+        self._run.note(MemoryNoted(step=step, reason=reason))
+
+    def _shapes_of(self, profile: Profile) -> BatchShapes | None:
+        """Return the sizes of the profiled batch. All ranks use the first rank's, as they use its profile."""
+        if profile.sizes is not None:
+            return from_profile_shapes(profile.measured[0][0])
+        return broadcast_from_first_rank(lambda: self._batches.known_shapes)
+
+    def _show(self) -> None:
+        """Set the run's policy and profile to the active ones."""
+        replanner = self.choice.shown.replanner
+        self._run.show(replanner.policy, replanner.priced)
+
+    def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
+        """Return the figures of the log. If all ranks log, a suspicious loss in `logs` has the next step checked."""
+        if is_on_all_ranks:
+            is_lossy = any(size_policy.replanner.has_work() for size_policy in self.choice.cache.all)
+            self.context.guard.logged(logs, is_lossy)
+        shown = self.choice.shown
+        is_exact, peak = not shown.replanner.has_work(), shown.measured_peak_bytes
+        own = {
+            "adacc/measured_peak_gib": None if peak is None else peak / 2**30,
+            "adacc/error": 0.0 if is_exact else shown.error,
+            "adacc/gradient_error": 0.0 if is_exact else shown.gradient_error,
+            "adacc/tracking_ms": self.context.extra_ms,
+        }
+        figures = super().figures(logs, is_on_all_ranks)
+        return figures | {name: value for name, value in own.items() if value is not None}
+
+    def _saved(self) -> Saved:
+        context, guard, shown = self.context, self.context.guard, self.choice.shown
+        others = [other for other in self.choice.cache.all if other is not shown]
+        return Saved(
+            size_policies=[size_policy.saved() for size_policy in (shown, *others)],
+            policy_step=context.policy_step,
+            memory_budget=context.config.memory_budget,
+            tightened=context.tightened,
+            history=self._run.history,
+            losses=guard.losses,
+            suspicion=guard.suspicion,
+            switched_off=sorted(guard.switched_off),
+            is_unproven=guard.is_unproven,
+            tracking_ms=context.extra_ms,
+            step=self._run.step,
+            missing_bytes=dict(context.missing_bytes),
+            counted_elements=context.counted_elements,
+        )
+
+    def resume(self, saved: Saved) -> None:
+        """Restore the state of `saved`. Start the solver again where it was running when the state was saved."""
+        context = self.context
+        context.extra_ms, context.tightened = saved.tracking_ms, saved.tightened
+        context.missing_bytes, context.counted_elements = dict(saved.missing_bytes), saved.counted_elements
+        context.guard = LossGuard(context.config, saved.losses, saved.switched_off)
+        context.guard.suspicion, context.guard.is_unproven = saved.suspicion, saved.is_unproven
+        for record in reversed(saved.size_policies):
+            if record.profile is not None:  # without its file, the policy is made again when its size comes
+                added = self.choice.add(record.shapes, record.profile, record.policy, is_extrapolated=record.is_told)
+                added.resume(record)
+
+    def remove(self) -> None:
+        self._cancel()
+        super().remove()
+        self._profiler.remove()
+        self._batches.drop()
+
+
+def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
+    """Return True if outliers are tracked `steps_since` steps after the policy was set.
+
+    With "exponential" after 1, 2, 4, ... steps, with a number N after every N steps.
+    """
+    if tracking == "off" or steps_since < 1:
+        return False
+    if tracking == "exponential":
+        return steps_since & (steps_since - 1) == 0
+    return steps_since % int(tracking) == 0
