@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale:
             except WrongResultError as error:
                 print(f"adacc eval lengths: {name}: {error}", file=sys.stderr)
                 return 1
-        ledger.finish(goals=goals_of(_loop_points(ledger)))
-        save_plot(ledger)
-        ledger.publish(report_text(ledger))
+        ledger.complete(report_text, save_plot, goals=goals_of(_loop_points(ledger)))
     return 0
 
 

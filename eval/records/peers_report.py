@@ -49,7 +49,7 @@ def report_text(ledger: Ledger) -> str:
             "torch.compile against Adacc in torch.compile, which gets the other's measured peak as its budget:",
             markdown_table(matched_rows),
         ]
-    reasons = [f"- {titles[key]}: {p['reason']}" for key, p in ledger.points.items() if "reason" in p]
+    reasons = [f"- {reason}" for reason in ledger.reasons(titles)]
     return "\n\n".join([*parts, *(["Not measured:", "\n".join(reasons)] if reasons else [])]) + "\n"
 
 

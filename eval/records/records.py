@@ -99,15 +99,6 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def share_of_possible_gain(checkpointing: float, plain: float, ours: float) -> float | None:
-    """Return the saved fraction of the time between checkpointing and plain training. None if checkpointing is not
-    slower.
-
-    1 is plain training's speed, 0 checkpointing's.
-    """
-    return (checkpointing - ours) / (checkpointing - plain) if checkpointing > plain else None
-
-
 def describe(figures: Figures) -> dict[str, Any]:
     """Return a point's cells for tables: tokens per second and peak, or the status if there are none."""
     speed = figures.get("tokens_per_second")
