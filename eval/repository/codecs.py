@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from adacc_hf.eval.repository import codec_bandwidth, gradient_error
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.repository import codec_bandwidth, gradient_error
 from adacc_hf.eval.trials.workload import Workload
 
 BANDWIDTH, GRADIENT = "bandwidth", "gradient"

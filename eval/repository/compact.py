@@ -21,9 +21,9 @@ from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Status, positive_int
-from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.repository.low_rank import METHODS
 from adacc_hf.eval.repository.low_rank_memory import ADACC, LlamaShape, measure_shape, time_steps
+from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.reports.run_record import Spread, markdown_table
 
 SHAPES = {

@@ -27,9 +27,9 @@ from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
 from adacc_hf.eval.records.records import Figures, Status, positive_int
-from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.repository.low_rank import METHODS
 from adacc_hf.eval.repository.low_rank_memory import LlamaShape
+from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.training import ByteSequences, logged, read_text
 from adacc_hf.reports.run_record import markdown_table
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes

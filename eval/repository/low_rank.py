@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 

@@ -22,8 +22,8 @@ from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.planning import Request, plan
 from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.eval.records.records import Figures
-from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 from adacc_hf.eval.repository.low_rank import METHODS
+from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 from adacc_hf.eval.trials.workload import Batch, random_text
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, to_json

@@ -3,7 +3,7 @@
     adacc eval published
     adacc eval published --half open
 
-The code of `adacc plan` predicts each row of eval/published, on tensors without memory; no device is needed. Half of
+The code of `adacc plan` predicts each row of `published`, on tensors without memory; no device is needed. Half of
 the rows, drawn by a fixed seed, are held out. Use `--half open`, which does not predict the held-out rows, while
 changing the planner.
 """
@@ -17,6 +17,10 @@ from functools import partial
 from typing import NamedTuple
 
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, run_points
+from adacc_hf.eval.records.plots import curves
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import (
     Pair,
     Row,
@@ -32,10 +36,6 @@ from adacc_hf.eval.repository.published.measurements import (
 )
 from adacc_hf.eval.repository.published.prediction import predict
 from adacc_hf.eval.repository.published.speed import predict_pair
-from adacc_hf.eval.records.command_line import parse, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, run_points
-from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.reports.run_record import markdown_table
 
 HALVES = ("open", "both")

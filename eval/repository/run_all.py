@@ -28,9 +28,9 @@ from tqdm import tqdm
 from adacc_hf.artifacts.files import read_json
 from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
-from adacc_hf.eval.repository.points import points_text, save_points
 from adacc_hf.eval.records.records import OUT_OF_TIME, Figures, OutOfTimeError, Status
 from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.eval.repository.points import points_text, save_points
 from adacc_hf.eval.trials.isolation import end_process, failure
 from adacc_hf.reports.run_record import markdown_table
 

@@ -22,11 +22,11 @@ from typing import Any
 from adacc_hf.eval.downstream import average
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.records import positive_int, read_settings
-from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, CLOZE_FILE, PAPER_TASKS, cloze_task, load_tasks
 from adacc_hf.eval.repository.paper_table4 import paper_figures, paper_table_text
+from adacc_hf.eval.repository.recipe_runs import RecipeRun, TrainingFailedError, recipe_path
+from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, CLOZE_FILE, PAPER_TASKS, cloze_task, load_tasks
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
 from adacc_hf.eval.tasks.zero_shot import ModelSource
-from adacc_hf.eval.repository.recipe_runs import RecipeRun, TrainingFailedError, recipe_path
 from adacc_hf.reports.run_record import Settings, markdown_table, meta_info
 
 METHODS = {

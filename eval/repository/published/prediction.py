@@ -13,9 +13,9 @@ from adacc_hf.estimate.devices import find_device
 from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile
 from adacc_hf.estimate.static_memory import Sharding
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import Row, Setting, model_config
 from adacc_hf.eval.repository.published.older_versions import older_behaviours
-from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 from adacc_hf.artifacts.block_outcome import rerun_ms
 from adacc_hf.artifacts.profile import KindProfile, Operator, Profile
 from adacc_hf.estimate.planning import plain_ms, training_profile
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import Pair, Setting
 from adacc_hf.eval.repository.published.older_versions import older_behaviours
 from adacc_hf.eval.repository.published.prediction import request_of
-from adacc_hf.eval.records.records import Figures, Status
 
 _PRODUCTS = ("mm", "addmm")
 

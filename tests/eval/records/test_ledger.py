@@ -143,12 +143,17 @@ def test_points_are_measured_and_reported_in_one_call(settings: Settings) -> Non
     plotted: list[Ledger] = []
 
     def points(ledger: Ledger) -> dict:
-        return {"a": lambda: {"status": "measured"}, "b": lambda: {"status": "error", "reason": str(len(ledger.points))}}
+        return {
+            "a": lambda: {"status": "measured"},
+            "b": lambda: {"status": "error", "reason": str(len(ledger.points))},
+        }
 
     def report(ledger: Ledger) -> str:
         return "; ".join(ledger.reasons({"b": "letter B"}))
 
-    ledger = run_points(settings, {}, None, points, report, plotted.append, lambda ledger: {"total": len(ledger.points)})
+    ledger = run_points(
+        settings, {}, None, points, report, plotted.append, lambda ledger: {"total": len(ledger.points)}
+    )
     assert plotted == [ledger]
     assert load_record(settings)["train_info"]["total"] == 2
     assert settings.output.with_suffix(".md").read_text() == "letter B: 1"

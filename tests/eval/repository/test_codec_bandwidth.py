@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adacc_hf.eval.records.ledger import Ledger
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.repository import codec_bandwidth
 from adacc_hf.eval.repository.codec_bandwidth import Contender, Row, time_contender
 from adacc_hf.eval.repository.codecs import main
-from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.reports.run_record import Settings, Spread
 
 

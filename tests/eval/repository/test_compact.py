@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval.repository import compact
 from adacc_hf.eval.records.schemas import check_record
-from adacc_hf.eval.repository import low_rank_memory
-from adacc_hf.eval.trials.isolation import run_here
+from adacc_hf.eval.repository import compact, low_rank_memory
 from adacc_hf.eval.repository.low_rank_memory import ADACC, LlamaShape
+from adacc_hf.eval.trials.isolation import run_here
 
 TINY = LlamaShape(width=64, inner=128, layers=2, heads=2, vocabulary=256, batch=2, tokens=64)
 SPREAD = {"low": 90.0, "median": 100.0, "high": 120.0}

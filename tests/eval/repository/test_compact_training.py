@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval.repository import compact_training
 from adacc_hf.eval.records.schemas import check_record
-from adacc_hf.eval.repository import low_rank
+from adacc_hf.eval.repository import compact_training, low_rank
 from adacc_hf.eval.trials.isolation import CannotRunError, run_here
 
 LAST = {"plain": 2.0, "compact_4": 1.9}

@@ -13,9 +13,9 @@ from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.compiler import AdaccPartitioner
 from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.compiled_policy import CompiledPolicy, RegionPlan
+from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.repository import compiled
 from adacc_hf.eval.repository.compiled import LowestPeak
-from adacc_hf.eval.records.schemas import check_record
 
 REST, PLAIN = 50, 1000
 

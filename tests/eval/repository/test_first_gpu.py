@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from adacc_hf import cli
-from adacc_hf.eval.repository import first_gpu
 from adacc_hf.eval.records.ledger import RecordError
+from adacc_hf.eval.repository import first_gpu
 from adacc_hf.eval.repository.points import restore, save_points
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from adacc_hf.cli import main as cli
 from adacc_hf.estimate.command import ASSUMPTIONS
+from adacc_hf.eval.records.ledger import Ledger
+from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.repository.predictions import GOAL_WITHIN, errors, main
 from adacc_hf.eval.repository.published.measurements import (
     held_out,
@@ -19,8 +21,6 @@ from adacc_hf.eval.repository.published.measurements import (
     second_looks,
 )
 from adacc_hf.eval.repository.published.prediction import predict
-from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.schemas import check_record
 
 RESULTS = Path(__file__).resolve().parents[3] / "eval" / "results" / "cpu"
 

@@ -14,9 +14,9 @@ import torch
 
 from adacc_hf.artifacts.files import write_json
 from adacc_hf.cli import RUNNERS
-from adacc_hf.eval.repository import run_all
 from adacc_hf.eval.records.ledger import RecordError
 from adacc_hf.eval.records.records import OUT_OF_TIME
+from adacc_hf.eval.repository import run_all
 from adacc_hf.eval.repository.run_all import NAMES, ON_GPU, SAMPLE_ROWS, Stage, stages_of
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 

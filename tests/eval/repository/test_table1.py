@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval.repository import table1
 from adacc_hf.eval.records.schemas import check_record
+from adacc_hf.eval.repository import table1
 from adacc_hf.eval.trials.workload import Workload
 
 # Activations of 64 KiB and more are compressed.

@@ -10,8 +10,8 @@ import pytest
 from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from adacc_hf.cli import main
-from adacc_hf.eval.repository.table4 import METHODS
 from adacc_hf.eval.repository.recipe_runs import RecipeRun, TrainingFailedError
+from adacc_hf.eval.repository.table4 import METHODS
 
 PASSAGES = ["The river is a river", "No stone is left on any stone", "We open the door, then close the door"]
 
