@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from adacc_hf.artifacts.config import check_memory_budget, parse_budget
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, positive_int
+from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import PAPER_METHODS
 from adacc_hf.eval.trials.model_under_test import add_subject, subject_options

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
-from adacc_hf.eval.records.records import Figures, Status, positive_int
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.throughput import Run, limited_order, point_key
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, limit_bytes

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
-from adacc_hf.eval.records.records import Figures, Status, positive_int
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import failure, run_isolated
@@ -117,7 +117,7 @@ def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: 
 
 
 def measure(ledger: Ledger, entry: Entry, timeout_s: float, run: Run) -> Figures:
-    """Measure one point. The rival's point, if there is one, was measured before."""
+    """Measure one point. A peer whose peak is the budget was measured before."""
     info = ledger.run_info
     order: dict[str, Any] = {
         "subject": info["subject"],

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, describe, positive_int
+from adacc_hf.eval.records.records import Figures, Status, describe
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS

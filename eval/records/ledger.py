@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import math
@@ -27,16 +26,6 @@ RETRIED_STATUSES = (Status.ERROR.value, Status.TIMEOUT.value)
 
 class RecordError(AdaccError, ValueError):
     """Error of a record that cannot be continued, or of a folder that another run writes to."""
-
-
-def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Add the option for points that the record has already."""
-    parser.add_argument(
-        "--resume",
-        action=argparse.BooleanOptionalAction,
-        help="keep the points that the record has already; --no-resume measures all again (default: continue an "
-        "interrupted record of the same settings)",
-    )
 
 
 class Ledger:

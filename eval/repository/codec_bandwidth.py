@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adacc_hf.eval.records.command_line import positive_int
 from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.records import WrongResultError, positive_int
+from adacc_hf.eval.records.records import WrongResultError
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.kernels import outlier_int4
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
@@ -167,8 +168,8 @@ def report_text(ledger: Ledger) -> str:
     points = {key: point for key, point in ledger.points.items() if key.startswith("bandwidth, ")}
     rows = [Row.from_point(point) for key, point in points.items() if key not in failed]
     heading = (
-        "Bytes moved per second, tensor and payload, beside a copy of the tensor with cold caches; medians of "
-        f"{ledger.run_info['samples']}. The error is that of a round trip."
+        "Bytes of tensor and payload moved per second, compared with a copy of the tensor, with cold caches; medians "
+        f"of {ledger.run_info['samples']}. The error is the relative L2 error of a round trip."
     )
     table = [markdown_table([row.cells() for row in rows])] if rows else []
     table += _goal_text(rows, ledger.run_info.get("card", ""))

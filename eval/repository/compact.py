@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, positive_int
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.low_rank import METHODS
 from adacc_hf.eval.repository.low_rank_memory import ADACC, LlamaShape, measure_shape, time_steps
 from adacc_hf.eval.trials.isolation import run_isolated
@@ -104,13 +104,13 @@ def report_text(ledger: Ledger) -> str:
         f"{name}: {info['cuts'][name][0]} of {SHAPES[name].layers}, {info['cuts'][name][1]}" for name in shapes
     )
     parts = [
-        f"Most live bytes in a step (forward, backward, optimizer) of LLaMA shapes with a vocabulary of 32,000, cut to "
-        f"what a CPU trains (blocks, and sequences of 256 tokens: {cuts}), in float32; in parentheses what is there "
-        f"between steps. Steps in which GaLore finds its subspaces are left out",
+        f"Peak of live bytes in a step (forward, backward, optimizer) of LLaMA shapes with a vocabulary of 32,000, in "
+        f"float32. Blocks and sequences of 256 tokens are as many as a CPU trains ({cuts}). In parentheses: live bytes "
+        f"between steps. Steps in which GaLore computes its subspaces are left out",
         _memory_table(shapes),
-        f"Peaks that `adacc plan` tells of the whole models in float32, {PAPER_BATCH} x 256 tokens, in GiB, beside the "
-        f"paper's. CompAct has a projection for each layer there, as in the paper; in the last column those that "
-        f"read one input share it, as ours do",
+        f"Peaks of the whole models that `adacc plan` predicts in float32, {PAPER_BATCH} x 256 tokens, in GiB, and the "
+        f"paper's peaks. Each layer has its own projection of CompAct, as in the paper; in the last column, layers "
+        f"with the same input share one, as in this package",
         _plan_table(shapes),
         "The paper's peaks agree with float32. The authors' scripts ask for bfloat16 weights, with which AdamW's are "
         + ", ".join(_half(name, point) for name, point in shapes.items()),
@@ -119,7 +119,7 @@ def report_text(ledger: Ledger) -> str:
     if timed["status"] == Status.MEASURED.value:
         shape = LlamaShape(**info["timed"])
         parts += [
-            f"Times of whole steps, taken in turn, {info['rounds']} rounds by the {info['clock']} clock: width "
+            f"Times of whole steps, alternating in {info['rounds']} rounds, by the {info['clock']} clock: width "
             f"{shape.width}, {shape.layers} blocks, vocabulary {shape.vocabulary}, {shape.batch} x {shape.tokens} "
             f"tokens, float32; in parentheses the 20th and 80th percentile",
             markdown_table([_time_cells(name, timed[name]) for name in (*TIMED, ADACC) if name in timed]),
@@ -159,10 +159,10 @@ def _plan_table(shapes: dict[str, Figures]) -> str:
             rows.append(
                 {
                     "model": f"{name}, {TITLES[method]}",
-                    "told": f"{gib:.2f}",
+                    "predicted": f"{gib:.2f}",
                     "paper": "above 81" if paper is None else f"{paper:.2f}",
                     "error": "" if paper is None else f"{100 * (gib / paper - 1):+.1f} %",
-                    "told, shared": f"{prediction['shared_peak_bytes'] / 2**30:.2f}",
+                    "predicted, shared": f"{prediction['shared_peak_bytes'] / 2**30:.2f}",
                 }
             )
     return markdown_table(rows)
@@ -182,7 +182,7 @@ def _time_cells(name: str, row: Figures) -> dict[str, str]:
         "step, ms": Spread(**row["step_ms"]).text(0),
         "x AdamW": f"{row['of_plain']:.2f} "
         f"({row['of_plain_by_round']['low']:.2f} to {row['of_plain_by_round']['high']:.2f})",
-        "x AdamW with subspaces found": f"{ratio_with_drawing:.2f}",
+        "x AdamW, subspace updates included": f"{ratio_with_drawing:.2f}",
         "peak": format_bytes(row["peak_bytes"]),
     }
 

@@ -23,10 +23,10 @@ import torch
 from transformers import TrainerCallback
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, positive_int
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.low_rank import METHODS
 from adacc_hf.eval.repository.low_rank_memory import LlamaShape
 from adacc_hf.eval.trials.isolation import run_isolated
@@ -109,8 +109,8 @@ def report_text(ledger: Ledger) -> str:
         f"Validation loss (nats per byte) of a byte-level LLaMA of {parameters / 1e6:.1f} million parameters (width "
         f"{scale.width}, {scale.layers} blocks) on the standard library's text after {scale.steps} steps of "
         f"{scale.batch} x {scale.tokens} bytes, float32, seeds {', '.join(map(str, info['seeds']))}; the last tenth of "
-        f"the text is held out. Learning rates have a warm-up of a tenth and a cosine; of those tried by each method "
-        f"the best is shown, and what the others came to. Peaks are live bytes of a whole step"
+        f"the text is held out. Learning rates have a warm-up of a tenth and a cosine schedule. Each row shows the "
+        f"best rate of its method, and the mean losses at the other rates. Peaks are live bytes of a whole step"
     )
     reasons = dict.fromkeys(
         f"{METHODS[name].title}: {point['reason']}"

@@ -32,10 +32,10 @@ from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
 from adacc_hf.compiler.backend import InstalledPartitioner
 from adacc_hf.compiler.compiled_policy import PlanStore
 from adacc_hf.eval.records.clock import CLOCKS, cpu_seconds
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, positive_int
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import fits_budget
@@ -216,9 +216,9 @@ def report_text(ledger: Ledger) -> str:
     parts = []
     if budgets:
         parts += [
-            "Steps through Inductor; budgets fall from the first to the last. Where the code for a budget has a higher "
-            "peak than that for a larger one, the latter is kept. Peaks are predicted from the compiled code, or as "
-            "early as the backward graph is cut; predicted times add to plain torch.compile's what the plans say:",
+            "Steps through Inductor; budgets fall from the first to the last. If the code for a budget has a higher "
+            "peak than the code for a larger budget, the latter is kept. Peaks are predicted from the compiled code, "
+            "and earlier from the backward graph. Predicted times are plain torch.compile's plus the plans' overhead:",
             markdown_table([_budgets_row(key, point, ledger.settings.device) for key, point in budgets.items()]),
             *(table for key, point in budgets.items() for table in (f"Peaks of {key}:", _peaks_table(point))),
         ]

@@ -20,8 +20,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Action, Policy, apply_policy, profile_model
+from adacc_hf.eval.records.command_line import positive_int
 from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.records import Figures, positive_int
+from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.repository.codec_schemes import (
     GROUP_SIZES,
     LAYER_SPECIFIC,
@@ -164,7 +165,7 @@ def report_text(ledger: Ledger) -> str:
         f"Relative L2 error of the whole gradient, {where}",
         table_text(errors),
         f"The gradient of another batch: {training['another_batch']:.2f}",
-        "Relative L2 error of what the blocks save after encoding and decoding it:",
+        "Relative L2 error of the tensors that the blocks save, after encoding and decoding:",
         table_text(trips),
     ]
     return "\n\n".join(parts) + "\n"

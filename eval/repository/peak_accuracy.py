@@ -28,9 +28,8 @@ from transformers import BertConfig, BertModel
 from adacc_hf import AdaccConfig, InfeasibleBudgetError, Policy, Profile, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
-from adacc_hf.eval.records.records import positive_int
 from adacc_hf.eval.trials.families import ATTENTIONS, FAMILIES, PRECISIONS, Batch, Family, Size, in_precision
 from adacc_hf.eval.trials.isolation import run_here
 from adacc_hf.eval.trials.limits import fits_budget

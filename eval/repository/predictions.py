@@ -134,23 +134,23 @@ def report_text(ledger: Ledger) -> str:
         "Times of two modes of checkpointing, one over the other, for the same work:", _speed_groups(ledger)
     )
     tables += _titled("Each pair:", _speed_cells(ledger))
-    tables += _titled("What is off by more than the goal, and why:", _remaining_cells(ledger))
-    tables += _titled("Why rows were looked at again:", _look_cells())
+    tables += _titled("Errors above the goal, and their causes:", _remaining_cells(ledger))
+    tables += _titled("Reasons of the second look:", _look_cells())
     names_set_aside = [name for name in ledger.run_info["rows"] if rows()[name].set_aside]
     if names_set_aside:
         reasons = dict.fromkeys(f"{rows()[name].source}: {rows()[name].set_aside}." for name in names_set_aside)
-        tables += _titled("Set aside, and not counted:", [_row_cells(ledger, name) for name in names_set_aside])
+        tables += _titled("Set aside, not counted:", [_row_cells(ledger, name) for name in names_set_aside])
         tables += reasons
-    tables += _titled("Published, and not predicted:", _undecidable_cells())
+    tables += _titled("Published, not predicted:", _undecidable_cells())
     tables += _titled("Sources:", _source_cells())
     return "\n\n".join(tables) + "\n"
 
 
 _EXPLAINED = (
-    "Error is predicted over measured. The first prediction rests on assumptions that were made before it; the second "
-    "look takes what the measured code proved otherwise for a whole source (below). Rows of the held-out half were not "
-    "looked at while the planner was mended. Goal: a median of 5 %, and 90 % of rows within 10 %. Live bytes are "
-    "predicted: where a source gives what the allocator keeps (reserved) or the driver sees (nvidia-smi), its "
+    "Error is predicted over measured. The first prediction uses assumptions that were made before it. The second look "
+    "replaces assumptions about a whole source that the measured code contradicts (below). The held-out half was not "
+    "looked at while the planner was changed. Goal: a median of 5 %, and 90 % of rows within 10 %. Live bytes are "
+    "predicted: where a source gives the bytes that the allocator keeps (reserved) or the driver counts (nvidia-smi), "
     "fragments come on top."
 )
 
@@ -279,8 +279,8 @@ def _remaining_cells(ledger: Ledger) -> list[dict[str, str]]:
     return [
         {
             "row or pair": name,
-            "off by": error_text,
-            "because": "held out, not looked into" if name in held_out_names else remains().get(name, "not found"),
+            "error": error_text,
+            "cause": "held out, not looked into" if name in held_out_names else remains().get(name, "not found"),
         }
         for name, error_text in errors_by_name.items()
     ]
@@ -292,7 +292,7 @@ def _look_cells() -> list[dict[str, str]]:
             "source": ", ".join(look.sources),
             "models": "all" if look.models is None else ", ".join(look.models),
             "new": ", ".join(f"{name} = {value}" for name, value in look.changes.items()),
-            "because": f"[{look.reason}]({look.url})",
+            "reason": f"[{look.reason}]({look.url})",
         }
         for look in second_looks()
     ]

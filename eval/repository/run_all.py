@@ -132,8 +132,7 @@ a hanging runner would use up all slices."""
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
     """Run the missing stages, print and save the results. Return 1 if a stage failed, 3 if the time ended before."""
     parser = runner_parser("all", __doc__)
-    every = list(dict.fromkeys([*NAMES, *(stage.runner for stage in ON_GPU)]))
-    parser.add_argument("--runners", nargs="+", choices=every, help="runners, in this order (default: all)")
+    parser.add_argument("--runners", nargs="+", choices=NAMES, help="runners, in this order (default: all)")
     parser.add_argument(
         "--data_dir", type=Path, default=SAMPLE_ROWS, help="data sets for downstream (default: a few sample rows)"
     )

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from adacc_hf.eval.downstream import average
+from adacc_hf.eval.records.command_line import add_settings, positive_int, read_settings, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
-from adacc_hf.eval.records.records import positive_int, read_settings
 from adacc_hf.eval.repository.paper_table4 import paper_figures, paper_table_text
 from adacc_hf.eval.repository.recipe_runs import RecipeRun, TrainingFailedError, recipe_path
 from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, CLOZE_FILE, PAPER_TASKS, cloze_task, load_tasks
@@ -67,12 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="adacc eval table4",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # else an option of the recipe could match as a prefix of an option here
-    )
+    parser = runner_parser("table4", __doc__)
+    parser.allow_abbrev = False  # else an option of the recipe could match as a prefix of an option here
     parser.add_argument("--preset", default="demo", help="model preset, or hub id or folder of a config")
     parser.add_argument("--methods", default=",".join(METHODS), help="methods, with commas (default: all)")
     parser.add_argument(
@@ -82,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data_dir", type=Path, help="folder with local copies of the data sets (default: the hub)")
     parser.add_argument("--num_passages", type=positive_int, default=NUM_PASSAGES, help="cloze passages")
-    add_scoring(parser, "table4/table4")
+    add_scoring(parser)
+    add_settings(parser, "table4/table4")
     return parser
 
 

@@ -24,7 +24,7 @@ from adacc_hf.cli import RUNNERS
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.reports.run_record import Spread, markdown_table
 
-ELSEWHERE = {"cloze": "downstream", "demo_comparison": "tables"}
+ELSEWHERE = {"cloze": "downstream", "demo_comparison": "repository.tables"}
 """Modules of reports that are not in their runner's own module, by runner."""
 
 REGION = re.compile(

@@ -118,7 +118,7 @@ def test_what_misses_the_goal_is_explained_unless_it_is_held_out(printed):
         return ratios(pair) | {"ratio": pair.measured + (0.2 if pair.source == "llm-foundry" else 0.0)}
 
     text, _, _ = printed(predicted=wrong_figures, compared=wrong_ratios)
-    table = text.partition("What is off by more than the goal, and why:")[2].partition("Why rows")[0]
+    table = text.partition("Errors above the goal, and their causes:")[2].partition("Reasons of the second")[0]
     assert cells(table, "forum GPT-2")[1:] == ["+20.0 %", "not found"]
     error_lines = [line for line in table.splitlines() if "points" in line]
     assert len(error_lines) == sum(pair.source == "llm-foundry" for pair in pairs().values())

@@ -1,4 +1,4 @@
-"""The JSON and Markdown files that runners write."""
+"""Options that runners share, and the settings that they become."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adacc_hf.eval.records.records import add_settings, positive_int, read_settings
+from adacc_hf.eval.records.command_line import add_settings, check_clock, positive_int, read_settings
 from adacc_hf.reports.run_record import Settings
 
 
@@ -47,3 +47,10 @@ def test_counts_are_positive(text: str) -> None:
 def test_settings_refuse_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="sees no CUDA device: use --device=cpu"):
         parsed("--device", "cuda")
+
+
+def test_cpu_time_is_refused_for_several_threads() -> None:
+    check_clock("cpu", Settings(runner="x", output=Path("x")))
+    check_clock("wall", Settings(runner="x", output=Path("x"), threads=2))
+    with pytest.raises(ValueError, match="--threads=2 --device=cpu use --clock=wall"):
+        check_clock("cpu", Settings(runner="x", output=Path("x"), threads=2))
