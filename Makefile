@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all slow-tests test-breaks test-gpu test-emulated test-others gpu-bundle bench eval tables docs style check types clean
+.PHONY: help venv demo test test-all slow-tests test-breaks test-gpu test-emulated test-others gpu-bundle eval tables docs style check types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -66,13 +66,13 @@ test-emulated: $(INSTALLED) ## Run those tests on an emulated CUDA device (a C++
 BUNDLE := build/gpu-bundle
 BUNDLE_PYTHON := 3.12
 BUNDLE_MIB := 40
-gpu-bundle: ## Fetch the wheels that eval/first_gpu.py needs on a bare x86-64 machine (BUNDLE_PYTHON=3.12)
+gpu-bundle: ## Fetch the wheels that eval/repository/first_gpu.py needs on a bare x86-64 machine (BUNDLE_PYTHON=3.12)
 	@rm -rf $(BUNDLE)
 	@$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: \
 		--implementation cp --python-version $(BUNDLE_PYTHON) \
 		$(foreach tag,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(tag)_x86_64) \
 		--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
-		--constraint constraints.txt --requirement eval/gpu_wheels.txt --dest $(BUNDLE)
+		--constraint constraints.txt --requirement eval/repository/gpu_wheels.txt --dest $(BUNDLE)
 	@git rev-parse HEAD > $(BUNDLE)/COMMIT
 	@du -sm $(BUNDLE) | awk '{print $$1 " MiB in $(BUNDLE)"; exit $$1 > $(BUNDLE_MIB)}'
 
@@ -92,16 +92,12 @@ $(FETCHED): $(INSTALLED) tests/others/packages.txt tests/others/sources.txt
 test-others: $(FETCHED) ## Run others' scripts and tests with the callback and without, and compare
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m others tests/others
 
-bench: $(INSTALLED) ## Time the executor and the codecs against what they replace
-	$(BIN)/python -m adacc_hf.eval.executor_bench
-	$(BIN)/python -m adacc_hf.eval.codecs --only bandwidth
-
 # Goes on where it was cut short. EVAL_OPTIONS='--device cuda' measures on a GPU, '--publish DIR' keeps the results.
 eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eval
 	HF_HUB_OFFLINE=1 $(BIN)/adacc eval all $(EVAL_OPTIONS)
 
 tables: $(INSTALLED) ## Write the tables of README and docs/, and those beside the records, from the JSON in eval/results
-	$(BIN)/python -m adacc_hf.eval.tables
+	$(BIN)/python -m adacc_hf.eval.repository.tables
 
 # What makes the site comes on top of what trains. The tree of pages has them where the repository has them. That of
 # modules gives the folders at the top level their place in the package, and kernels/ an __init__.py, to be found by.

@@ -235,41 +235,42 @@ def _is_event(record: Any) -> bool:
 # `adacc eval RUNNER`: the measurement programs, by name.
 
 RUNNERS = {
-    "headline": ("headline", "share of the possible gain in speed over checkpointing that Adacc reaches"),
     "throughput": ("throughput", "tokens/s and peak against batch size, by method (Figure 5)"),
     "max-batch": ("max_batch", "largest batch within a memory limit, by method (Table 3)"),
     "loss": ("loss", "validation loss over training, by method (Figure 6)"),
     "peers": ("peers", "tokens/s against peak, compared with other methods that save activation memory"),
-    "codecs": ("codecs", "gradient error, round-trip error and bandwidth of the codecs"),
-    "solver": ("solver_bench", "seconds to solve for a policy, by budget"),
-    "published": ("predictions", "predictions of `adacc plan` compared with published measurements"),
-    "table4": ("table4", "train by every method, then score all of them (Table 4)"),
+    "lengths": ("lengths", "step times if every batch has another size, and the time of the first step at each size"),
     "downstream": ("downstream", "zero-shot accuracy of one model by lm-eval, on the data sets of Table 4"),
     "cloze": ("cloze", "accuracy of one model on cloze passages from any text"),
-    "peak-accuracy": ("peak_accuracy", "predicted and measured peaks, over models and budgets"),
-    "table1": ("table1", "recompute and compression time of every activation, and the faster of the two (Table 1)"),
-    "compiled": ("compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
-    "lengths": ("lengths", "step times if every batch has another size, and the time of the first step at each size"),
-    "compact": ("compact", "CompAct's memory and step time, compared with GaLore, Adacc and CompAct's paper"),
-    "compact-training": ("compact_training", "validation loss by CompAct, compared with AdamW, GaLore and APOLLO"),
-    "executor-bench": ("executor_bench", "overhead of recompute-everything and retain-everything"),
-    "whole-blocks": ("whole_blocks", "blocks that replay badly, with memory for half of them: plain or checkpointed"),
-    "gpu-tests": ("gpu_tests", "the tests of a checkout that need a GPU, file by file"),
-    "all": ("run_all", "every runner above at the demo's scale, one after the other"),
+    "codecs": ("repository.codecs", "gradient error, round-trip error and bandwidth of the codecs"),
+    "compact": ("repository.compact", "CompAct's memory and step time, compared with GaLore, Adacc and its paper"),
+    "compact-training": ("repository.compact_training", "validation loss by CompAct, AdamW, GaLore and APOLLO"),
+    "compiled": ("repository.compiled", "bytes, peaks, step and compile times of torch.compile with our partitioner"),
+    "peak-accuracy": ("repository.peak_accuracy", "predicted and measured peaks, over models and budgets"),
+    "published": ("repository.predictions", "predictions of `adacc plan` compared with published measurements"),
+    "solver": ("repository.solver_bench", "seconds to solve for a policy, by budget"),
+    "table1": ("repository.table1", "recompute and compression time of every activation (Table 1)"),
+    "table4": ("repository.table4", "train by every method, then score all of them (Table 4)"),
+    "all": ("repository.run_all", "every runner above at the demo's scale, one after the other"),
 }
-"""Module of `adacc_hf.eval` and description of each runner, by the name on the command line."""
+"""Module of `adacc_hf.eval` and description of each runner, by the name on the command line. A wheel lacks the modules
+in `repository`, which measure the figures of the source checkout's pages."""
 
 
 def _add_eval_parser(commands: Any) -> None:
     """Add `eval` to the commands of `adacc`."""
     width = max(map(len, RUNNERS))
-    lines = [f"  {name:{width}}  {text}" for name, (_, text) in RUNNERS.items()]
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for name, (module, text) in RUNNERS.items():
+        lines[module.startswith("repository.")].append(f"  {name:{width}}  {text}")
+    note = "in a source checkout also those that measure the figures of its pages:"
+    hint = "`adacc eval RUNNER --help` lists the options of a runner."
     parser = commands.add_parser(
         "eval",
         help="measure speed, memory, gradient error or accuracy",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run one of the runners below. Each writes a JSON record and a Markdown table, some also a plot.",
-        epilog="\n".join(["runners:", *lines, "", "`adacc eval RUNNER --help` lists the options of a runner."]),
+        epilog="\n".join(["runners:", *lines[False], "", note, *lines[True], "", hint]),
     )
     parser.add_argument("runner", type=_runner_name, choices=tuple(RUNNERS), metavar="RUNNER", help="see below")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
@@ -278,14 +279,23 @@ def _add_eval_parser(commands: Any) -> None:
 def _runner_name(text: str) -> str:
     """Return the runner's name for a name from the command line, which may also be the name of its module."""
     hyphened = text.replace("_", "-")
-    by_module = {module.replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
+    by_module = {module.rpartition(".")[2].replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
 def _run_eval(arguments: argparse.Namespace) -> int:
     """Run a module of `adacc_hf.eval`, which prints its own output, and return its exit status."""
     module, _ = RUNNERS[arguments.runner]
-    return import_module(f"adacc_hf.eval.{module}").main(arguments.options)
+    try:
+        runner = import_module(f"adacc_hf.eval.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "adacc_hf.eval.repository":
+            raise
+        raise AdaccError(
+            f"`adacc eval {arguments.runner}` measures figures of the repository's pages, and an installed package "
+            "lacks it: run it from a source checkout (pip install -e .)"
+        ) from None
+    return runner.main(arguments.options)
 
 
 # `adacc profiles`: the cache of measured operator and codec times.

@@ -10,27 +10,25 @@ greedily, token by token, by lm-eval's definition of LAMBADA.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from adacc_hf.eval.downstream import evaluate
+from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.tasks.lm_eval_tasks import CLOZE, CLOZE_FILE, cloze_task
 from adacc_hf.eval.tasks.task_scores import add_scoring
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print the table and save the record."""
-    parser = argparse.ArgumentParser(
-        prog="adacc eval cloze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = runner_parser("cloze", __doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--passages", type=Path, help=f"file of passages (default: {CLOZE_FILE} in --model)")
-    add_scoring(parser, "cloze")
-    arguments = parser.parse_args(argv)
+    add_scoring(parser)
+    arguments, settings = parse(parser, argv)
     path = arguments.passages or Path(arguments.model, CLOZE_FILE)
-    return evaluate(arguments, {CLOZE: cloze_task(path)})
+    return evaluate(arguments, settings, {CLOZE: cloze_task(path)})
 
 
 if __name__ == "__main__":

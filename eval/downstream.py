@@ -16,33 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from adacc_hf.artifacts.files import read_json, write_json
+from adacc_hf.eval.records.command_line import parse, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, RecordError, open_ledger
-from adacc_hf.eval.records.records import read_settings
 from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
 from adacc_hf.eval.tasks.task_scores import Tasks, add_scoring, limit_note, percent, score_missing, task_info
 from adacc_hf.eval.tasks.zero_shot import ModelSource
-from adacc_hf.reports.run_record import markdown_table
+from adacc_hf.reports.run_record import Settings, markdown_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print the table and save the record."""
-    parser = argparse.ArgumentParser(
-        prog="adacc eval downstream",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = runner_parser("downstream", __doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--tasks", default=",".join(PAPER_TASKS), help="data sets, with commas (default: all four)")
     parser.add_argument("--data_dir", type=Path, help="folder with local copies (default: the hub)")
-    add_scoring(parser, "downstream")
-    arguments = parser.parse_args(argv)
-    tasks = load_tasks(arguments.tasks.split(","), arguments.data_dir)
-    return evaluate(arguments, tasks)
+    add_scoring(parser)
+    arguments, settings = parse(parser, argv)
+    return evaluate(arguments, settings, load_tasks(arguments.tasks.split(","), arguments.data_dir))
 
 
-def evaluate(arguments: argparse.Namespace, tasks: Tasks) -> int:
+def evaluate(arguments: argparse.Namespace, settings: Settings, tasks: Tasks) -> int:
     """Score `--model` on the tasks that its record does not have yet, print the table and save the record."""
-    settings = read_settings(arguments)
     source = ModelSource(model=arguments.model, device=settings.device, batch_size=arguments.batch_size)
     run_info = {
         "model": arguments.model,

@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from adacc_hf.eval.changing_lengths import PART, measure_case
 from adacc_hf.eval.length_trainings import TRAINER, TRAINER_MODEL, TRAINER_SCALE, measure_trainings
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, WrongResultError, positive_int
+from adacc_hf.eval.records.records import Figures, WrongResultError
 from adacc_hf.eval.trials.contenders import CHECKPOINTING, PLAIN, ratio_text
 from adacc_hf.eval.trials.length_cases import LENGTH_CASES, Scale
 from adacc_hf.reports.run_record import Spread, markdown_table
@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None, scale: Scale = SCALE, trainer_scale:
             except WrongResultError as error:
                 print(f"adacc eval lengths: {name}: {error}", file=sys.stderr)
                 return 1
-        ledger.finish(goals=goals_of(_loop_points(ledger)))
-        save_plot(ledger)
-        ledger.publish(report_text(ledger))
+        ledger.complete(report_text, save_plot, goals=goals_of(_loop_points(ledger)))
     return 0
 
 
@@ -128,11 +126,11 @@ def _loop_text(ledger: Ledger) -> Iterator[str]:
     yield markdown_table(
         [
             {
-                "asked of Adacc": row["goal"],
-                "at most": f"{row['asked']:.2f}",
-                "kept": f"{row['kept']} of {row['tried']}",
+                "figure of Adacc": row["goal"],
+                "goal": f"{row['asked']:.2f}",
+                "met": f"{row['kept']} of {row['tried']}",
                 "worst": f"{row['worst']:.2f}",
-                "of": row["where"],
+                "worst case": row["where"],
             }
             for row in ledger.summary["goals"]
         ]
@@ -141,10 +139,10 @@ def _loop_text(ledger: Ledger) -> Iterator[str]:
     yield (
         "Medians, in brackets the 20th to 80th percentile. Ratios to plain and to checkpointing are of medians over "
         "the same batches, their brackets of single batches. The fixed size is the mean of the others; the first step "
-        "at a size is beside three later ones there. These two are plain training's own ratio in its rows; in all "
-        f"others it is taken out, batch by batch. Methods take turns of {PART} new sizes, each after a step at the "
-        f"fixed size that is not timed. Left out before the first new size: {', '.join(map(str, sorted(left_out)))} "
-        "steps at the fixed size, under the same policy."
+        "at a size is compared with three later ones there. In these two columns, plain training has its own ratio, "
+        "and the ratios of the other methods are divided by plain training's on the same batches. Methods take turns "
+        f"of {PART} new sizes, each after a step at the fixed size that is not timed. Left out before the first new "
+        f"size: {', '.join(map(str, sorted(left_out)))} steps at the fixed size, under the same policy."
     )
     yield from _notes(points)
 

@@ -15,13 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from adacc_hf.artifacts.config import check_memory_budget, parse_budget
-from adacc_hf.eval.records.command_line import parse, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, positive_int
+from adacc_hf.eval.records.records import Figures
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.methods import PAPER_METHODS
 from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
@@ -47,16 +45,23 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
         "methods": arguments.methods,
         **training_options(arguments),
     }
-    with open_ledger(settings, run_info, arguments.resume) as ledger:
-        for method in tqdm(arguments.methods, desc="loss", unit="method"):
-            ledger.measure(method, partial(train, ledger, method, arguments.timeout, run))
+
+    def points(ledger: Ledger) -> dict[str, Callable[[], Figures]]:
+        return {method: partial(train, ledger, method, arguments.timeout, run) for method in arguments.methods}
+
+    def summary(ledger: Ledger) -> dict[str, Any]:
         plain = ledger.points.get("none", {})
         gaps = {name: gap(plain, ledger.points[name]) for name in arguments.methods if name != "none"}
-        ledger.finish(gap_to_plain=gaps, paper_gap_percent=PAPER_GAP_PERCENT)
-        series = {PAPER_METHODS[n].title: p["curve"] for n, p in ledger.points.items() if "curve" in p}
-        curves(settings.output.with_suffix(".svg"), series, "step", "validation loss")
-        ledger.publish(report_text(ledger))
-    return 1 if any(point["status"] != Status.MEASURED.value for point in ledger.points.values()) else 0
+        return {"gap_to_plain": gaps, "paper_gap_percent": PAPER_GAP_PERCENT}
+
+    ledger = run_points(settings, run_info, arguments.resume, points, report_text, save_plot, summary)
+    return 1 if ledger.reasons() else 0
+
+
+def save_plot(ledger: Ledger) -> None:
+    """Plot the validation losses over the steps."""
+    series = {PAPER_METHODS[n].title: p["curve"] for n, p in ledger.points.items() if "curve" in p}
+    curves(ledger.settings.output.with_suffix(".svg"), series, "step", "validation loss")
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -134,8 +139,7 @@ def report_text(ledger: Ledger) -> str:
     )
     low, high = PAPER_GAP_PERCENT
     note = f"The paper's gap of Adacc to plain training: {low} to {high} %."
-    failed = [f"{name}: {point['reason']}" for name, point in ledger.points.items() if "reason" in point]
-    return "\n\n".join([heading, markdown_table(rows), note, *failed]) + "\n"
+    return "\n\n".join([heading, markdown_table(rows), note, *ledger.reasons()]) + "\n"
 
 
 def _row(name: str, point: Figures, gaps: dict[str, float] | None) -> dict[str, str]:

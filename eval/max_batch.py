@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.command_line import parse, runner_parser
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
-from adacc_hf.eval.records.records import Figures, Status, positive_int
-from adacc_hf.eval.throughput import Run, point_key
+from adacc_hf.eval.records.records import Figures, Status
+from adacc_hf.eval.throughput import Run, limited_order, point_key
 from adacc_hf.eval.trials.isolation import run_isolated
-from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
+from adacc_hf.eval.trials.limits import add_limit, limit_bytes
 from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
 from adacc_hf.eval.trials.model_under_test import add_subject, subject_options
 from adacc_hf.eval.trials.trial import run_trial
@@ -58,27 +58,17 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
             largest_batches[name] = search(
                 ledger, name, arguments.timeout, run, first=max(largest_batches.values(), default=0) or 1
             )
-        paper = PAPER.get(arguments.preset, {})
-        ledger.finish(max_batch=largest_batches, paper=paper)
-        ledger.publish(report_text(ledger))
+        ledger.complete(report_text, max_batch=largest_batches, paper=PAPER.get(arguments.preset, {}))
     return 1 if failures(ledger) else 0
 
 
 def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) -> int:
     """Return the largest batch of `method` that fits, trying `first` first; 0 if not even one sequence fits."""
-    info, settings = ledger.run_info, ledger.settings
+    info = ledger.run_info
     with tqdm(desc=f"max-batch, {method}", unit="trial") as progress:
 
         def trial(batch: int) -> BatchTrial:
-            order = {
-                "subject": info["subject"] | {"batch": batch},
-                "family": "paper",
-                "method": method,
-                "budget": budget_bytes(info["limit_bytes"], settings.device),
-                "limit_bytes": info["limit_bytes"],
-                "threads": settings.threads,
-                "gate": False,
-            }
+            order = limited_order(ledger, method, batch) | {"gate": False}
             point = ledger.measure(point_key(method, batch), lambda: run(run_trial, order, timeout_s))
             progress.set_postfix(batch=batch, status=point["status"])
             progress.update()

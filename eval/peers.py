@@ -10,17 +10,15 @@ Adacc's peak at the peer's speed. They are interpolated linearly between Adacc's
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
-from adacc_hf.eval.records.command_line import parse, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.peers_report import matched_key, report_text, save_plot
-from adacc_hf.eval.records.records import Status, positive_int
+from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.records.tradeoff import Point, compare, fastest_within
 from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import failure, run_isolated
@@ -91,18 +89,14 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         "rounds": arguments.rounds,
         "clock": arguments.clock,
     }
-    with open_ledger(settings, run_info, arguments.resume) as ledger:
-        entries = entries_of(arguments.peers, arguments.budgets, arguments.variant_budgets)
-        measure(ledger, entries, arguments.timeout, run)
-        titles = {entry.key: entry.title for entry in entries}
-        points = points_of(ledger, entries)
-        own, variants, peers = (points[kind] for kind in ("adacc", "variant", "peer"))
-        curve = [*own, *(point for point in peers if point.name == "plain")]
-        within = rivals([*own, *variants], peers)
-        ledger.finish(titles=titles, adacc_against=compare(curve, peers), within_adaccs_peaks=within)
-        save_plot(ledger)
-        ledger.publish(report_text(ledger))
-    return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
+    entries = entries_of(arguments.peers, arguments.budgets, arguments.variant_budgets)
+
+    def points(ledger: Ledger) -> dict[str, Callable[[], Figures]]:
+        return {entry.key: partial(measure, ledger, entry, arguments.timeout, run) for entry in entries}
+
+    summary = partial(summarize, entries=entries)
+    ledger = run_points(settings, run_info, arguments.resume, points, report_text, save_plot, summary)
+    return 1 if ledger.has_status(Status.RED) else 0
 
 
 def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: Sequence[float]) -> list[Entry]:
@@ -122,24 +116,33 @@ def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: 
     return entries
 
 
-def measure(ledger: Ledger, entries: Sequence[Entry], timeout_s: float, run: Run) -> None:
-    """Measure the points that the record does not have yet."""
+def measure(ledger: Ledger, entry: Entry, timeout_s: float, run: Run) -> Figures:
+    """Measure one point. A peer whose peak is the budget was measured before."""
     info = ledger.run_info
-    for entry in tqdm(entries, desc="peers", unit="peer"):
-        order: dict[str, Any] = {
-            "subject": info["subject"],
-            "family": "peers",
-            "method": entry.method,
-            "budget": entry.budget if entry.rival is None else ledger.points[entry.rival].get("peak_bytes"),
-            "rounds": info["rounds"],
-            "clock": info["clock"],
-            "threads": ledger.settings.threads,
-        }
-        if entry.rival is not None and order["budget"] is None:
-            reason = f"{PEERS[entry.rival].title}, whose peak is the budget, was not measured"
-            ledger.measure(entry.key, partial(failure, Status.ERROR, reason))
-        else:
-            ledger.measure(entry.key, partial(run, run_trial, order, timeout_s))
+    order: dict[str, Any] = {
+        "subject": info["subject"],
+        "family": "peers",
+        "method": entry.method,
+        "budget": entry.budget if entry.rival is None else ledger.points[entry.rival].get("peak_bytes"),
+        "rounds": info["rounds"],
+        "clock": info["clock"],
+        "threads": ledger.settings.threads,
+    }
+    if entry.rival is not None and order["budget"] is None:
+        return failure(Status.ERROR, f"{PEERS[entry.rival].title}, whose peak is the budget, was not measured")
+    return run(run_trial, order, timeout_s)
+
+
+def summarize(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Return the titles of the points, and their comparisons."""
+    points = points_of(ledger, entries)
+    own, variants, peers = (points[kind] for kind in ("adacc", "variant", "peer"))
+    curve = [*own, *(point for point in peers if point.name == "plain")]
+    return {
+        "titles": {entry.key: entry.title for entry in entries},
+        "adacc_against": compare(curve, peers),
+        "within_adaccs_peaks": rivals([*own, *variants], peers),
+    }
 
 
 def points_of(ledger: Ledger, entries: Sequence[Entry]) -> dict[str, list[Point]]:

@@ -14,13 +14,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.eval.records.command_line import parse, runner_parser
-from adacc_hf.eval.records.ledger import Ledger, open_ledger
+from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
+from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
-from adacc_hf.eval.records.records import Figures, Status, describe, positive_int
+from adacc_hf.eval.records.records import Figures, Status, describe
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
 from adacc_hf.eval.trials.methods import METHODS, PAPER_METHODS
@@ -53,35 +51,36 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
         "rounds": arguments.rounds,
         "clock": arguments.clock,
     }
-    with open_ledger(settings, run_info, arguments.resume) as ledger:
-        measure(ledger, arguments.timeout, run)
+    keys = [(method, batch) for batch in arguments.batches for method in arguments.methods]
+
+    def points(ledger: Ledger) -> dict[str, Callable[[], Figures]]:
+        orders = {point_key(*key): limited_order(ledger, *key) for key in keys}
+        more = {"rounds": arguments.rounds, "clock": arguments.clock}
+        return {key: partial(run, run_trial, order | more, arguments.timeout) for key, order in orders.items()}
+
+    def summary(ledger: Ledger) -> dict[str, Any]:
         ratios = {name: speed_ratios(ledger, name) for name in PAPER if name in arguments.methods}
-        ledger.finish(adacc_over=ratios, paper=PAPER)
-        save_plot(ledger)
-        ledger.publish(report_text(ledger))
-    return 1 if any(point["status"] == Status.RED.value for point in ledger.points.values()) else 0
+        return {"adacc_over": ratios, "paper": PAPER}
 
-
-def measure(ledger: Ledger, timeout_s: float, run: Run) -> None:
-    """Measure the points that the record does not have yet."""
-    info, settings = ledger.run_info, ledger.settings
-    keys = [(method, batch) for batch in info["batches"] for method in info["methods"]]
-    for method, batch in tqdm(keys, desc="throughput", unit="point"):
-        order = {
-            "subject": info["subject"] | {"batch": batch},
-            "family": "paper",
-            "method": method,
-            "budget": budget_bytes(info["limit_bytes"], settings.device),
-            "limit_bytes": info["limit_bytes"],
-            "rounds": info["rounds"],
-            "clock": info["clock"],
-            "threads": settings.threads,
-        }
-        ledger.measure(point_key(method, batch), partial(run, run_trial, order, timeout_s))
+    ledger = run_points(settings, run_info, arguments.resume, points, report_text, save_plot, summary)
+    return 1 if ledger.has_status(Status.RED) else 0
 
 
 def point_key(method: str, batch: int) -> str:
     return f"{method}, batch {batch}"
+
+
+def limited_order(ledger: Ledger, method: str, batch: int) -> dict[str, Any]:
+    """Return the arguments of `run_trial` for one of the paper's methods within the memory limit."""
+    info, settings = ledger.run_info, ledger.settings
+    return {
+        "subject": info["subject"] | {"batch": batch},
+        "family": "paper",
+        "method": method,
+        "budget": budget_bytes(info["limit_bytes"], settings.device),
+        "limit_bytes": info["limit_bytes"],
+        "threads": settings.threads,
+    }
 
 
 def speed_ratios(ledger: Ledger, other: str) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -21,6 +22,9 @@ FOLDERS = {
     "eval": "adacc_hf.eval",
 }
 
+NOT_INSTALLED = ("results", "repository", "zoo")
+"""Folders in eval/ that measure this repository's own figures."""
+
 # Prints the file of each module name. Runs with -S, which reads no .pth file, so that the environment's own install of
 # the project is not used. The dependencies are added as the last entry of sys.path.
 FIND_MODULES = """
@@ -39,6 +43,8 @@ def module_files() -> dict[str, Path]:
     modules = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if set(NOT_INSTALLED).intersection(path.parts):
+                continue
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
             modules[".".join(part for part in parts if part != "__init__")] = path.relative_to(ROOT)
     return modules
@@ -105,16 +111,28 @@ def find_modules(cwd: Path, install: Path | None) -> dict[str, Path]:
 def test_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
     """Data files included: a file that package_data omits would be missing only in an installed package.
 
-    Results of measurements are not in the wheel.
+    Results of measurements, and what only this repository measures, are not in the wheel.
     """
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {
         "/".join((*FOLDERS[folder].split("."), *path.relative_to(ROOT / folder).parts))
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and not {"__pycache__", "results"}.intersection(path.parts)
+        if path.is_file() and not {"__pycache__", *NOT_INSTALLED}.intersection(path.parts)
     }
     assert names == expected
+
+
+def test_what_is_installed_imports_nothing_that_is_not() -> None:
+    left_out = tuple(f"adacc_hf.eval.{folder}" for folder in NOT_INSTALLED)
+    for path in module_files().values():
+        imported = [
+            name
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        ]
+        assert not [name for name in imported if name.startswith(left_out)], path
 
 
 def test_wheel_names_its_console_script_and_license(wheel: Path) -> None:

@@ -57,6 +57,20 @@ class Settings:
     """Deadline of the run, on the clock of `time.monotonic`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Machine, date and versions of a record."""
+
+    status: str
+    date: str
+    commit: str | None
+    uncommitted_changes: bool | None
+    device: str
+    seeds: list[int]
+    versions: dict[str, str]
+    notes: str
+
+
 def make_record(
     settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any], status: str
 ) -> dict[str, Any]:
@@ -82,21 +96,22 @@ def to_json(figures: Any) -> Any:
 
 def meta_info(settings: Settings) -> dict[str, Any]:
     """Return the machine, date and versions of a record."""
-    return {
-        "status": "complete",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": None if (changed := _git("status", "--porcelain", "-uno")) is None else bool(changed),
-        "device": torch.cuda.get_device_name() if settings.device == "cuda" else _processor(),
-        "seeds": [settings.seed],
-        "versions": {
+    conditions = Conditions(
+        status="complete",
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=_git("rev-parse", "HEAD"),
+        uncommitted_changes=None if (changed := _git("status", "--porcelain", "-uno")) is None else bool(changed),
+        device=torch.cuda.get_device_name() if settings.device == "cuda" else _processor(),
+        seeds=[settings.seed],
+        versions={
             "adacc_hf": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "notes": settings.notes,
-    }
+        notes=settings.notes,
+    )
+    return asdict(conditions)
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:

@@ -1,19 +1,27 @@
-"""Options that all runners share, and parsing of a runner's command line."""
+"""Options that runners share, and parsing of a runner's command line."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from adacc_hf.eval.records.clock import add_clock, check_clock
-from adacc_hf.eval.records.ledger import add_resume
-from adacc_hf.eval.records.records import add_settings, read_settings
+import torch
+
+from adacc_hf.eval.records.clock import CLOCKS
 from adacc_hf.reports.run_record import Settings
+
+DEFAULT_FOLDER = Path("runs/eval")
 
 
 def runner_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `adacc eval NAME`, with the first line of its module's docstring as description."""
-    return argparse.ArgumentParser(prog=f"adacc eval {name}", description=(doc or "").partition("\n")[0])
+    """Return the parser of `adacc eval NAME`, whose description is the docstring of its module."""
+    return argparse.ArgumentParser(
+        prog=f"adacc eval {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def parse(
@@ -25,11 +33,74 @@ def parse(
     settings.
     """
     if clock:
-        add_clock(parser)
-    add_resume(parser)
+        parser.add_argument(
+            "--clock",
+            choices=tuple(CLOCKS),
+            default="wall",
+            help="cpu counts CPU time without waiting: for one thread on a CPU that is shared with others",
+        )
     add_settings(parser, parser.prog.rpartition(" ")[2].replace("-", "_"))
     arguments = parser.parse_args(argv)
     settings = read_settings(arguments)
     if clock:
         check_clock(arguments.clock, settings)
     return arguments, settings
+
+
+def add_settings(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the shared options of runner `name` to its parser."""
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="keep the points that the record has already; --no-resume measures all again (default: continue an "
+        "interrupted record of the same settings)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and dropout")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: 1; on a GPU's host all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="time limit: start no point that may take longer than the rest of these minutes, and do not retry failed "
+        "points; the same command continues the run",
+    )
+    parser.add_argument("--notes", default="", help="text for the record, for example the state of the machine")
+    default = DEFAULT_FOLDER / "DEVICE" / f"{name}.json"
+    parser.add_argument("--output", type=Path, help=f"JSON file to write (default: {default})")
+    parser.set_defaults(runner=default.stem, record=f"{name}.json")
+
+
+def read_settings(arguments: argparse.Namespace) -> Settings:
+    """Return the settings of a command line, and set torch's number of threads.
+
+    By default the record's path depends on the device, so that records of another device are not overwritten. Raise
+    ValueError for a device that this machine does not have.
+    """
+    options = {name: getattr(arguments, name) for name in Settings.__dataclass_fields__ if name != "until"}
+    if options["threads"] is None:
+        options["threads"] = 1 if arguments.device == "cpu" else os.cpu_count() or 1
+    until = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    output = arguments.output or DEFAULT_FOLDER / arguments.device / arguments.record
+    settings = Settings(**options | {"output": output, "until": until})
+    if settings.threads < 1:
+        raise ValueError(f"--threads={settings.threads} must be 1 or more")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device=cuda, but torch sees no CUDA device: use --device=cpu")
+    torch.set_num_threads(settings.threads)
+    return settings
+
+
+def check_clock(clock: str, settings: Settings) -> None:
+    """Raise ValueError if CPU time differs from the elapsed time: with several threads, or on another device."""
+    if clock == "cpu" and (settings.threads > 1 or settings.device != "cpu"):
+        raise ValueError(
+            f"--clock=cpu sums the CPU time of all threads, and does not include other devices: with "
+            f"--threads={settings.threads} --device={settings.device} use --clock=wall"
+        )
+
+
+def positive_int(text: str) -> int:
+    """Parse an option that counts something. Raise the error that argparse reports for a wrong value."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import read_json, write_json
@@ -25,16 +26,6 @@ RETRIED_STATUSES = (Status.ERROR.value, Status.TIMEOUT.value)
 
 class RecordError(AdaccError, ValueError):
     """Error of a record that cannot be continued, or of a folder that another run writes to."""
-
-
-def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Add the option for points that the record has already."""
-    parser.add_argument(
-        "--resume",
-        action=argparse.BooleanOptionalAction,
-        help="keep the points that the record has already; --no-resume measures all again (default: continue an "
-        "interrupted record of the same settings)",
-    )
 
 
 class Ledger:
@@ -87,6 +78,24 @@ class Ledger:
         self.summary = to_json(summary)
         self._save("complete")
 
+    def complete(
+        self, report: Callable[[Ledger], str], plot: Callable[[Ledger], None] | None = None, **summary: Any
+    ) -> None:
+        """Save the whole record, its plot and its report."""
+        self.finish(**summary)
+        if plot is not None:
+            plot(self)
+        self.publish(report(self))
+
+    def has_status(self, *statuses: Status) -> bool:
+        """Return True if any point has one of these statuses."""
+        return any(point.get("status") in [status.value for status in statuses] for point in self.points.values())
+
+    def reasons(self, titles: Mapping[str, str] | None = None) -> list[str]:
+        """Return one line for each point that was not measured: its title, or its key, and the reason."""
+        missing = {key: point["reason"] for key, point in self.points.items() if "reason" in point}
+        return [f"{(titles or {}).get(key, key)}: {reason}" for key, reason in missing.items()]
+
     def publish(self, text: str) -> None:
         """Save the report next to the record, and print it."""
         path = self.settings.output
@@ -107,6 +116,27 @@ def open_ledger(settings: Settings, run_info: dict[str, Any], resume: bool | Non
     with lock_folder(settings.output.parent):
         empty = json.loads(json.dumps(make_record(settings, run_info, {"points": {}}, "running")))
         yield Ledger(settings, run_info, _points_to_keep(settings.output, empty, resume))
+
+
+def run_points(
+    settings: Settings,
+    run_info: dict[str, Any],
+    resume: bool | None,
+    points: Callable[[Ledger], Mapping[str, Callable[[], Figures]]],
+    report: Callable[[Ledger], str],
+    plot: Callable[[Ledger], None] | None = None,
+    summary: Callable[[Ledger], dict[str, Any]] | None = None,
+) -> Ledger:
+    """Measure the points that a record does not have yet; save the record, its plot and its report.
+
+    points: function from the ledger to the measurements, by their keys in the record. summary: function from the
+    measured ledger to the figures that are derived from its points.
+    """
+    with open_ledger(settings, run_info, resume) as ledger:
+        for key, measure in tqdm(points(ledger).items(), desc=settings.runner, unit="point"):
+            ledger.measure(key, measure)
+        ledger.complete(report, plot, **(summary(ledger) if summary is not None else {}))
+    return ledger
 
 
 def _points_to_keep(path: Path, empty: dict[str, Any], resume: bool | None) -> dict[str, Figures]:

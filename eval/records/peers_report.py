@@ -34,8 +34,8 @@ def report_text(ledger: Ledger) -> str:
     parts = [heading, _points_table(ledger)]
     if against := ledger.summary["adacc_against"]:
         parts += [
-            "Adacc beside each peer, interpolated linearly between Adacc's points (plain training is one of them); "
-            "empty where Adacc's points do not reach:",
+            "Adacc compared with each peer, interpolated linearly between Adacc's points (plain training is one of "
+            "them); empty outside the range of Adacc's points:",
             markdown_table([_comparison(row, titles) for row in against]),
         ]
     if within := ledger.summary["within_adaccs_peaks"]:
@@ -46,10 +46,10 @@ def report_text(ledger: Ledger) -> str:
         ]
     if matched_rows := _matched_rows(ledger):
         parts += [
-            "torch.compile against Adacc in torch.compile, which gets the other's measured peak as its budget:",
+            "torch.compile compared with Adacc in torch.compile, whose budget is the other's measured peak:",
             markdown_table(matched_rows),
         ]
-    reasons = [f"- {titles[key]}: {p['reason']}" for key, p in ledger.points.items() if "reason" in p]
+    reasons = [f"- {reason}" for reason in ledger.reasons(titles)]
     return "\n\n".join([*parts, *(["Not measured:", "\n".join(reasons)] if reasons else [])]) + "\n"
 
 

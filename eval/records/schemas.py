@@ -1,4 +1,4 @@
-"""JSON Schema of records: their structure, and figures by their names.
+"""Check of records: their structure by the types of dataclasses, and figures by their names.
 
 All runners share one vocabulary: a name that ends in _bytes is a count of bytes, in _ms a time, and so on. A missing
 figure is noticed when the table is rendered from the record.
@@ -6,120 +6,96 @@ figure is noticed when the table is rendered from the record.
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import fields
-from typing import Any
+import re
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
+from adacc_hf.eval.records.ledger import RecordError
 from adacc_hf.eval.records.records import Status
-from adacc_hf.reports.run_record import Spread
+from adacc_hf.reports.run_record import Conditions, Settings, Spread
 
-Schema = dict[str, Any]
+Count = NewType("Count", int)
+"""Whole number of 0 or more."""
+Counts = Count | None | list[Count]
+Measured = float | Spread | None | list[float | Spread]
+Text = str | None
 
-NUMBER: Schema = {"type": "number"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
-TEXT: Schema = {"type": "string"}
-TRUTH: Schema = {"type": "boolean"}
-ANY: Schema = {"$ref": "#/$defs/any"}
-
-
-def nullable(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """Return the schema of an object with exactly these members."""
-    members = {**required, **(optional or {})}
-    return {"type": "object", "properties": members, "required": list(required), "additionalProperties": False}
-
-
-def mapping(schema: Schema) -> Schema:
-    """Return the schema of an object whose members, with any name, all have this schema."""
-    return {"type": "object", "additionalProperties": schema}
-
-
-def array(schema: Schema) -> Schema:
-    return {"type": "array", "items": schema}
-
-
-def several(*schemas: Schema) -> Schema:
-    """Return a schema for one value of these schemas, null, or a list of such values."""
-    return {"anyOf": [*schemas, {"type": "null"}, array({"anyOf": list(schemas)})]}
-
-
-SPREAD = record({field.name: NUMBER for field in fields(Spread)})
-MEASURED = several(NUMBER, SPREAD)
-PAIR = {"type": "array", "prefixItems": [COUNT, NUMBER], "minItems": 2, "maxItems": 2}
-
-NAMES: dict[str, Schema] = {
-    "_bytes$|^nbytes$|^num_|^(steps|passed)$": several(COUNT),
-    "_ms$|_seconds$|_percent$|_ratio$|_loss$|^error$|_error$|^of_|^overhead|^gap$|_by_(round|step|turn)$": MEASURED,
-    "^(tokens_per_second|relative_throughput|copy_ms|encode_ms|decode_ms)$": SPREAD,
-    "^seconds$": several(NUMBER, mapping(NUMBER)),
-    "^acc$": SHARE,
-    "^(within_budget|fits|went_back)$": TRUTH,
-    "^(actions|blocks|fallbacks)$": nullable(mapping(COUNT)),
-    "^reason$": TEXT,
-    "^(moment|promise|reference|folder|title|label|dtype|codec|winner)$": nullable(TEXT),
-    "curve$": array(PAIR),
+NAMES: dict[str, Any] = {
+    "_bytes$|^nbytes$|^num_|^(steps|passed)$": Counts,
+    "_ms$|_seconds$|_percent$|_ratio$|_loss$|^error$|_error$|^of_|^overhead|^gap$|_by_(round|step|turn)$": Measured,
+    "^(tokens_per_second|relative_throughput|copy_ms|encode_ms|decode_ms)$": Spread,
+    "^seconds$": float | None | dict[str, float],
+    "^acc$": float,
+    "^(within_budget|fits|went_back)$": bool,
+    "^(actions|blocks|fallbacks)$": dict[str, Count] | None,
+    "^reason$": str,
+    "^(moment|promise|reference|folder|title|label|dtype|codec|winner)$": Text,
+    "curve$": list[tuple[Count, float]],
 }
-"""Schemas of figures, by patterns of their names."""
+"""Types of figures, by patterns of their names."""
 
-STATUS: Schema = {
-    "if": {"required": ["status"], "properties": {"status": {"const": Status.MEASURED.value}}},
-    "then": {"properties": {"reason": False}},
-    "else": {
-        "if": {"required": ["status"]},
-        "then": {"required": ["reason"], "properties": {"status": {"enum": [status.value for status in Status]}}},
-    },
-}
-"""Schema of a status: a measured point has no reason, any other point has one."""
-
-DEFINITIONS: Schema = {
-    "figures": {"type": "object", "patternProperties": NAMES, "additionalProperties": ANY, "allOf": [STATUS]},
-    "any": {
-        "if": {"type": "object"},
-        "then": {"$ref": "#/$defs/figures"},
-        "else": {"if": {"type": "array"}, "then": {"items": ANY}},
-    },
-}
-
-RUN_INFO: Schema = {
-    "type": "object",
-    "properties": {"runner": TEXT, "seed": {"type": "integer"}, "threads": COUNT, "device": TEXT},
-    "required": ["runner", "seed", "threads", "device"],
-}
-TRAIN_INFO: Schema = {
-    **DEFINITIONS["figures"],
-    "properties": {"points": {"type": "object", "additionalProperties": ANY, "minProperties": 1}},
-    "required": ["points"],
-}
-META_INFO = record(
-    {
-        "status": {"const": "complete"},
-        "date": TEXT,
-        "commit": nullable({"type": "string", "pattern": "^[0-9a-f]{40}$"}),
-        "uncommitted_changes": nullable(TRUTH),
-        "device": TEXT,
-        "seeds": array({"type": "integer"}),
-        "versions": mapping(TEXT),
-        "notes": TEXT,
-    }
-)
-RECORD: Schema = {
-    **record({"run_info": RUN_INFO, "train_info": TRAIN_INFO, "meta_info": META_INFO}, {"results": mapping(ANY)}),
-    "$defs": DEFINITIONS,
-}
-
-
-def need_jsonschema() -> None:
-    """Raise ValueError if records cannot be checked, before hours of measurements."""
-    if importlib.util.find_spec("jsonschema") is None:
-        raise ValueError("checking records needs jsonschema: pip install 'adacc-hf[eval]'")
+STATUSES = [status.value for status in Status]
+PARTS = {"run_info", "train_info", "meta_info"}
 
 
 def check_record(content: Any) -> None:
-    """Raise jsonschema.ValidationError, which names the place, for a record without the structure of runner records."""
-    import jsonschema
+    """Raise RecordError, which names the place, for a record without the structure of runner records."""
+    # Runners of lm-eval's tasks add `results`.
+    if not isinstance(content, dict) or content.keys() - {"results"} != PARTS:
+        raise RecordError(f"a record must have exactly {', '.join(sorted(PARTS))}")
+    settings, conditions = content["run_info"], content["meta_info"]
+    types = get_type_hints(Settings)
+    for name in ("runner", "seed", "threads", "device"):
+        _check(settings.get(name), types[name], f"run_info.{name}")
+    _check(conditions, Conditions, "meta_info")
+    if conditions["status"] != "complete" or not re.fullmatch("[0-9a-f]{40}", conditions["commit"] or "0" * 40):
+        raise RecordError("meta_info: the record must be complete, and its commit a hash of git")
+    points = content["train_info"].get("points")
+    if not isinstance(points, dict) or not points:
+        raise RecordError("train_info.points must have at least one point")
+    _check_figures(content["train_info"], "train_info")
 
-    jsonschema.validate(content, RECORD, cls=jsonschema.Draft202012Validator)
+
+def _check_figures(figures: Any, place: str) -> None:
+    """Check the figures of a mapping or a list, and of all that it contains."""
+    if isinstance(figures, list):
+        for number, item in enumerate(figures):
+            _check_figures(item, f"{place}[{number}]")
+    if not isinstance(figures, dict):
+        return
+    for name, value in figures.items():
+        types = [kind for pattern, kind in NAMES.items() if re.search(pattern, name)]
+        for kind in types:
+            _check(value, kind, f"{place}.{name}")
+        if not types:
+            _check_figures(value, f"{place}.{name}")
+    if "status" in figures:
+        status = figures["status"]
+        if status not in STATUSES or (status == Status.MEASURED.value) == ("reason" in figures):
+            raise RecordError(f"{place}: a measured point has no reason, any other point has one")
+
+
+def _check(value: Any, kind: Any, place: str) -> None:
+    if not fits(value, kind):
+        raise RecordError(f"{place} must be {getattr(kind, '__name__', kind)}, not {str(value)[:80]}")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return True if a value that was read from JSON has a type: a dataclass, a union, a container, or a plain one."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(item, parts[1]) for item in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, parts[0]) for item in value)
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(parts) and all(map(fits, value, parts))
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return isinstance(value, dict) and value.keys() == types.keys() and all(fits(value[n], types[n]) for n in types)
+    if kind is Count:
+        return fits(value, int) and value >= 0
+    allowed = (int, float) if kind is float else kind
+    return isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))

@@ -11,8 +11,8 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.eval.records.ledger import Ledger, add_resume
-from adacc_hf.eval.records.records import add_settings, positive_int
+from adacc_hf.eval.records.command_line import positive_int
+from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.tasks.zero_shot import ModelSource, language_model, score
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Tasks = Mapping[str, "ConfigurableTask"]
 
 
-def add_scoring(parser: argparse.ArgumentParser, name: str) -> None:
+def add_scoring(parser: argparse.ArgumentParser) -> None:
     """Add the options that all runners with tasks share."""
     parser.add_argument("--batch_size", type=positive_int, default=8, help="requests per forward")
     parser.add_argument(
@@ -30,8 +30,6 @@ def add_scoring(parser: argparse.ArgumentParser, name: str) -> None:
         type=positive_int,
         help="use only the first rows of each task, for tests; the record notes the limit",
     )
-    add_resume(parser)
-    add_settings(parser, name)
 
 
 def task_info(tasks: Tasks, limit: int | None) -> dict[str, Any]:

@@ -7,14 +7,12 @@ training, in which nothing is installed, recorded or compiled. Gradients are che
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adacc_hf import Policy, apply_policy
@@ -111,41 +109,9 @@ def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
     return worst
 
 
-def time_rounds(contenders: Sequence[Contender], num_rounds: int, clock: str) -> dict[str, list[float]]:
-    """Return the milliseconds of one step of each contender in each round.
-
-    All contenders take part in every round, so that a busy machine slows all alike. The order rotates from round to
-    round.
-    """
-    order = deque(contenders)
-    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for _ in tqdm(range(num_rounds), desc="timing", unit="round", leave=False):
-        for contender in order:
-            samples[contender.name].append(step_ms(contender, clock))
-        order.rotate(1)
-    return samples
-
-
 def step_ms(contender: Contender, clock: str) -> float:
     """Return the milliseconds of one step of `contender` by `clock`."""
     return 1e3 * seconds_of(contender.step, contender.device, CLOCKS[clock])
-
-
-def timing_figures(samples: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Return each contender's step time, and its ratios to plain training and HF gradient checkpointing.
-
-    Ratios are of medians. The spread of the ratios of single rounds, with the same machine state for both, is given
-    too.
-    """
-    spreads = {name: Spread.of(times) for name, times in samples.items()}
-    figures: dict[str, dict[str, Any]] = {}
-    for name, times in samples.items():
-        figures[name] = {"step_ms": spreads[name]}
-        for base, label in ((PLAIN, "plain"), (CHECKPOINTING, "checkpointing")):
-            by_round = [own / other for own, other in zip(times, samples[base], strict=True)]
-            figures[name][f"of_{label}"] = spreads[name].median / spreads[base].median
-            figures[name][f"of_{label}_by_round"] = Spread.of(by_round)
-    return figures
 
 
 def ratio_text(row: Mapping[str, Any], name: str, single: str = "round") -> str:

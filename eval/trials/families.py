@@ -38,7 +38,7 @@ class Size:
     batch: int = 4
     tokens: int = 128
 
-    def batches(self, device: str = "cpu", seed: int = 0) -> Batch:
+    def example(self, device: str = "cpu", seed: int = 0) -> Batch:
         """Return random tokens with themselves as labels. The encoder-decoder reads the same tokens on both sides."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(5, self.vocabulary, (self.batch, self.tokens), generator=generator).to(device)

@@ -1,16 +1,12 @@
 """Measurements in a process of their own: leftover memory and broken state end with the process.
 
-    python -m adacc_hf.eval.trials.isolation
-
-reads orders {"function": "module:name", "arguments": {...}, "result": "file"} from standard input, one per line. A
-`Worker` writes them.
+`run_isolated` writes an order {"function": "module:name", "arguments": {...}} to a file, and the process runs it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -70,70 +66,24 @@ def failure(status: Status, error: Exception | str) -> Figures:
 
 def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
     """Run like `run_here`, in a new process. After `timeout_s` seconds, end the process and its children."""
-    with Worker() as worker:
-        return worker(function, arguments, timeout_s)
-
-
-class Worker:
-    """Process that runs orders one after the other. Each order can reuse what earlier ones built.
-
-    After an error or a timeout the next order gets a new process, because the old one's device may be unusable.
-    """
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="adacc-eval-")
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._end()
-        self._folder.cleanup()
-
-    def __call__(self, function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
-        result = self._path("result.json")
-        result.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="adacc-eval-") as folder:
+        order, result, errors = (Path(folder, name) for name in ("order.json", "result.json", "errors"))
         name = f"{function.__module__}:{function.__qualname__}"
-        process = self._process = self._process or self._start()
-        figures: Figures | None = None
-        try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with suppress(BrokenPipeError):  # its error output explains more
-                process.stdin.write(json.dumps({"function": name, "arguments": arguments, "result": str(result)}))
-                process.stdin.write("\n")
-                process.stdin.flush()
-            if not select.select([process.stdout], [], [], timeout_s)[0]:
+        order.write_text(json.dumps({"function": name, "arguments": arguments}), encoding="utf-8")
+        command = [sys.executable, "-m", __name__, str(order), str(result), str(os.getpid())]
+        with (
+            errors.open("w", encoding="utf-8") as error_output,
+            subprocess.Popen(command, stdout=error_output, stderr=error_output, start_new_session=True) as process,
+        ):
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
                 return failure(Status.TIMEOUT, f"no result after {timeout_s:g} s: raise --timeout")
-            if not process.stdout.readline():
-                return failure(Status.ERROR, _exit_reason(process.wait(), self._path("errors").read_text()))
-            figures = json.loads(result.read_text(encoding="utf-8"))
-            return figures
-        finally:
-            if figures is None or figures["status"] == Status.ERROR.value:
-                self._end()
-
-    def _start(self) -> subprocess.Popen[str]:
-        with self._path("errors").open("w", encoding="utf-8") as errors:
-            return subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-
-    def _end(self) -> None:
-        if self._process is not None:
-            end_process(self._process)
-            with suppress(BrokenPipeError):  # an order that was not read
-                self._process.__exit__(None, None, None)
-            self._process = None
-
-    def _path(self, name: str) -> Path:
-        return Path(self._folder.name, name)
+            finally:
+                end_process(process)
+        if code:
+            return failure(Status.ERROR, _exit_reason(code, errors.read_text(encoding="utf-8")))
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def end_process(process: subprocess.Popen[Any]) -> None:
@@ -149,19 +99,13 @@ def _exit_reason(code: int, errors: str) -> str:
     return f"exit status {code}: {lines[-1] if lines else 'no message'}"
 
 
-def main() -> int:
-    """Run the orders on standard input, one per line; write their figures, and reply after each."""
-    # Output of an order must not mix with the replies: redirect standard output to standard error.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    _exit_with_parent(os.getppid())
-    for line in sys.stdin:
-        order = json.loads(line)
-        module, _, name = order["function"].partition(":")
-        figures = run_here(getattr(import_module(module), name), order["arguments"])
-        Path(order["result"]).write_text(json.dumps(figures), encoding="utf-8")
-        print("done", file=replies, flush=True)
-    return 0
+def main(order_file: str, result_file: str, parent: str) -> None:
+    """Run the order of a file, and write its figures."""
+    _exit_with_parent(int(parent))
+    order = json.loads(Path(order_file).read_text(encoding="utf-8"))
+    module, _, name = order["function"].partition(":")
+    figures = run_here(getattr(import_module(module), name), order["arguments"])
+    Path(result_file).write_text(json.dumps(figures), encoding="utf-8")
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -178,4 +122,4 @@ def _exit_with_parent(parent: int) -> None:
 if __name__ == "__main__":
     from adacc_hf.eval.trials import isolation
 
-    sys.exit(isolation.main())  # so that the functions raise the imported module's classes, not those of __main__
+    isolation.main(*sys.argv[1:])  # so that the functions raise the imported module's classes, not those of __main__

@@ -1,4 +1,4 @@
-"""Methods to save activations, by name: the paper's five, lossless Adacc, and the methods of the headline.
+"""Methods to save activations, by name: the paper's five, and lossless Adacc.
 
 A method is installed once, on a model that has trained one step, so that the optimizer's state exists and is counted.
 """
@@ -6,7 +6,7 @@ A method is installed once, on a model that has trained one step, so that the op
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -16,14 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
-from adacc_hf.artifacts.config import Budget as ResolvedBudget
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.trials.contenders import uses_lossy_codec
 from adacc_hf.eval.trials.model_under_test import Subject
 from adacc_hf.eval.trials.workload import Batch
 from adacc_hf.kernels.codecs import baseline_codec
 from adacc_hf.solve.baselines import quantize_everything
-from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import MemoryMeter, static_bytes
 
@@ -154,20 +152,6 @@ ADACC = adacc("Adacc")
 LOSSLESS = adacc("Adacc, lossless", actions=("retain", "recompute"))
 
 
-def quantize_within(profile: Profile, budget: Budget, config: AdaccConfig) -> Policy:
-    """Quantize as many blocks naively as the budget requires, in order from the first; at most all of them."""
-    limit = ResolvedBudget.resolve(budget, profile, config)
-    plain, quantized = uniform_policy(profile, "retain"), quantize_everything(profile)
-    names = [block.name for block in profile.blocks]
-    policy = plain
-    for number in range(len(names) + 1):
-        plans = [(quantized if i < number else plain).plan_of(name) for i, name in enumerate(names)]
-        policy = policy_of_plans(profile, plans)
-        if (policy.predicted_peak_bytes if limit.limits_peak else policy.predicted_stored_bytes) <= limit.nbytes:
-            break
-    return policy
-
-
 PAPER_METHODS = {
     "none": PLAIN,
     "full": CHECKPOINTING,
@@ -179,17 +163,3 @@ PAPER_METHODS = {
 
 METHODS = {**PAPER_METHODS, "adacc_lossless": LOSSLESS}
 """The paper's methods, and lossless Adacc."""
-
-HEADLINE_METHODS = {
-    "none": PLAIN,
-    "full": CHECKPOINTING,
-    "adacc": ADACC,
-    "adacc_lossless": LOSSLESS,
-    "quantization": Method(
-        title="naive quantization of as many blocks as it takes",
-        install=partial(install_policy, config=NAIVE, solve=quantize_within),
-        takes_budget=True,
-    ),
-    "adacc_in_floor": replace(ADACC, title="Adacc at checkpointing's peak"),
-}
-"""The bounds of the possible gain, Adacc, and the alternatives. All run within one budget, except the last."""

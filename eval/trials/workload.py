@@ -18,18 +18,13 @@ TEXT_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Model with random weights, and the size of its batches. Other settings are defaults of its configuration."""
+class Workload(Size):
+    """Model with random weights, and the size of its batches. Other settings are defaults of its configuration.
 
-    width: int
-    layers: int
-    """Number of transformer blocks; a T5 has half of them in its encoder."""
-    batch: int
-    tokens: int
-    heads: int = 4
+    Tokens are bytes, so the vocabulary has at least 256.
+    """
+
     attention: str = "sdpa"
-    vocabulary: int = 256
-    """Number of tokens, at least 256 because tokens are bytes."""
     family: str = "gpt2"
     """Key of FAMILIES. All families but LLaMA have dropout 0.1."""
 
@@ -44,19 +39,7 @@ class Workload:
 
     def model(self, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
         """Return the model in train mode. The weights depend on the seed alone; torch's generator keeps its state."""
-        return FAMILIES[self.family].model(self.size, self.attention, device, seed)
-
-    @property
-    def size(self) -> Size:
-        """Return the sizes in the form that a `Family` takes."""
-        return Size(
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            vocabulary=self.vocabulary,
-            batch=self.batch,
-            tokens=self.tokens,
-        )
+        return FAMILIES[self.family].model(self, self.attention, device, seed)
 
     def batches(self, device: str = "cpu", seed: int = 0) -> Iterator[Batch]:
         """Yield batches without end: [B, T] ids and labels at random positions of the text."""
@@ -68,9 +51,6 @@ class Workload:
 
 DEMO = Workload(width=256, layers=6, batch=8, tokens=256, vocabulary=512)
 """The recipe's demo model, which is compute-bound."""
-
-LAUNCH_BOUND = Workload(width=32, layers=12, batch=2, tokens=16)
-"""Model whose operators are so small that launching them dominates the time."""
 
 
 @cache

@@ -6,17 +6,18 @@ from importlib import import_module
 
 import pytest
 
+from adacc_hf import cli
 from adacc_hf.cli import RUNNERS, main
-from adacc_hf.eval import executor_bench
+from adacc_hf.eval.repository import peak_accuracy
 
 
-@pytest.mark.parametrize("name", ["executor-bench", "executor_bench"])
+@pytest.mark.parametrize("name", ["peak-accuracy", "peak_accuracy"])
 @pytest.mark.parametrize("status", [0, 1])
 def test_forwards_options_and_status(monkeypatch: pytest.MonkeyPatch, name: str, status: int) -> None:
     calls = []
-    monkeypatch.setattr(executor_bench, "main", lambda argv: calls.append(argv) or status)
-    assert main(["eval", name, "--rounds", "3", "--output", "x"]) == status
-    assert calls == [["--rounds", "3", "--output", "x"]]
+    monkeypatch.setattr(peak_accuracy, "main", lambda argv: calls.append(argv) or status)
+    assert main(["eval", name, "--budgets", "3", "--output", "x"]) == status
+    assert calls == [["--budgets", "3", "--output", "x"]]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -43,7 +44,7 @@ def test_a_modules_name_stands_for_its_runner(capsys: pytest.CaptureFixture[str]
 
 
 def test_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "executor_bench", "--threads", "0"]) == 2
+    assert main(["eval", "peak_accuracy", "--threads", "0"]) == 2
     assert capsys.readouterr().err == "adacc eval: error: --threads=0 must be 1 or more\n"
 
 
@@ -51,3 +52,14 @@ def test_unknown_runner_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["eval", "nonsense"])
     assert "invalid choice: 'nonsense'" in capsys.readouterr().err
+
+
+def test_what_a_wheel_lacks_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="adacc_hf.eval.repository")
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    assert main(["eval", "solver"]) == 2
+    assert "run it from a source checkout (pip install -e .)" in capsys.readouterr().err

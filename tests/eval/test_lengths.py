@@ -53,7 +53,7 @@ def test_a_run_is_a_record_with_tables_and_a_plot(
     assert text in capsys.readouterr().out
     assert [part.splitlines()[0].split("|")[1].strip() for part in text.split("\n\n") if part.startswith("|")] == [
         "model",
-        "asked of Adacc",
+        "figure of Adacc",
         "method",
     ]
     assert output.with_suffix(".svg").read_text().startswith("<?xml")

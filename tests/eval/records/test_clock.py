@@ -1,16 +1,12 @@
-"""The clocks, and the cases in which CPU time must not be used."""
+"""Wall time, and CPU time of a process and its children."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import pytest
-
-from adacc_hf.eval.records.clock import CLOCKS, check_clock
-from adacc_hf.reports.run_record import Settings
+from adacc_hf.eval.records.clock import CLOCKS
 
 BUSY = "import time\nwhile time.process_time() < 0.2: pass"
 
@@ -28,10 +24,3 @@ def test_cpu_time_counts_finished_children() -> None:
     start = CLOCKS["cpu"]()
     subprocess.run([sys.executable, "-c", BUSY], check=True)
     assert CLOCKS["cpu"]() - start >= 0.2
-
-
-def test_cpu_time_is_refused_for_several_threads() -> None:
-    check_clock("cpu", Settings(runner="x", output=Path("x")))
-    check_clock("wall", Settings(runner="x", output=Path("x"), threads=2))
-    with pytest.raises(ValueError, match="--threads=2 --device=cpu use --clock=wall"):
-        check_clock("cpu", Settings(runner="x", output=Path("x"), threads=2))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adacc_hf.eval.records.ledger import Ledger, RecordError, lock_folder, open_ledger
-from adacc_hf.eval.records.records import OUT_OF_TIME
+from adacc_hf.eval.records.ledger import Ledger, RecordError, lock_folder, open_ledger, run_points
+from adacc_hf.eval.records.records import OUT_OF_TIME, Status
 from adacc_hf.reports.run_record import Settings
 
 
@@ -137,3 +137,25 @@ def test_another_kind_of_file_is_not_reported_on(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"rows": []}')
     with pytest.raises(RecordError, match="is not a record with points"):
         Ledger.load(tmp_path / "x.json")
+
+
+def test_points_are_measured_and_reported_in_one_call(settings: Settings) -> None:
+    plotted: list[Ledger] = []
+
+    def points(ledger: Ledger) -> dict:
+        return {
+            "a": lambda: {"status": "measured"},
+            "b": lambda: {"status": "error", "reason": str(len(ledger.points))},
+        }
+
+    def report(ledger: Ledger) -> str:
+        return "; ".join(ledger.reasons({"b": "letter B"}))
+
+    ledger = run_points(
+        settings, {}, None, points, report, plotted.append, lambda ledger: {"total": len(ledger.points)}
+    )
+    assert plotted == [ledger]
+    assert load_record(settings)["train_info"]["total"] == 2
+    assert settings.output.with_suffix(".md").read_text() == "letter B: 1"
+    assert ledger.has_status(Status.RED, Status.ERROR)
+    assert not ledger.has_status(Status.RED)

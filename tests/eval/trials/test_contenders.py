@@ -9,19 +9,15 @@ import torch
 
 from adacc_hf import Action, AdaccConfig, profile_model
 from adacc_hf.eval.records.records import WrongResultError
-from adacc_hf.eval.trials import contenders
 from adacc_hf.eval.trials.contenders import (
     CHECKPOINTING,
     PLAIN,
     Contender,
     check_gradients,
-    time_rounds,
-    timing_figures,
     uses_lossy_codec,
 )
 from adacc_hf.eval.trials.gradients import MAX_GRADIENT_ERROR, NOISE_RUNS, Gradients
 from adacc_hf.eval.trials.workload import Workload
-from adacc_hf.reports.run_record import Spread
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
@@ -110,34 +106,6 @@ def test_lossy_policies_are_told_from_lossless_ones(build) -> None:
     masks = [c.codec for plan in recompute.policy.plans for _, c in plan.choices if c.action is Action.COMPRESS]
     assert not uses_lossy_codec(recompute.policy), masks
     assert uses_lossy_codec(compress.policy)
-
-
-def test_all_take_part_in_every_round_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stub:
-        device = torch.device("cpu")
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def step(self) -> None:
-            calls.append(self.name)
-
-    calls: list[str] = []
-    ticks = iter(range(100))
-    monkeypatch.setitem(contenders.CLOCKS, "wall", lambda: float(next(ticks)))
-    samples = time_rounds([Stub("a"), Stub("b"), Stub("c")], 2, "wall")
-    assert calls == ["a", "b", "c", "c", "a", "b"]
-    assert samples == {name: [1000.0, 1000.0] for name in "abc"}  # each step lasts one tick of the clock
-
-
-def test_ratios_are_of_medians() -> None:
-    samples = {PLAIN: [1.0, 2.0, 9.0], CHECKPOINTING: [4.0, 4.0, 4.0], "x": [3.0, 3.0, 9.0]}
-    figures = timing_figures(samples)
-    assert figures["x"]["step_ms"] == Spread.of(samples["x"])
-    assert figures["x"]["of_plain"] == 1.5
-    assert figures["x"]["of_plain_by_round"] == Spread.of([3.0, 1.5, 1.0])
-    assert figures["x"]["of_checkpointing"] == 0.75
-    assert figures[PLAIN]["of_plain"] == figures[CHECKPOINTING]["of_checkpointing"] == 1.0
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(3.0, True), (5.0, False)])

@@ -106,31 +106,3 @@ def test_a_failed_start_gives_the_last_line(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(isolation.sys, "executable", "/bin/false")
     figures = run_isolated(raise_error, {}, 60)
     assert figures == {"status": "error", "reason": "exit status 1: no message"}
-
-
-def test_a_worker_goes_on_in_one_process_until_an_order_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Printed lines are not read as answers.
-
-    An order over its limit leaves the process running, other failures end it.
-    """
-    body = (
-        "print('noise')\n    import adacc_hf.eval.trials.isolation as i\n"
-        "    if 'limit' in arguments: raise i.OverLimitError('too much', {'peak_bytes': 2})\n"
-        "    if 'fault' in arguments: raise RuntimeError('CUDA error: an illegal memory access')\n"
-        "    if 'death' in arguments: os.kill(os.getpid(), 9)\n"
-        "    time.sleep(arguments.get('seconds', 0))\n    return {'pid': os.getpid()}"
-    )
-    act = worker(monkeypatch, tmp_path, body)
-    with isolation.Worker() as worker_process:
-        first = worker_process(act, {}, 120)
-        assert worker_process(act, {"limit": 1}, 120)["status"] == "out_of_memory"
-        assert worker_process(act, {}, 120) == first
-        pids = {first["pid"]}
-        for failing, status in (({"fault": 1}, "error"), ({"death": 1}, "error"), ({"seconds": 600}, "timeout")):
-            assert worker_process(act, failing, 1 if status == "timeout" else 120)["status"] == status
-            pids.add(worker_process(act, {}, 120)["pid"])
-        assert len(pids) == 4
-        assert os.getpid() not in pids
-        last = worker_process._process.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(last, 0)

@@ -1,0 +1,1 @@
+"""Runners that measure the figures of this repository and write its pages. The wheel does not have them."""

@@ -1,0 +1,120 @@
+"""Write the tables of README.md and docs/, and the reports next to committed records, from the JSON in eval/results.
+
+    python -m adacc_hf.eval.repository.tables
+    python -m adacc_hf.eval.repository.tables --check
+
+In a page, a table is between <!-- table: cpu/peers#1 --> and <!-- end of table -->. The comment names folder and file
+of the record, and the table's number in the report; without a number the whole report is inserted. Nothing between the
+comments is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import adacc_hf
+from adacc_hf.artifacts.errors import AdaccError
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.cli import RUNNERS
+from adacc_hf.eval.records.ledger import Ledger
+from adacc_hf.reports.run_record import Spread, markdown_table
+
+ELSEWHERE = {"cloze": "downstream", "demo_comparison": "repository.tables"}
+"""Modules of reports that are not in their runner's own module, by runner."""
+
+REGION = re.compile(
+    r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))? -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
+)
+
+
+class TableError(AdaccError, ValueError):
+    """Error of a table without record, or of a wrong table number."""
+
+
+def main(argv: Sequence[str] | None = None, root: Path | None = None) -> int:
+    """Write the changed files. With --check write nothing, and return 1 if a file is out of date."""
+    parser = argparse.ArgumentParser(prog="adacc_hf.eval.repository.tables", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is out of date")
+    check = parser.parse_args(argv).check
+    stale = {path: text for path, text in texts(root or checkout()) if not path.is_file() or path.read_text() != text}
+    for path, text in stale.items():
+        print(f"{'out of date' if check else 'writing'}: {path}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+def checkout() -> Path:
+    """Return the source checkout that this package is imported from. Raise TableError if it is not imported from
+    one."""
+    root = Path(adacc_hf.__file__).resolve().parents[1]
+    if not (root / "README.md").is_file():
+        raise TableError(f"{root} has no README.md: run from a source checkout (pip install -e .)")
+    return root
+
+
+def texts(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield every file that is generated from records, with its text."""
+    results = root / "eval" / "results"
+    for path in sorted(results.rglob("*.json")):
+        yield path.with_suffix(".md"), report(path)
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        yield page, with_tables(page.read_text(encoding="utf-8"), results)
+
+
+def report(path: Path) -> str:
+    """Return the report of the record at `path`."""
+    ledger = Ledger.load(path)
+    return reporter(ledger.run_info["runner"])(ledger)
+
+
+def reporter(runner: str) -> Callable[[Ledger], str]:
+    """Return the function that renders a runner's record as Markdown."""
+    module = ELSEWHERE.get(runner) or RUNNERS[runner.replace("_", "-")][0]
+    return import_module(f"adacc_hf.eval.{module}").report_text
+
+
+def with_tables(text: str, results: Path) -> str:
+    """Return `text` with every region filled from its record. Raise TableError for a region without record."""
+
+    def fill_region(region: re.Match[str]) -> str:
+        path = results / f"{region['name']}.json"
+        if not path.is_file():
+            raise TableError(
+                f"table: {region['name']} names no record: {path} does not exist; measure it, or correct the name"
+            )
+        text = report(path)
+        if region["number"]:
+            tables = [part for part in text.split("\n\n") if part.startswith("|")]
+            if not 1 <= int(region["number"]) <= len(tables):
+                raise TableError(
+                    f"table: {region['name']}#{region['number']} must be #1 to #{len(tables)}: correct the number"
+                )
+            text = tables[int(region["number"]) - 1].rstrip("\n") + "\n"
+        return f"{region[1]}\n{text}\n{region['end']}"
+
+    return REGION.sub(fill_region, text)
+
+
+def report_text(ledger: Ledger) -> str:
+    """Return one line per method, as Markdown."""
+    rows = [
+        {
+            "method": row["title"],
+            "stored for backward": format_bytes(row["activation_bytes"]),
+            "peak of live bytes": format_bytes(row["peak_bytes"]),
+            "tokens/s relative to plain": Spread(**row["relative_throughput"]).text(2),
+            "validation loss": f"{row['validation_loss']:.4f}",
+        }
+        for row in ledger.points.values()
+    ]
+    return f"{markdown_table(rows)}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

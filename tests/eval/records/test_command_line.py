@@ -1,0 +1,56 @@
+"""Options that runners share, and the settings that they become."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from adacc_hf.eval.records.command_line import add_settings, check_clock, positive_int, read_settings
+from adacc_hf.reports.run_record import Settings
+
+
+def parsed(*argv: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_settings(parser, "bench")
+    return read_settings(parser.parse_args(argv))
+
+
+def test_settings_take_effect() -> None:
+    parsed("--threads", "2")
+    assert torch.get_num_threads() == 2
+
+
+def test_each_device_has_a_record_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parsed().output == Path("runs/eval/cpu/bench.json")
+    assert parsed("--device", "cuda").output == Path("runs/eval/cuda/bench.json")
+    assert parsed("--device", "cuda", "--output", "mine.json").output == Path("mine.json")
+
+
+@pytest.mark.parametrize("threads", ["0", "-1"])
+def test_settings_refuse_no_threads(threads: str) -> None:
+    with pytest.raises(ValueError, match=f"--threads={threads} must be 1 or more"):
+        parsed("--threads", threads)
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "1.5", "many", ""])
+def test_counts_are_positive(text: str) -> None:
+    assert positive_int("3") == 3
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of 1 or more"):
+        positive_int(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_settings_refuse_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="sees no CUDA device: use --device=cpu"):
+        parsed("--device", "cuda")
+
+
+def test_cpu_time_is_refused_for_several_threads() -> None:
+    check_clock("cpu", Settings(runner="x", output=Path("x")))
+    check_clock("wall", Settings(runner="x", output=Path("x"), threads=2))
+    with pytest.raises(ValueError, match="--threads=2 --device=cpu use --clock=wall"):
+        check_clock("cpu", Settings(runner="x", output=Path("x"), threads=2))

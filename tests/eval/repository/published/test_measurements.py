@@ -1,0 +1,110 @@
+"""Published measurements as data: complete, of known models, split into halves once."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from adacc_hf.estimate.devices import NAMES
+from adacc_hf.estimate.fake_model import PRECISIONS
+from adacc_hf.estimate.static_memory import OPTIMIZERS
+from adacc_hf.eval.repository.published.measurements import (
+    METERS,
+    UNITS,
+    apply_second_looks,
+    held_out,
+    held_out_pairs,
+    model_config,
+    pairs,
+    remains,
+    rows,
+    second_looks,
+    sources,
+    undecidable,
+)
+from adacc_hf.eval.repository.published.older_versions import OLDER
+from adacc_hf.eval.repository.published.prediction import CHECKPOINTING, request_of
+from adacc_hf.eval.repository.published.speed import MODES
+
+
+def test_there_are_enough_of_enough_sources():
+    usable = [row for row in rows().values() if row.set_aside is None]
+    assert len(usable) >= 30
+    assert len({row.source for row in rows().values()}) >= 10
+    assert {row.source for row in rows().values()} | {item.source for item in undecidable()} <= sources().keys()
+
+
+@pytest.mark.parametrize("name", rows())
+def test_a_row_is_of_what_the_planner_knows(name):
+    row = rows()[name]
+    assert row.precision in PRECISIONS
+    assert row.optimizer in OPTIMIZERS
+    assert row.device in NAMES
+    assert row.checkpointing in CHECKPOINTING
+    assert row.meter in METERS
+    assert row.unit in UNITS
+    assert row.not_said
+    assert row.assumed, "settings that a source omits are listed as assumptions"
+    assert OLDER.keys() >= set(row.older)
+    assert (row.context_mb > 0) == (row.meter == "nvidia-smi")
+    request = request_of(row)
+    assert request.batch_size == row.batch
+    assert request.workload.sharding.num_devices == row.devices
+
+
+def test_the_halves_do_not_depend_on_the_order_of_rows():
+    held_out_names = held_out(rows())
+    assert len(held_out_names) == len(rows()) // 2
+    assert held_out_names == held_out(list(reversed(list(rows()))))
+
+
+def test_a_second_look_changes_what_it_says_and_no_figure():
+    for look in second_looks():
+        assert set(look.sources) <= sources().keys()
+        matching_rows = [row for row in rows().values() if look.is_for(row)]
+        assert matching_rows, look.reason
+    row = rows()["litgpt phi-1.5 batch 1"]
+    again, of_model = apply_second_looks(row)
+    assert again.lora == {**row.lora, "dropout": 0.05}
+    assert of_model == {"hidden_act": "gelu_pytorch_tanh"}
+    assert model_config(row.model, of_model).hidden_act == "gelu_pytorch_tanh"
+    assert {name for name, value in asdict(again).items() if value != asdict(row)[name]} == {"lora"}
+
+
+def test_there_are_enough_pairs_of_speeds_of_enough_sources():
+    usable_pairs = [pair for pair in pairs().values() if pair.set_aside is None]
+    assert len(usable_pairs) >= 8
+    assert len({pair.source for pair in usable_pairs}) >= 4
+    assert {pair.source for pair in usable_pairs} <= sources().keys()
+
+
+@pytest.mark.parametrize("name", pairs())
+def test_a_pair_is_of_what_the_planner_knows(name):
+    pair = pairs()[name]
+    for setting in pair.settings:
+        assert setting.checkpointing in MODES
+        request = request_of(setting)
+        assert (request.batch_size, request.seq_len) == (setting.batch, setting.length)
+    assert pair.base.checkpointing != pair.other.checkpointing
+    assert pair.not_said
+    assert pair.assumed
+    assert pair.measured > 1
+
+
+def test_a_ratio_is_of_times_whatever_was_measured():
+    (pair,) = [pair for pair in pairs().values() if pair.unit == "s" and pair.source == "torchtitan-97"]
+    assert pair.measured == pytest.approx(4.9126 / 4.5459)
+    assert replace(pair, unit="tokens/s").measured == pytest.approx(4.5459 / 4.9126)
+
+
+def test_pairs_of_rows_are_in_the_half_of_their_row():
+    held_out_names = held_out_pairs()
+    for name in pairs().keys() & rows().keys():
+        assert (name in held_out_names) == (name in held_out(rows()))
+    others = pairs().keys() - rows().keys()
+    assert len(held_out_names & others) == len(others) // 2
+
+
+def test_what_remains_is_said_of_open_rows_and_pairs_alone():
+    held_out_names = held_out(rows()) | {f"{name}, speed" for name in held_out_pairs()}
+    assert remains().keys() <= rows().keys() | {f"{name}, speed" for name in pairs()}
+    assert not held_out_names & remains().keys()

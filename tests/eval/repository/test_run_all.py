@@ -1,0 +1,282 @@
+"""`adacc eval all`: the order of runners, skipped runners, and the results of failures."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from adacc_hf.artifacts.files import write_json
+from adacc_hf.cli import RUNNERS
+from adacc_hf.eval.records.ledger import RecordError
+from adacc_hf.eval.records.records import OUT_OF_TIME
+from adacc_hf.eval.repository import run_all
+from adacc_hf.eval.repository.run_all import NAMES, ON_GPU, SAMPLE_ROWS, Stage, stages_of
+from adacc_hf.eval.tasks.lm_eval_tasks import PAPER_TASKS, load_tasks
+
+
+class Runners:
+    """Substitute for the commands. Each call writes a record and a table."""
+
+    def __init__(self, failing: str = "", out_of_time: str = "") -> None:
+        self.failing = failing
+        self.out_of_time = out_of_time
+        self.commands: dict[str, list[str]] = {}
+
+    def __call__(self, command: Sequence[str]) -> int:
+        name, options = command[1], list(command[2:])
+        if name == "killed":
+            raise KeyboardInterrupt
+        self.commands[name] = options
+        output = Path(options[options.index("--output") + 1])
+        points = {"none/training": {"folder": "none-0123"}} if name == "table4" else {}
+        info = {"runner": output.stem, "seed": 0, "threads": 1, "device": "cpu"}
+        write_json(output, {"run_info": info, "train_info": {"points": points}, "meta_info": {"notes": ""}})
+        output.with_suffix(".md").write_text(name)
+        return OUT_OF_TIME if name == self.out_of_time else int(name == self.failing)
+
+
+@pytest.fixture(autouse=True)
+def _no_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_all, "check_record", lambda record: None)
+
+
+def run(folder: Path, runners: Runners, *argv: str) -> int:
+    return run_all.main([*argv, "--output", str(folder / "all.json")], runners)
+
+
+def test_every_runner_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    runners = Runners()
+    assert run(tmp_path, runners, "--clock", "cpu", "--notes", "busy day") == 0
+    assert list(runners.commands) == list(NAMES)
+    options = runners.commands["max-batch"]
+    assert options[:2] == ["--output", str(tmp_path / "max-batch" / "max_batch.json")]
+    assert {"--seed=0", "--threads=1", "--device=cpu", "--notes=busy day"} <= set(options)
+    assert "--clock" not in options
+    assert runners.commands["throughput"][-2:] == ["--clock", "cpu"]
+    model = ["--model", str(tmp_path / "table4" / "none-0123")]
+    assert runners.commands["cloze"][-2:] == model
+    assert runners.commands["downstream"][-4:] == [*model, "--data_dir", str(SAMPLE_ROWS)]
+
+
+def test_no_runner_is_left_out() -> None:
+    expected = sorted(set(RUNNERS) - {"all"})
+    assert sorted(NAMES) == sorted(stage.runner for stage in stages_of("cpu")) == expected
+    on_gpu = {stage.runner for stage in stages_of("cuda")}
+    assert on_gpu == set(RUNNERS) - {"all"}
+    keys = [stage.key for stage in stages_of("cuda")]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_gpu_gets_work_for_a_gpu_and_the_wanted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    runners = Runners()
+    assert run(tmp_path, runners, "--device", "cuda") == 0
+    names = list(runners.commands)
+    assert names[:3] == ["codecs", "peers", "throughput"]
+    assert names.index("solver") > names.index("max-batch")
+    for name in ("throughput", "max-batch"):
+        assert {"--preset=gpt2-345m", "--precision=bf16", "--device=cuda"} <= set(runners.commands[name])
+    assert "--preset=gpt2-345m" not in runners.commands["table4"]
+
+
+def test_the_first_slice_shows_the_most_important_figures() -> None:
+    """The first slice measures codec bandwidths in a part of its time, then Adacc between plain training and
+    checkpointing, then sizes that only Adacc can train, then a larger model. Each has a limit that it can keep to."""
+    stages = stages_of("cuda")[:5]
+    assert [stage.key for stage in stages] == [
+        *("codecs-bandwidth", "peers-half", "throughput-24GiB", "throughput-32GiB", "throughput-llama"),
+    ]
+    codecs, half, small, large, llama = (stage.options for stage in stages)
+    assert stages[0].most_s == 60
+    assert "--tokens=65536" in codecs
+    assert "--batch=16 --peers plain checkpointing adacc" in half
+    assert "--limit=24GiB --batches 32 --methods adacc full" in small
+    assert "--limit=32GiB --batches 64 --methods adacc full" in large
+    assert "--preset=llama-1b" in llama
+    assert "--limit=30GiB" in llama
+
+
+def test_a_stage_takes_no_more_than_its_share_of_a_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next slice measures the stage's remaining points first."""
+    share = [Stage(runner="loss", most_s=30.0), Stage(runner="solver")]
+    monkeypatch.setattr(run_all, "stages_of", lambda *_: share)
+    first = Runners(out_of_time="loss")
+    assert run(tmp_path, first, "--resume", "--minutes", "9") == OUT_OF_TIME
+    assert list(first.commands) == ["loss", "solver"]
+    minutes = {name: float(options[-1].removeprefix("--minutes=")) for name, options in first.commands.items()}
+    assert 0.4 < minutes["loss"] <= 0.5
+    assert 8.9 < minutes["solver"] <= 9.0
+    second = Runners()
+    assert run(tmp_path, second, "--resume", "--minutes", "9") == 0
+    assert list(second.commands) == ["loss"]
+
+
+def test_a_point_of_a_compiled_peer_has_time_to_compile() -> None:
+    """Adacc's point has a fixed share and is compiled once. Its timeout comes before the runner counts as hanging."""
+    for stage in (stage for stage in ON_GPU if stage.part.startswith("compiled")):
+        options = stage.options.split()
+        (timeout,) = (option for option in options if option.startswith("--timeout="))
+        assert 240 < int(timeout.removeprefix("--timeout=")) < run_all.MOST_SECONDS_WITHOUT_A_POINT
+        peers = set(options) & {"compile_1", "compile_0.5", "adacc_compiled"}
+        assert "adacc_compiled" not in peers or peers == {"adacc_compiled"}
+
+
+@pytest.mark.parametrize("stage", ON_GPU, ids=lambda stage: stage.key)
+def test_the_options_for_a_gpu_are_those_of_the_runner(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the runner parses its options and then raises for the missing device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = import_module(f"adacc_hf.eval.{RUNNERS[stage.runner][0]}")
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        module.main([*stage.options.split(), "--device=cuda"])
+
+
+def test_a_slice_goes_on_where_time_was_over_and_tries_nothing_twice(tmp_path: Path) -> None:
+    """The second runner fails, and the third has no time left. The next slice begins with the third."""
+    argv = ("--runners", "loss", "solver", "table1", "lengths", "--resume", "--minutes", "9")
+    first = Runners(failing="solver", out_of_time="table1")
+    assert run(tmp_path, first, *argv) == OUT_OF_TIME
+    assert list(first.commands) == ["loss", "solver", "table1"]
+    assert json.loads((tmp_path / "all.json").read_text())["meta_info"]["status"] == "running"
+    second = Runners()
+    assert run(tmp_path, second, *argv) == 1
+    assert list(second.commands) == ["table1", "lengths"]
+    assert "--resume" in second.commands["table1"]
+    minutes = float(second.commands["table1"][-1].removeprefix("--minutes="))
+    assert 8.9 < minutes <= 9.0
+    third = Runners()
+    assert run(tmp_path, third, *argv) == 1
+    assert third.commands == {}
+
+
+def test_no_stage_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    runners = Runners()
+    assert run(tmp_path, runners, "--runners", "loss", "--minutes", "0") == OUT_OF_TIME
+    assert runners.commands == {}
+
+
+def run_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, minutes: str) -> tuple[int, dict, float]:
+    """Return the exit status, the record and the seconds of a slice whose only runner is a program that executes
+    `body`."""
+    program = tmp_path / "runner.py"
+    program.write_text(
+        f"import json, pathlib, sys, time\noutput = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n{body}\n"
+    )
+    real = run_all.subprocess.Popen
+    monkeypatch.setattr(
+        run_all.subprocess, "Popen", lambda command, **options: real([command[0], program, *command[3:]], **options)
+    )
+    monkeypatch.setattr(run_all, "POLL_INTERVAL_S", 0.05)
+    start = time.monotonic()
+    status = run_all.main(
+        [
+            "--runners",
+            "loss",
+            "--resume",
+            "--minutes",
+            minutes,
+            "--output",
+            str(tmp_path / "w/all.json"),
+            "--report",
+            str(tmp_path / "out"),
+        ]
+    )
+    return status, json.loads((tmp_path / "w/all.json").read_text()), time.monotonic() - start
+
+
+POINT = (
+    "output.parent.mkdir(parents=True)\n"
+    "meta = {'status': 'running', 'date': 'today', 'device': 'GPU'}\n"
+    "points = {'full, batch 2': {'status': 'error', 'reason': 'broken'}}\n"
+    "output.write_text(json.dumps({'train_info': {'points': points}, 'meta_info': meta}))\n"
+)
+
+
+def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs = tmp_path / "w/all.json"
+    runs.parent.mkdir()
+    monkeypatch.setattr(run_all.Ledger, "finish", lambda *a, **k: pytest.fail("there is more to do"))
+    with pytest.raises(FileNotFoundError):  # an unfinished runner has no record
+        run_program(monkeypatch, tmp_path, POINT + "time.sleep(600)", "0.02")
+    assert "- full, batch 2: error: broken" in (tmp_path / "out/points.md").read_text()
+    with tarfile.open(tmp_path / "out/records.tar.gz") as archive:
+        assert "loss/loss.json" in archive.getnames()
+
+
+def test_a_runner_that_hangs_does_not_take_the_next_slice_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run_all, "MOST_SECONDS_WITHOUT_A_POINT", 0.3)
+    status, record, seconds = run_program(monkeypatch, tmp_path, "time.sleep(600)", "9")
+    assert status == 1
+    assert record["train_info"]["points"]["loss"]["status"] == "timeout"
+    assert seconds < 60  # the program would sleep for 600
+
+
+def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
+    assert run(tmp_path, Runners(failing="loss"), "--runners", "loss", "solver") == 1
+    assert "ended with status 1" in (tmp_path / "all.md").read_text()
+    again = Runners()
+    assert run(tmp_path, again, "--runners", "loss", "solver", "--resume") == 0
+    assert list(again.commands) == ["loss"]
+
+
+def test_what_needs_a_model_says_so(tmp_path: Path) -> None:
+    assert run(tmp_path, Runners(), "--runners", "cloze") == 1
+    assert "cloze: needs the model that table4 trains" in (tmp_path / "all.md").read_text()
+
+
+def test_a_cut_run_goes_on_with_the_runner_that_is_missing(tmp_path: Path) -> None:
+    killed = Runners()
+
+    def dies_at_solver(command: Sequence[str]) -> int:
+        return killed(["eval", "killed"]) if command[1] == "solver" else killed(command)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, dies_at_solver, "--runners", "loss", "solver", "codecs")
+    again = Runners()
+    assert run(tmp_path, again, "--runners", "loss", "solver", "codecs") == 0
+    assert list(again.commands) == ["solver", "codecs"]
+
+
+def test_results_are_published_in_one_folder(tmp_path: Path) -> None:
+    assert (
+        run(
+            tmp_path / "run",
+            Runners(failing="loss"),
+            "--runners",
+            "loss",
+            "max-batch",
+            "--publish",
+            str(tmp_path / "p"),
+        )
+        == 1
+    )
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["max_batch.json", "max_batch.md"]
+
+
+def test_a_record_off_its_schema_is_a_fault_of_its_runner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(record: dict) -> None:
+        if record["run_info"]["runner"] == "max_batch":
+            raise RecordError("off its schema")
+
+    monkeypatch.setattr(run_all, "check_record", check)
+    runners = Runners()
+    assert run(tmp_path, runners, "--runners", "max-batch", "loss") == 1
+    assert list(runners.commands) == ["max-batch", "loss"]
+    assert "max-batch: off its schema" in (tmp_path / "all.md").read_text()
+
+
+@pytest.mark.usefixtures("offline")
+def test_sample_rows_are_in_the_hubs_schema() -> None:
+    tasks = load_tasks(PAPER_TASKS, SAMPLE_ROWS)
+    assert {name: len(task.eval_docs) for name, task in tasks.items()} == dict.fromkeys(PAPER_TASKS, 8)

@@ -1,0 +1,79 @@
+"""README's tables, and the tables next to the records, equal those generated from the committed JSON."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from adacc_hf.cli import RUNNERS
+from adacc_hf.eval.repository import tables
+from adacc_hf.eval.repository.tables import REGION, TableError, main, reporter, with_tables
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "eval" / "results"
+
+
+def test_nothing_is_out_of_date() -> None:
+    """If this test fails, run `make tables`."""
+    assert main(["--check"], ROOT) == 0
+
+
+def test_readme_has_no_typed_figures() -> None:
+    other_text = REGION.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert REGION.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert re.findall(r"^\|.*\d\.\d.*$", other_text, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("runner", [*RUNNERS, "demo_comparison"])
+def test_every_record_of_a_runner_has_a_report(runner: str) -> None:
+    assert callable(reporter(runner))
+
+
+def test_a_region_is_filled_from_its_record_and_the_rest_kept() -> None:
+    text = "before\n<!-- table: cpu/demo_comparison -->\n| typed | 1.0 |\n<!-- end of table -->\nafter\n"
+    filled = with_tables(text, RESULTS)
+    assert filled.startswith("before\n<!-- table: cpu/demo_comparison -->\n\n| method ")
+    assert filled.endswith("|\n\n<!-- end of table -->\nafter\n")
+    assert "typed" not in filled
+    assert with_tables(filled, RESULTS) == filled
+
+
+def test_a_region_may_have_one_table_of_a_report() -> None:
+    first, second, third, fourth = (
+        with_tables(f"<!-- table: cpu/peers#{number} -->\n<!-- end of table -->", RESULTS) for number in (1, 2, 3, 4)
+    )
+    assert first.splitlines()[2].startswith("| method ")
+    assert second.splitlines()[2].startswith("| peer ")
+    assert third.splitlines()[2].startswith("| point ")
+    assert fourth.splitlines()[2].startswith("| peer ")
+    assert first.endswith("|\n\n<!-- end of table -->")
+    with pytest.raises(TableError, match="cpu/peers#5 must be #1 to #4"):
+        with_tables("<!-- table: cpu/peers#5 -->\n<!-- end of table -->", RESULTS)
+
+
+def test_a_region_without_a_record_is_refused() -> None:
+    with pytest.raises(TableError, match="cpu/nonsense names no record"):
+        with_tables("<!-- table: cpu/nonsense -->\n<!-- end of table -->", RESULTS)
+
+
+def test_what_is_out_of_date_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "eval" / "results" / "cpu"
+    folder.mkdir(parents=True)
+    shutil.copy(RESULTS / "cpu" / "demo_comparison.json", folder)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table: cpu/demo_comparison -->\n<!-- end of table -->\n")
+    assert main(["--check"], tmp_path) == 1
+    assert capsys.readouterr().out.count("out of date: ") == 2
+    assert not (folder / "demo_comparison.md").exists()
+    assert main([], tmp_path) == 0
+    assert main(["--check"], tmp_path) == 0
+    assert (folder / "demo_comparison.md").read_text() in readme.read_text()
+
+
+def test_there_is_nothing_to_write_outside_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables.adacc_hf, "__file__", str(tmp_path / "adacc_hf" / "__init__.py"))
+    with pytest.raises(TableError, match="run from a source checkout"):
+        main([])
