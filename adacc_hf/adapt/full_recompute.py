@@ -7,8 +7,7 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.price.idle_blocks import ExecutedBlocks
-from adacc_hf.price.profiler import describe_uncalled
+from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.torch_glue.batch_shapes import BatchShapes
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.price.memory_profile import NoSync
+from adacc_hf.price.training_step import NoSync
 from adacc_hf.torch_glue.distributed import is_first_rank
 
 NO_BATCH = (

@@ -153,14 +153,14 @@ def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_roo
 
 
 def refuse_profiles_of(length, monkeypatch):
-    original = profiler_module.profile_model
+    original = profiler_module.profile_batch
 
     def profile(model, batch, *args, **kwargs):
         if batch["input_ids"].shape[1] == length:
             raise torch.OutOfMemoryError("no room to profile")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(profiler_module, "profile_model", profile)
+    monkeypatch.setattr(profiler_module, "profile_batch", profile)
 
 
 def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_policy(
@@ -586,14 +586,14 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     """The profile is falsified by `missed` bytes in every phase of the step."""
     from adacc_hf.adapt.profile_updates import with_more_memory
 
-    original = profiler_module.profile_model
+    original = profiler_module.profile_batch
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)
     make_trainer([probe], max_steps=6).train()
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
     monkeypatch.setattr(
-        profiler_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes)
+        profiler_module, "profile_batch", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes)
     )
     budget = honest["peak_bytes"] - missed_bytes
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)

@@ -11,7 +11,7 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import NoBlocksError
-from adacc_hf.price.model_recorder import recompute_outcome
+from adacc_hf.price.model_recording import recompute_outcome
 from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
