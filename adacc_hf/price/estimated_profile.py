@@ -44,7 +44,8 @@ def estimate_profile(
 
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
     """
-    whole, step = Batch(batch), step or TrainingStep()
+    whole = Batch(batch)
+    step = step or TrainingStep()
     choices = small_parts(*move_media_first(model, whole), is_encoder_decoder(model))
     if not choices:
         raise NoEstimateError("the batch has fewer than four samples, and no texts that can be shortened")

@@ -159,7 +159,7 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
             "tail_peak_bytes": static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
         }
 
-    other_heads = []
+    other_heads: list[Head] = []
     if chunked_head is not None:
         layout, head_ms = chunked_head
         bases = tuple(static_bytes + layout.bases[name] for name in names)
