@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.training_loop import TrainingLoop
-from adacc_hf.price.memory_profile import NoSync
+from adacc_hf.price.training_step import NoSync
 from adacc_hf.torch_glue.model_state import ModelState
 
 NO_BATCH = (

@@ -16,7 +16,7 @@ from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO
-from adacc_hf.price.batch_subsampling import resize_profile
+from adacc_hf.price.estimated_profile import resize_profile
 from adacc_hf.price.memory_profile import with_missing_bytes
 from adacc_hf.solve.solver import quick_least_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes

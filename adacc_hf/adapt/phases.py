@@ -31,8 +31,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.heads import ComputeLoss
-from adacc_hf.price.idle_blocks import ExecutedBlocks
-from adacc_hf.price.profiler import describe_uncalled
+from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes

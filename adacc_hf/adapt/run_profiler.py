@@ -16,10 +16,11 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, OptimizerStateError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS
+from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
-from adacc_hf.price.memory_profile import NoSync
 from adacc_hf.price.optimizer_memory import coming_state_bytes
-from adacc_hf.price.profiler import estimate_profile, profile_model
+from adacc_hf.price.profiler import profile_batch
+from adacc_hf.price.training_step import NoSync, TrainingStep
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, bucket_of, describe, resize_batch
 from adacc_hf.torch_glue.distributed import (
     broadcast_from_first_rank,
@@ -92,9 +93,9 @@ class RunProfiler:
     def _estimate_or_measure(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> Profile:
-        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss}
+        step = self._training_step(model, optimizer, compute_loss)
         try:
-            profile = estimate_profile(model, batch, self._config, optimizer, **settings)
+            profile = estimate_profile(model, batch, self._config, step)
         except (NoEstimateError, UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
             if is_out_of_memory(error):
                 raise
@@ -102,7 +103,7 @@ class RunProfiler:
         else:
             log.info("Adacc: the profile is estimated from small parts of the batch")
             return profile
-        return profile_model(model, batch, self._config, optimizer, **settings)
+        return profile_batch(model, batch, self._config, step)
 
     def measure(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
@@ -113,9 +114,9 @@ class RunProfiler:
         """
         if batch is None:
             raise RuntimeError(self._loop.no_batch)
-        settings = self._settings(model, optimizer) | {"compute_loss": compute_loss, "all_sizes": self.all_sizes}
+        step = self._training_step(model, optimizer, compute_loss)
         with self._training_mode(model):
-            profile = profile_model(model, batch, self._config, optimizer, **settings)
+            profile = profile_batch(model, batch, self._config, step, all_sizes=self.all_sizes)
         return common_profile(profile)  # once all ranks have one
 
     def measure_resized(
@@ -168,21 +169,22 @@ class RunProfiler:
         finally:
             model.train(was_training)
 
-    def _settings(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Return the arguments of `profile_model` that describe the run."""
-        return {
-            "gradient_accumulation_steps": self._loop.num_micro,
-            "prefetched_batches": self._loop.num_prefetched(next(model.parameters()).device),
-            "optimizer_step_bytes": self.optimizer.nbytes,
-            "optimizer_state_bytes": self._state_bytes(model, optimizer),
-            "no_sync": self._no_sync(model),
-        }
+    def _training_step(self, model: nn.Module, optimizer: Any, compute_loss: ComputeLoss | None) -> TrainingStep:
+        """Return the run's training step around a profiled micro-batch."""
+        return TrainingStep(
+            optimizer=optimizer,
+            gradient_accumulation_steps=self._loop.num_micro,
+            prefetched_batches=self._loop.num_prefetched(next(model.parameters()).device),
+            optimizer_step_bytes=self.optimizer.nbytes,
+            optimizer_state_bytes=self._state_bytes(model, optimizer),
+            compute_loss=compute_loss,
+            no_sync=self._no_sync(model),
+        )
 
     def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
-        """Return the argument `optimizer_state_bytes` of `profile_model`, for state that the optimizer has not created
-        yet.
+        """Return `TrainingStep.optimizer_state_bytes`, for state that the optimizer has not created yet.
 
-        None makes `profile_model` predict the bytes of this state. 0 leaves the state out of the profile. The result is
+        None makes the profile predict the bytes of this state. 0 leaves the state out of the profile. The result is
         0 if there is no optimizer, if steps of other optimizers were detected (`InnerSteps`), or, with a warning, if
         the bytes cannot be predicted. The plan then includes the state only once the memory of a step is measured.
 

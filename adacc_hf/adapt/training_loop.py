@@ -15,7 +15,7 @@ from torch import nn
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.price.memory_profile import NoSync
+from adacc_hf.price.training_step import NoSync
 from adacc_hf.torch_glue.distributed import is_first_rank
 
 if TYPE_CHECKING:

@@ -149,7 +149,7 @@ class SizeModel:
         """Return `profile` as predicted for batches of `shapes`.
 
         `profile` is the measured profile or a copy with other prices, with the head that was measured. `shapes` must
-        have a size class. The codecs are not changed: `batch_subsampling.resize_profile` selects codecs for the shapes.
+        have a size class. The codecs are not changed: `estimated_profile.resize_profile` selects codecs for the shapes.
         """
         if shapes == self._shapes:
             return profile

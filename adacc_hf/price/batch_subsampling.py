@@ -1,30 +1,16 @@
-"""Parts of the profiled batch, on which blocks are recorded and memory is measured. Tapes and profiles of other batch
-sizes are made from them."""
+"""The profiled batch and smaller parts of it, on which blocks are recorded and memory is measured."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.call_names import call_name
-from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.profile import CodecOption, Profile, Value
-from adacc_hf.artifacts.size_model import Shapes, profile_structure, size_dependent_numbers
-from adacc_hf.head.lazy_logits import LossCall
-from adacc_hf.kernels.codecs import get_codec
-from adacc_hf.price.codec_gradient_error import GradientErrors
-from adacc_hf.price.cost_model import Prices, operator_workspaces
-from adacc_hf.price.measurement import PRICED_HEADS, Measurement
-from adacc_hf.run.blocks import Installation, PlainStrategy
-from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import KnownShapes
-from adacc_hf.tape.tape import Tape
-from adacc_hf.tape.tape_cache import TapeCache
+from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.torch_glue.batch_shapes import (
     BatchShapes,
     TensorShape,
@@ -33,10 +19,7 @@ from adacc_hf.torch_glue.batch_shapes import (
     resize_batch,
     to_profile_shapes,
 )
-from adacc_hf.torch_glue.distributed import is_sharded
-from adacc_hf.torch_glue.memory import forward_loss
-
-log = logging.getLogger(__name__)
+from adacc_hf.torch_glue.memory import batch_bytes
 
 LEAST_TOKENS = 8
 """Texts of fewer tokens are not cut."""
@@ -53,43 +36,68 @@ UNSUPPORTED_BATCH_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, At
 """Errors that models raise on a part of a batch whose tensors do not fit together."""
 
 
-class TapeRecordingStrategy:
-    """The strategy that records every call of a block into a tape cache. No backward follows."""
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The keyword arguments of a model's forward, labels included, with their sizes."""
 
-    expects_outer_hooks = True
+    tensors: Mapping[str, Any]
 
-    def __init__(self, name: str, tape_cache: TapeCache) -> None:
-        self.name = name
-        self.tape_cache = tape_cache
-        self.num_calls = 0
+    @cached_property
+    def shapes(self) -> BatchShapes:
+        return batch_shapes(self.tensors)
 
-    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.num_calls += 1
-        key = KnownShapes(self.tape_cache.untraceable).key(block, fn, args, kwargs)
-        recording = Recording(call_name(self.name, self.num_calls), block, args, kwargs)
-        result = recording.run(fn)
-        self.tape_cache.remember(self.tape_cache.verified_tape(recording.recorder), key, recording.name)
-        recording.discard()
-        return result
+    @property
+    def sizes(self) -> Shapes:
+        """The shapes in the form in profiles."""
+        return to_profile_shapes(self.shapes)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages of all tensors."""
+        return batch_bytes(self.tensors)
+
+    @property
+    def num_samples(self) -> int:
+        return next((shape.size[0] for shape in self.shapes if len(shape.size) > 1), 1)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The distinct lengths of the texts, in order."""
+        return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
+
+    def resized(self, shapes: Sequence[TensorShape]) -> Batch:
+        """Return the batch cut or repeated to `shapes`, with masked positions wherever this batch has some.
+
+        Models leave out a mask that masks nothing. An eighth of a text's positions are masked, because one position of
+        a sound is shorter than one of its features.
+        """
+        tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
+        for name in (shape.name for shape in self.shapes if shape.name.endswith("attention_mask")):
+            whole_mask, mask = self.tensors[name], tensors[name]
+            if mask.dim() == 2 and bool(mask.all()) and not whole_mask.all():
+                num_masked = max(1, mask.shape[1] // 8)
+                tensors[name] = mask = mask.clone()
+                mask[0, slice(num_masked) if not bool(whole_mask[:, 0].all()) else slice(-num_masked, None)] = 0
+        return Batch(tensors)
 
 
-def move_media_first(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def move_media_first(model: nn.Module, batch: Batch) -> tuple[Batch, int]:
     """Return `batch` with the positions that stand for images or sounds moved first in all texts, and the number of
     these positions.
 
     A model with images rejects a text from which some of these positions were cut. The operators and the memory do not
     depend on the order of the positions.
     """
-    ids, media_tokens = batch.get("input_ids"), _media_tokens(model)
+    ids, media_tokens = batch.tensors.get("input_ids"), _media_tokens(model)
     if not media_tokens or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return dict(batch), 0
+        return batch, 0
     is_media = torch.isin(ids, torch.tensor(media_tokens, device=ids.device)).any(0)
     order, length = torch.argsort((~is_media).int(), stable=True), ids.shape[1]
     reordered = {
         name: value[:, order] if isinstance(value, torch.Tensor) and value.shape[1:] == (length,) else value
-        for name, value in batch.items()
+        for name, value in batch.tensors.items()
     }
-    return reordered, int(is_media.sum())
+    return Batch(reordered), int(is_media.sum())
 
 
 def _media_tokens(model: nn.Module) -> list[int]:
@@ -102,7 +110,7 @@ def _media_tokens(model: nn.Module) -> list[int]:
     )
 
 
-def small_parts(batch: Mapping[str, Any], uncut_tokens: int = 0, has_pairs: bool = False) -> list[list[dict[str, Any]]]:
+def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) -> list[list[Batch]]:
     """Return lists of small parts of a batch. The profile of the whole batch can be extrapolated from each list alone.
 
     No part is larger than half of the batch, and a list's smallest part comes first. Without texts, a batch of fewer
@@ -114,11 +122,11 @@ def small_parts(batch: Mapping[str, Any], uncut_tokens: int = 0, has_pairs: bool
     operators on one sample. For texts these are parts of 2/8, 3/8 and 4/8 of the tokens. They predict a peak that is
     the larger of two sums less accurately.
     """
-    shapes = batch_shapes(batch)
-    num_samples = batch["input_ids"].shape[0] if uncut_tokens else _samples_and_lengths(batch)[0]
+    shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
     if uncut_tokens:  # tensors of images, patches and grids are not texts
-        lengths = {name: length for name, length in lengths.items() if length == batch["input_ids"].shape[1]}
+        num_samples, text_length = batch.tensors["input_ids"].shape
+        lengths = {name: length for name, length in lengths.items() if length == text_length}
     is_text = bool(lengths) and all(n > 1 for n in lengths.values())
     has_features = uncut_tokens > 0 or any(len(shape.size) > 2 for shape in shapes)
     second_texts = {name for name in lengths if has_pairs and _is_of_decoder(name)}
@@ -188,10 +196,7 @@ def small_parts(batch: Mapping[str, Any], uncut_tokens: int = 0, has_pairs: bool
         return TensorShape(shape.name, tuple(size))
 
     cut_shapes = [dict.fromkeys(tuple(cut(shape, *part) for shape in shapes) for part in parts) for parts in lists]
-    return [
-        [_keep_padding(batch, resize_batch(batch, shapes, after), shapes) for after in sorted(parts, key=num_elements)]
-        for parts in cut_shapes
-    ]
+    return [[batch.resized(after) for after in sorted(parts, key=num_elements)] for parts in cut_shapes]
 
 
 def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
@@ -211,162 +216,41 @@ def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
     return part if part % ALIGNED else part + ALIGNED // 2
 
 
-def record_other_sizes(
-    model: nn.Module, batch: Mapping[str, Any], installation: Installation, tape_cache: TapeCache
-) -> None:
-    """Record every block on parts of `batch`, until the model rejects a part."""
-    if is_sharded(installation.model):  # a forward that fails midway would leave other ranks waiting
-        return
-    for part in _profiled_parts(batch, is_encoder_decoder(installation.model)):
-        for name, function in installation.blocks.items():
-            function.strategy = TapeRecordingStrategy(name, tape_cache)
-        installation.begin_step()
-        try:
-            forward_loss(model, part)
-        except UNSUPPORTED_BATCH_ERRORS as error:  # such as a text without the positions of its images
-            log.info(
-                "Adacc: the model does not accept a part of the batch (%s): new sizes are recorded as they occur",
-                error,
-            )
-            return
-        finally:
-            for function in installation.blocks.values():
-                function.strategy = PlainStrategy()
-
-
-def with_other_sizes(
-    profile: Profile,
-    batch: Mapping[str, Any],
-    installation: Installation,
-    measure: Callable[[Mapping[str, Any]], Profile],
-) -> Profile:
-    """Return `profile` with the numbers that `measure` returns for parts of `batch`, until the model rejects a part."""
-    measured = [(to_profile_shapes(batch_shapes(batch)), tuple(size_dependent_numbers(profile)))]
-    if is_sharded(installation.model):  # see `record_other_sizes`
-        return profile
-    is_pair = is_encoder_decoder(installation.model)
-    for part in (*_profiled_parts(batch, is_pair), *_extra_parts(batch, is_pair)):
-        try:
-            other = measure(part)
-        except UNSUPPORTED_BATCH_ERRORS as error:
-            log.info(
-                "Adacc: the model does not accept a part of the batch (%s): new sizes are profiled as they occur",
-                error,
-            )
-            break
-        if profile_structure(other) == profile_structure(profile):
-            measured.append((to_profile_shapes(batch_shapes(part)), tuple(size_dependent_numbers(other))))
-    return replace(profile, measured=tuple(measured)) if len(measured) > 1 else profile
-
-
-def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
-    """Return `profile` for batches of `shapes`, with the codecs that suit the resized values.
-
-    `shapes` must have a size class (`profile.sizes.size_class`).
-    """
-    assert profile.sizes is not None
-    resized_profile = profile.sizes.profile_at(profile, shapes)
-    if resized_profile is profile:
-        return profile
-    kinds = []
-    for before, after in zip(profile.kinds, resized_profile.kinds, strict=True):
-        pairs = zip(before.values, after.values, strict=True)
-        values = (replace(v, codecs=tuple(_resized_codecs(old, v))) if v.codecs else v for old, v in pairs)
-        kinds.append(replace(after, values=tuple(values)))
-    return replace(resized_profile, kinds=tuple(kinds))
-
-
-def _resized_codecs(before: Value, after: Value) -> Iterator[CodecOption]:
-    """Yield the codec options of a value at its new size."""
-    dtype = getattr(torch, after.dtype)
-    ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
-    for option in after.codecs:
-        codec = get_codec(option.codec, **dict(option.options))
-        if codec.supports(after.encoded_shape, dtype):
-            nbytes = codec.predicted_bytes(after.encoded_shape, dtype)
-            encode_ms, decode_ms = option.encode_ms * ratio, option.decode_ms * ratio
-            yield replace(option, nbytes=nbytes, encode_ms=encode_ms, decode_ms=decode_ms)
-
-
-class MemoryOnlyMeasurement(Measurement):
-    """The readings of another measurement, without prices. The whole batch supplies times and errors."""
-
-    def __init__(self, measurement: Measurement) -> None:
-        self._measurement = measurement
-        self.rng_use = measurement.rng_use
-        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "random_states"):
-            setattr(self, name, getattr(measurement, name))
-
-    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
-        return {}
-
-    def price(
-        self,
-        tape: Tape,
-        bases: list[torch.Tensor],
-        config: AdaccConfig,
-        outliers: dict[int, int],
-        run_block: Callable[[], object] | None = None,
-    ) -> Prices:
-        return Prices([0.0] * len(tape.operators), operator_workspaces(tape, bases))
-
-    def gradient_errors(
-        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
-    ) -> GradientErrors:
-        return GradientErrors()
-
-    def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
-        return Prices([], [])
-
-    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
-        return dict.fromkeys(PRICED_HEADS, 0.0)
-
-
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Return True if the model reads one text and writes another."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def _profiled_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
+def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     """Yield smaller copies of `batch` to measure: half of each text, and a few tokens of at most two samples.
 
     If `is_pair`, the model is an encoder-decoder. Then also yield a copy with half of the encoder's text and only a few
     tokens of the decoder's. If the texts are too short to be cut, yield only a copy with fewer samples, or nothing.
     """
-    num_samples, lengths = _samples_and_lengths(batch)
-    few_samples = min(2, num_samples)
-    parts: list[tuple[int, int | None, int | None]]
-    if not _can_be_shorter(lengths, is_pair):
-        parts = [(few_samples, None, None)] if few_samples < num_samples else []
-    else:
-        half, short = _shorter(lengths[0], lengths[0] // 2), _shorter(lengths[0], min(FEW_TOKENS, lengths[0] // 4))
-        parts = [
-            (num_samples, half, half),
-            (few_samples, short, short),
-            *([(num_samples, half, short)] if is_pair else []),
-        ]
-    yield from _cut_batch(batch, parts, is_pair)
+    num_samples, few_samples = batch.num_samples, min(2, batch.num_samples)
+    if not _can_be_shorter(batch.lengths, is_pair):
+        if few_samples < num_samples:
+            yield _cut(batch, few_samples, None, is_pair)
+        return
+    length = batch.lengths[0]
+    half, short = _shorter(length, length // 2), _shorter(length, min(FEW_TOKENS, length // 4))
+    yield _cut(batch, num_samples, (half, half), is_pair)
+    yield _cut(batch, few_samples, (short, short), is_pair)
+    if is_pair:
+        yield _cut(batch, num_samples, (half, short), is_pair)
 
 
-def _extra_parts(batch: Mapping[str, Any], is_pair: bool) -> Iterator[dict[str, Any]]:
-    """Yield one more cut of `batch`, with another number of samples and tokens than all `_profiled_parts`.
+def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
+    """Yield one more cut of `batch`, with another number of samples and tokens than all `profiled_parts`.
 
     Yield nothing if the texts are too short to be cut. A peak is a sum of three terms: for attention's scores, for
     other tensors of the batch, and for the weights. Three batch sizes determine the terms, and a fourth checks the fit.
     A batch of one or two samples is repeated, because all other parts have as many samples as the batch.
     """
-    num_samples, lengths = _samples_and_lengths(batch)
-    if _can_be_shorter(lengths, is_pair):
-        part_samples, quarters = (2, 3) if num_samples > 2 else (2 * num_samples, 1)
-        length = _shorter(lengths[0], quarters * lengths[0] // 4)
-        yield from _cut_batch(batch, [(part_samples, length, length)], is_pair)
-
-
-def _samples_and_lengths(batch: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """Return the number of samples of `batch` and the distinct lengths of its texts, in order."""
-    shapes = batch_shapes(batch)
-    samples = next((shape.size[0] for shape in shapes if len(shape.size) > 1), 1)
-    return samples, sorted({shape.size[1] for shape in shapes if len(shape.size) == 2})
+    if _can_be_shorter(batch.lengths, is_pair):
+        part_samples, quarters = (2, 3) if batch.num_samples > 2 else (2 * batch.num_samples, 1)
+        length = _shorter(batch.lengths[0], quarters * batch.lengths[0] // 4)
+        yield _cut(batch, part_samples, (length, length), is_pair)
 
 
 def _is_of_decoder(name: str) -> bool:
@@ -378,16 +262,23 @@ def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
     return bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
 
 
-def _cut_batch(
-    batch: Mapping[str, Any], parts: Sequence[tuple[int, int | None, int | None]], is_pair: bool
-) -> Iterator[dict[str, Any]]:
-    """Yield `batch` cut to each of `parts`: (samples, tokens of the first text, tokens of the second)."""
-    shapes, (num_samples, lengths) = batch_shapes(batch), _samples_and_lengths(batch)
-    for part_samples, first, second in parts:
-        cut_shapes = tuple(
-            _cut_shape(shape, num_samples, part_samples, lengths, first, second, is_pair) for shape in shapes
-        )
-        yield _keep_padding(batch, resize_batch(batch, shapes, cut_shapes), shapes)
+def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
+    """Return `batch` with `num_samples` samples, and with `tokens` of the first text and of the second.
+
+    Each length of the batch maps to a distinct length, and so do two texts of a pair that have equal lengths.
+    """
+    lengths = batch.lengths
+
+    def cut(shape: TensorShape) -> TensorShape:
+        size = list(shape.size)
+        if size[0] == batch.num_samples:
+            size[0] = num_samples
+        if len(size) == 2 and tokens is not None:
+            shorter = tokens[1] + len(lengths) if is_pair and _is_of_decoder(shape.name) else tokens[0]
+            size[1] = shorter + lengths.index(size[1])
+        return TensorShape(shape.name, tuple(size))
+
+    return batch.resized([cut(shape) for shape in batch.shapes])
 
 
 def _shorter(length: int, target: int) -> int:
@@ -397,42 +288,3 @@ def _shorter(length: int, target: int) -> int:
     length.
     """
     return max(ALIGNED, target // ALIGNED * ALIGNED) if length % ALIGNED == 0 and length >= 3 * ALIGNED else target | 1
-
-
-def _cut_shape(
-    shape: TensorShape,
-    num_samples: int,
-    part_samples: int,
-    lengths: list[int],
-    first: int | None,
-    second: int | None,
-    is_pair: bool,
-) -> TensorShape:
-    """Return `shape` with fewer samples and tokens. Each length of the batch maps to a distinct length, and so do two
-    texts of a pair that have equal lengths."""
-    size = list(shape.size)
-    if size[0] == num_samples:
-        size[0] = part_samples
-    if len(size) == 2 and first is not None and second is not None:
-        shorter = second + len(lengths) if is_pair and _is_of_decoder(shape.name) else first
-        size[1] = shorter + lengths.index(size[1])
-    return TensorShape(shape.name, tuple(size))
-
-
-def _keep_padding(batch: Mapping[str, Any], part: dict[str, Any], shapes: BatchShapes) -> dict[str, Any]:
-    """Return `part` with masked positions wherever `batch` has some. Models leave out a mask that masks nothing.
-
-    An eighth of a text's positions are masked, because one position of a sound is shorter than one of its features.
-    """
-    for shape in shapes:
-        mask = part[shape.name]
-        if (
-            shape.name.endswith("attention_mask")
-            and mask.dim() == 2
-            and bool(mask.all())
-            and not batch[shape.name].all()
-        ):
-            num_masked = max(1, mask.shape[1] // 8)
-            part[shape.name] = mask = mask.clone()
-            mask[0, slice(num_masked) if not bool(batch[shape.name][:, 0].all()) else slice(-num_masked, None)] = 0
-    return part

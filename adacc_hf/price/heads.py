@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,10 +17,10 @@ from adacc_hf.artifacts.errors import ChunkedHeadError
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import StepLayout
-from adacc_hf.torch_glue.memory import forward_loss
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ComputeLoss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 """Function that calls the model on a batch, which it may change, and returns the loss to train on."""
@@ -37,14 +36,6 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, **batch: Any) -> SimpleNamespace:
         return SimpleNamespace(loss=self._compute_loss(self.model, batch))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadLayout:
-    """Memory of a step with the chunked head, and the times of both heads."""
-
-    layout: StepLayout
-    ms: dict[str, float]
 
 
 class HeadProfiler(AbstractContextManager["HeadProfiler"]):
@@ -77,22 +68,20 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
             self._head.check_used()
 
     def measure_chunked_head(
-        self,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        measure: Callable[[], StepLayout],
-        measurement: Measurement,
-    ) -> HeadLayout | None:
-        """Return the layout that `measure` returns with the chunked head, or None if the profile's own head is chunked
-        or there is no chunked head."""
+        self, measure: Callable[[], T], run_forward: Callable[[], object], measurement: Measurement
+    ) -> tuple[T, dict[str, float]] | None:
+        """Return the result of `measure` with the chunked head, and the times of both heads in `run_forward`.
+
+        Return None if the profile's own head is chunked or there is no chunked head.
+        """
         head = self._head
         if head is None or self.profiled_head == "chunked":
             return None
         head.is_on = True
         try:
-            layout = measure()
+            result = measure()
             head.check_used()
-            return HeadLayout(layout=layout, ms=measurement.head_times(partial(_losses, head, model, batch)))
+            return result, measurement.head_times(partial(_losses, head, run_forward))
         except ChunkedHeadError as error:
             log.info("Adacc: the head uses full logits (head='plain'): %s", error)
             return None
@@ -100,12 +89,12 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
             head.is_on = False
 
 
-def _losses(head: ChunkedHead, model: nn.Module, batch: Mapping[str, Any]) -> list[LossCall]:
+def _losses(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCall]:
     """Return the losses of one step, from a forward of its own: the meter must not count the tensors they hold."""
     losses: list[LossCall] = []
     head.on_loss = lambda loss: losses.append(_without_graph(loss))
     try:
-        forward_loss(model, batch)
+        run_forward()
     finally:
         head.on_loss = None
     return losses

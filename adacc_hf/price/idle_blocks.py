@@ -1,4 +1,4 @@
-"""Blocks that run without gradients in the profiled batch, such as a teacher's.
+"""Blocks that run without gradients in the profiled batch, such as a teacher's, or that do not run.
 
 An idle block stores nothing for backward, so that a policy has nothing to decide for it. The profile lists idle blocks
 as blocks without activations. If a later step does train an idle block, torch's checkpoint runs it until a profile of
@@ -7,7 +7,7 @@ such a step exists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,22 +51,22 @@ class _NameRecorder:
         self.names.add(self.name)
 
 
-def with_idle_blocks(profile: Profile, idle: Sequence[str], installation: Installation) -> Profile:
-    """Return `profile` with the blocks named `idle` added after its own blocks."""
-    modules = installation.modules
-    classes = {name: class_name(modules[name]) for name in idle}
+def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
+    """Return `profile` with the blocks that it lacks added after its own blocks."""
+    profiled_names = {block.name for block in profile.blocks}
+    classes = {name: class_name(block) for name, block in installation.modules.items() if name not in profiled_names}
     kinds = {
         block_class: len(profile.kinds) + index for index, block_class in enumerate(dict.fromkeys(classes.values()))
     }
-    bases = (profile.static_bytes,) * len(idle)
+    bases = (profile.static_bytes,) * len(classes)
     return replace(
         profile,
         kinds=(*profile.kinds, *map(_idle_kind, kinds)),
         blocks=(
             *profile.blocks,
             *(
-                BlockProfile(name=name, kind=kinds[classes[name]], forward_base_bytes=base, backward_base_bytes=base)
-                for name, base in zip(idle, bases, strict=True)
+                BlockProfile(name=name, kind=kinds[block_class], forward_base_bytes=base, backward_base_bytes=base)
+                for (name, block_class), base in zip(classes.items(), bases, strict=True)
             ),
         ),
         other_heads=tuple(
@@ -85,4 +85,15 @@ def _idle_kind(block_class: str) -> KindProfile:
         backward=(),
         forward=(),
         forward_ms=0.0,
+    )
+
+
+def describe_uncalled(installation: Installation, uncalled: list[str], when: str) -> str:
+    """Return an error message that names the blocks that were not called, and the remedies."""
+    blocks = {name: class_name(block) for name, block in installation.modules.items()}
+    called_classes = sorted({blocks[name] for name in blocks.keys() - set(uncalled)})
+    return (
+        f"{len(uncalled)} of {len(blocks)} blocks, {uncalled[0]} first, were not called {when}: use a batch that calls "
+        f"every block (with an image, for a vision model). If a patch replaced the forward of the blocks' class, or "
+        f"the model never uses some blocks, set AdaccConfig(block_classes={tuple(called_classes) or '...'})"
     )

@@ -20,6 +20,7 @@ from adacc_hf.price.codec_selection import count_outlier_channels
 from adacc_hf.price.cost_model import (
     Prices,
     measure_gradient_errors,
+    operator_workspaces,
     price_call,
     price_tape,
 )
@@ -176,3 +177,37 @@ def full_logits_loss(loss: LossCall) -> Tensor:
 
 PRICED_HEADS = {"plain": full_logits_loss, "chunked": LossCall.chunked}
 """The function that computes the loss with each head, by the head's name."""
+
+
+class MemoryOnlyMeasurement(Measurement):
+    """The readings of another measurement, without prices. The whole batch supplies times and errors."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self._measurement = measurement
+        self.rng_use = measurement.rng_use
+        for name in ("verify", "meter", "on_gradient", "backward", "seconds_at", "available_bytes", "random_states"):
+            setattr(self, name, getattr(measurement, name))
+
+    def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
+        return {}
+
+    def price(
+        self,
+        tape: Tape,
+        bases: list[torch.Tensor],
+        config: AdaccConfig,
+        outliers: dict[int, int],
+        run_block: Callable[[], object] | None = None,
+    ) -> Prices:
+        return Prices([0.0] * len(tape.operators), operator_workspaces(tape, bases))
+
+    def gradient_errors(
+        self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
+    ) -> GradientErrors:
+        return GradientErrors()
+
+    def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
+        return Prices([], [])
+
+    def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
+        return dict.fromkeys(PRICED_HEADS, 0.0)

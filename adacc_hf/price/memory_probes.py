@@ -79,36 +79,36 @@ class SlotProbe:
             self.meter.mark((*event, self.name))
 
 
+class ForwardPass:
+    """Shared state of the ForwardProbes of one forward: the meter, and the shared inputs that replay would hold."""
+
+    def __init__(self, meter: MemoryMeter, shared: Sequence[Shared], last_name: str) -> None:
+        self.meter = meter
+        self.nonempty_records = {index for index, record in enumerate(shared) if record.nbytes}
+        self.last_name = last_name
+        """The last call of a block."""
+        self.replay_inputs: list[torch.Tensor | None] = []
+        """Inputs that stay alive until the last call has ended."""
+
+
 class ForwardProbe:
     """The strategy that stores nothing and marks when a value is first saved, and when forward frees it.
 
-    Blocks that replay keep some shared inputs alive, those at `sources`. The probe does the same: it adds these inputs
-    to `replay_inputs`, and the last block's probe empties the list at its end. No backward can follow. If `meter` is
-    None, the probe drops saved tensors without marking.
+    Blocks that replay keep some shared inputs alive, those at `sources`. The probe does the same. No backward can
+    follow.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: KindProfile,
-        meter: MemoryMeter | None,
-        sources: Sequence[Source],
-        replay_inputs: list[torch.Tensor | None],
-        shared: Sequence[Shared],
-        is_last: bool,
-    ) -> None:
+    def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source], forward_pass: ForwardPass) -> None:
         self.name = name
         self.kind = kind
-        nonempty_records = {index for index, record in enumerate(shared) if record.nbytes}
-        self.shared_values = {value.index for value in kind.values if value.shared in nonempty_records}
+        self.shared_values = {value.index for value in kind.values if value.shared in forward_pass.nonempty_records}
         """Values that are records of their own, not part of what blocks store."""
         self.sources = sources
-        self.replay_inputs = replay_inputs
-        self.is_last = is_last
-        self.meter = meter
+        self.forward_pass = forward_pass
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = iter(self.kind.slots if self.kind.untrusted is None else ())
+        replay_inputs = self.forward_pass.replay_inputs
         packed_values: set[int] = set()
 
         @torch.compiler.disable  # see SlotProbe
@@ -118,7 +118,7 @@ class ForwardProbe:
                 # Other tensors share the storage, or the slot dies in forward: the tensor lives equally long under any
                 # policy.
                 return tensor.detach()
-            if self.meter is not None and value is not None and value not in packed_values:
+            if value is not None and value not in packed_values:
                 packed_values.add(value)
                 self._mark(("pack", value))
                 storage = local_of(tensor).untyped_storage()
@@ -127,16 +127,15 @@ class ForwardProbe:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward):
             self._mark(("enter", -1))
-            self.replay_inputs += [find_external(source, block, args, kwargs) for source in self.sources]
+            replay_inputs += [find_external(source, block, args, kwargs) for source in self.sources]
             result = fn(*args)
-        if self.is_last:
-            self.replay_inputs.clear()
+        if self.name == self.forward_pass.last_name:
+            replay_inputs.clear()
         self._mark(("leave", -1))
         return result
 
     def _mark(self, event: tuple[str, int], dying_bytes: int = 0) -> None:
-        if self.meter is not None:
-            self.meter.mark((*event, self.name), dying_bytes)
+        self.forward_pass.meter.mark((*event, self.name), dying_bytes)
 
 
 def refuse_backward(_: Any) -> torch.Tensor:

@@ -8,33 +8,23 @@ unpacks and frees each saved tensor, and how much memory gradients and temporari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
-from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile, Shared
+from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, Profile
+from adacc_hf.price.batch_subsampling import Batch
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_probes import CallMarker, ForwardProbe, SlotProbe
-from adacc_hf.run.blocks import BlockFunction, Installation, LaterCall
-from adacc_hf.tape.tape import Source
-from adacc_hf.torch_glue.memory import (
-    MemoryMeter,
-    MemoryPoint,
-    distinct_bytes,
-    forward_loss,
-    garbage_collection_disabled,
-)
-
-NoSync = Callable[[], AbstractContextManager[Any]]
-"""Context of the micro-batches before a step's last one, in which ranks do not exchange gradients."""
+from adacc_hf.price.memory_probes import CallMarker, ForwardPass, ForwardProbe, SlotProbe
+from adacc_hf.price.model_recording import ModelRecording
+from adacc_hf.price.profiled_model import ProfiledModel
+from adacc_hf.run.blocks import BlockFunction, LaterCall
+from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint, distinct_bytes, garbage_collection_disabled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,31 +77,18 @@ class StepLayout:
         return replace(first, events=events, peaks={**first.peaks, **own_peaks})
 
 
-def measure_forward(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    installation: Installation,
-    kinds: Mapping[str, KindProfile],
-    sources: Mapping[str, Sequence[Source]],
-    shared: Sequence[Shared],
-    watched_calls: Mapping[str, bool],
-    measurement: Measurement,
-) -> ForwardLayout:
-    """Run one forward that stores nothing. `sources` has the tensors of `shared` that each block would hold for replay.
-
-    `watched_calls` maps each watched call to a truth value: True if the call's forward lasts until the next call
-    starts, so that it includes the rest of the model between the two.
-    """
-    replay_inputs: list[torch.Tensor | None] = []
+def measure_forward(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> ForwardLayout:
+    """Run one forward that stores nothing, and divide its memory."""
+    installation = profiled.installation
     last_name = list(installation.functions)[-1]
     installation.begin_step()
-    with garbage_collection_disabled(), measurement.meter(next(model.parameters()).device) as meter:
+    with garbage_collection_disabled(), profiled.measurement.meter(profiled.device) as meter:
+        forward_pass = ForwardPass(meter, recording.shared, last_name)
         for name, function in installation.functions.items():
-            function.strategy = ForwardProbe(
-                name, kinds[name], meter, sources[name], replay_inputs, shared, name == last_name
-            )
+            sources = recording.replay_sources[name]
+            function.strategy = ForwardProbe(name, recording.kind_of(name), sources, forward_pass)
         meter.mark(("begin",))
-        forward_loss(model, batch)
+        profiled.forward_loss(batch)
     first_enter = next(i for i, point in enumerate(meter.points) if point.label[0] == "enter")
     last_leave = next(i for i, point in enumerate(meter.points) if point.label == ("leave", -1, last_name))
     bases = {point.label[2]: point.live_bytes for point in meter.points if point.label[0] == "enter"}
@@ -119,7 +96,10 @@ def measure_forward(
         first_peak_bytes=max(point.max_bytes for point in meter.points[:first_enter]),
         bases=bases,
         outside_peak_bytes=max(point.max_bytes for point in meter.points[last_leave:]),
-        events={name: _forward_events(meter.points, name, owns_rest) for name, owns_rest in watched_calls.items()},
+        events={
+            name: _forward_events(meter.points, name, name in recording.calls_before_rest)
+            for name in recording.watched_names
+        },
     )
 
 
@@ -146,31 +126,26 @@ def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -
     )
 
 
-def measure_step_layout(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    installation: Installation,
-    probes: Sequence[SlotProbe],
-    outcomes: Mapping[str, BlockOutcome],
-    measurement: Measurement,
-    accumulates: bool = False,
-    no_sync: NoSync | None = None,
+def measure_step(
+    profiled: ProfiledModel, batch: Batch, recording: ModelRecording, watched_names: Collection[str] = ()
 ) -> StepLayout:
-    """Run one forward and backward under the installed strategies and divide its memory.
+    """Run one forward and backward under full recomputation and divide its memory.
 
-    `outcomes` has the tensors that each block stores under full recomputation. If `accumulates`, an earlier micro-batch
-    runs first, in `no_sync()` if that is given, and its gradients are live before the measured one.
+    Each of the watched calls retains everything under a probe instead. If the step accumulates gradients, an earlier
+    micro-batch runs first, and its gradients are live before the measured one.
     """
-    device = next(model.parameters()).device
-    installation.begin_step()
+    measurement, device, model = profiled.measurement, profiled.device, profiled.model
+    functions = profiled.installation.functions
+    probes = recording.set_full_recompute_strategies(functions, watched_names)
+    profiled.installation.begin_step()
     earlier_bytes = 0
-    if accumulates:
-        with garbage_collection_disabled(), measurement.meter(device) as meter, (no_sync or nullcontext)():
-            measurement.backward(forward_loss(model, batch))
+    if profiled.step.gradient_accumulation_steps > 1:
+        no_sync = profiled.step.no_sync or nullcontext
+        with garbage_collection_disabled(), measurement.meter(device) as meter, no_sync():
+            measurement.backward(profiled.forward_loss(batch))
             meter.mark(("end",))
         earlier_bytes = meter.points[-1].live_bytes
-        installation.begin_step()
-    functions = installation.functions
+        profiled.installation.begin_step()
     strategies = {name: function.strategy for name, function in functions.items()}
     with garbage_collection_disabled(), measurement.meter(device) as meter:
         for index, (name, function) in enumerate(functions.items()):
@@ -178,7 +153,7 @@ def measure_step_layout(
         for probe in probes:
             probe.meter = meter
         begin_seconds = measurement.seconds_at(device)
-        loss = forward_loss(model, batch)
+        loss = profiled.forward_loss(batch)
         meter.mark(("loss",))
         measurement.backward(loss)
         ms = 1e3 * (measurement.seconds_at(device) - begin_seconds)
@@ -191,6 +166,7 @@ def measure_step_layout(
         function.strategy = strategies[name]
     for probe in probes:
         probe.meter = None
+    outcomes = {block.name: recording.outcomes[block.kind] for block in recording.blocks}
     stored = {name: outcome.stored_bytes for name, outcome in outcomes.items()}
     live = {name: outcome.live_bytes for name, outcome in outcomes.items()}
     stored |= {probe.name: probe.stored_bytes for probe in probes}

@@ -1,11 +1,11 @@
-"""Recording of a model's blocks in one forward: their tapes, their kinds, and the tensors that they share."""
+"""Recording of a model's blocks in one forward: their tapes, their prices, and the tensors that they share."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+import logging
+from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,33 +13,111 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.block_walk import BlockOutcome
-from adacc_hf.artifacts.call_names import call_name, calls_per_block, split_call
+from adacc_hf.artifacts.call_names import call_name
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.plans import recompute_plan
-from adacc_hf.artifacts.profile import BackwardEvent, ForwardEvent, KindProfile, unpack_order
+from adacc_hf.artifacts.errors import UncalledBlocksError
+from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch, is_encoder_decoder, profiled_parts
 from adacc_hf.price.codec_selection import is_parameter_cast
 from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.kind_profile_builder import KindProfileBuilder
+from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_probes import SlotProbe, refuse_backward
+from adacc_hf.price.memory_probes import refuse_backward
+from adacc_hf.price.model_recording import ModelRecording
+from adacc_hf.price.profiled_model import ProfiledModel
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, storage_key_of
-from adacc_hf.price.unreplayable_kinds import saved_bytes, untrusted_kind, with_untrusted_forward
-from adacc_hf.run.block_executor import BlockExecutor
-from adacc_hf.run.blocks import Installation
+from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import CallKey, KnownShape, KnownShapes
+from adacc_hf.tape.call_key import KnownShape, KnownShapes
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.recorder import HIDDEN, Recorder
 from adacc_hf.tape.tape import Source, Tape
-from adacc_hf.tape.tape_cache import TapeCache
+from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.distributed import fail_together, is_sharded
 from adacc_hf.torch_glue.memory import forward_loss
 from adacc_hf.torch_glue.model_state import SMALL_COPY
 from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import storage_of
+
+log = logging.getLogger(__name__)
+
+MAX_DRAWS = 8
+"""Forwards without gradients that search for random numbers with which all blocks run, if the model skips blocks at
+random."""
+
+
+def record_model(profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache | None = None) -> ModelRecording:
+    """Record the forward that all passes of the profile will run. If blocks run at random, the forward runs all of
+    them.
+
+    `tape_cache` is the cache of another recording of the same model, if there is one. Raises UncalledBlocksError if
+    there is no forward that runs all blocks.
+    """
+    installation = profiled.installation
+    tables: frozenset[Any] = frozenset()
+    earlier_structures: set[str] = set()
+    while True:
+        recorder = ModelRecorder(profiled.config, profiled.measurement, tape_cache or _new_tape_cache(profiled))
+        recorder.record(profiled, batch)
+        called = {block.name for block in recorder.blocks}
+        if not called:
+            raise UncalledBlocksError(describe_uncalled(installation, list(installation.modules), "with this batch"))
+        # The first forward may build tables that every later forward reuses. Training runs like the later ones.
+        tables, tables_before = profiled.no_trace.start_over(), tables
+        has_uncalled = bool(installation.modules.keys() - called)
+        has_new_draws = has_uncalled and _find_draws_of_all_blocks(profiled, batch)
+        structures = {block.tape.structure for block in recorder.blocks}
+        if tables == tables_before and not has_new_draws:
+            recorder.tape_cache.preliminary |= earlier_structures - structures
+            return recorder.recording()
+        earlier_structures |= structures
+
+
+def _new_tape_cache(profiled: ProfiledModel) -> TapeCache:
+    tape_cache = TapeCache(profiled.measurement.verify)
+    tape_cache.expect_same_orders(profiled_tapes(profiled.installation.model))
+    return tape_cache
+
+
+def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
+    """Check that all blocks run in a forward without gradients, such as a teacher's blocks that the batch does not
+    train.
+
+    If the forward draws random numbers, try other draws, and return True if later passes will start from different
+    ones. Raises UncalledBlocksError if some block runs with no draw.
+    """
+    modules, no_trace = profiled.installation.modules, profiled.no_trace
+    for num_draws in range(1 + MAX_DRAWS):
+        with ExecutedBlocks(modules) as executed, torch.no_grad():
+            profiled.model(**batch.tensors)
+        uncalled = [name for name in modules if name not in executed.names]
+        if not uncalled:
+            return num_draws > 0
+        if not no_trace.has_drawn():
+            break
+        no_trace.continue_random_states()
+    raise UncalledBlocksError(describe_uncalled(profiled.installation, uncalled, "with this batch"))
+
+
+def record_other_sizes(model: nn.Module, batch: Batch, installation: Installation, tape_cache: TapeCache) -> None:
+    """Record every block on parts of `batch`, until the model rejects a part."""
+    if is_sharded(installation.model):  # a forward that fails midway would leave other ranks waiting
+        return
+    for part in profiled_parts(batch, is_encoder_decoder(installation.model)):
+        for name, function in installation.blocks.items():
+            function.strategy = TapeRecordingStrategy(name, tape_cache)
+        installation.begin_step()
+        try:
+            forward_loss(model, part.tensors)
+        except UNSUPPORTED_BATCH_ERRORS as error:  # such as a text without the positions of its images
+            log.info(
+                "Adacc: the model does not accept a part of the batch (%s): new sizes are recorded as they occur",
+                error,
+            )
+            return
+        finally:
+            for function in installation.blocks.values():
+                function.strategy = PlainStrategy()
 
 
 class RecordingStrategy:
@@ -53,65 +131,63 @@ class RecordingStrategy:
         self.num_calls = 0
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.num_calls += 1
         # Recording and pricing take more memory than training does, and the next block's parameters need all ranks.
         with fail_together() if self.model_recorder.is_sharded else nullcontext():
-            return self._record_call(block, fn, args, kwargs)
+            return self.model_recorder.record_call(call_name(self.name, self.num_calls), block, fn, args, kwargs)
 
-    def _record_call(self, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+class TapeRecordingStrategy:
+    """The strategy that records every call of a block into a tape cache. No backward follows."""
+
+    expects_outer_hooks = True
+
+    def __init__(self, name: str, tape_cache: TapeCache) -> None:
+        self.name = name
+        self.tape_cache = tape_cache
+        self.num_calls = 0
+
+    def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
-        name = call_name(self.name, self.num_calls)
-        known_shapes = KnownShapes(self.model_recorder.tape_cache.untraceable)
-        # Take the key before the call, as in training: a block may append its auxiliary loss to a list argument.
-        key = known_shapes.key(block, fn, args, kwargs)
-        arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
-        recording = Recording(name, block, args, kwargs, self.model_recorder.measurement.rng_use)
+        key = KnownShapes(self.tape_cache.untraceable).key(block, fn, args, kwargs)
+        recording = Recording(call_name(self.name, self.num_calls), block, args, kwargs)
         result = recording.run(fn)
-        self.model_recorder.note_gradient_leaves(arguments.values())
-        tensors = [*arguments.values(), *block.parameters()]
-        states = self.model_recorder.measurement.random_states({tensor.device for tensor in tensors})
-        self.model_recorder.add(name, known_shapes, key, recording, arguments, result, partial(fn, *args))
-        # Measuring drew random numbers too. The rest of the forward must draw the same numbers as later passes.
-        states.restore()
+        self.tape_cache.remember(self.tape_cache.verified_tape(recording.recorder), key, recording.name)
+        recording.discard()
         return result
 
 
 class ModelRecorder:
-    """All blocks' tapes, the tensors they share with each other and with the rest of the model, and the measured
-    prices."""
+    """Recorder of all blocks' tapes, of the tensors they share, and of the measured prices. It holds no model, so that
+    the strategies, which hold it, form no cycle with the model."""
 
-    def __init__(self, config: AdaccConfig, measurement: Measurement, tape_cache: TapeCache | None = None) -> None:
-        """Start an empty recording. `tape_cache` is the cache of another recorder of the same model, if there is
-        one."""
-        self.config = config
-        self.measurement = measurement
-        self.tape_cache = tape_cache or TapeCache(measurement.verify)
+    def __init__(self, config: AdaccConfig, measurement: Measurement, tape_cache: TapeCache) -> None:
+        self.tape_cache = tape_cache
         self.blocks: list[RecordedBlock] = []
+        self.is_sharded = False
+        """True if the model's forward needs all ranks."""
+        self._config = config
+        self._measurement = measurement
         self._prices: dict[str, Prices] = {}
         self._outside_storages: dict[int, StorageWeakRef] = {}
         """Storages saved by the rest of the model. A weak reference keeps the address from being reused without keeping
         the memory alive: logits would otherwise be live throughout the profile."""
         self._previous_results: list[torch.Tensor] = []
         """Tensors that the block recorded last has returned."""
-        self._kinds: list[KindProfile] = []
-        self._saved_bytes: dict[str, int] = {}
-        """Bytes that autograd saved in each call whose operators cannot be replayed."""
-        self.shared_tensors = SharedTensors([], set(), set(), set())
-        self.calls_before_rest: set[str] = set()
-        """Calls after which the rest of the model runs before the next call of a block."""
-        self.is_sharded = False
-        """True if the model's forward needs all ranks."""
+        self._shared_tensors = SharedTensors([], set(), set(), set())
 
-    def record(self, model: nn.Module, batch: Mapping[str, Any], installation: Installation) -> None:
+    def record(self, profiled: ProfiledModel, batch: Batch) -> None:
         """Run one forward, and record every block and the tensors that the rest of the model saves."""
+        model = profiled.model
         self.is_sharded = is_sharded(model)
-        installation.begin_step()
-        for name, function in installation.blocks.items():
+        profiled.installation.begin_step()
+        for name, function in profiled.installation.blocks.items():
             function.strategy = RecordingStrategy(name, self)
         state_keys = {storage_key_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch))}
+        batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch.tensors))}
         torch.clear_autocast_cache()
         with torch.autograd.graph.saved_tensors_hooks(self._save_outside, refuse_backward):
-            loss = forward_loss(model, batch)
+            loss = profiled.forward_loss(batch)
         self._previous_results = []
         for block in self.blocks:
             block.note_liveness()  # while the loss keeps the graph that backward will walk alive
@@ -120,26 +196,35 @@ class ModelRecorder:
             for block in self.blocks:
                 block.note_liveness()
         del loss
-        self.shared_tensors = SharedTensors(self.blocks, self._outside_storages.keys(), state_keys, batch_keys)
+        self._shared_tensors = SharedTensors(self.blocks, self._outside_storages.keys(), state_keys, batch_keys)
 
-    def add(
-        self,
-        name: str,
-        known_shapes: KnownShapes,
-        key: CallKey,
-        recording: Recording,
-        arguments: Mapping[Source, torch.Tensor],
-        result: Any,
-        run_again: Callable[[], Any],
-    ) -> None:
-        """Add one block's call, free its recording, and measure prices if no earlier call has an equal tape."""
+    def recording(self) -> ModelRecording:
+        """Return the recording, and free the tensors of the recorded forward."""
+        return ModelRecording.of(self.blocks, self._shared_tensors, self._prices, self._config, self.tape_cache)
+
+    def record_call(
+        self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run and record one call of a block, and return its result. Measure prices if no earlier call has an equal
+        tape."""
+        known_shapes = KnownShapes(self.tape_cache.untraceable)
+        # Take the key before the call, as in training: a block may append its auxiliary loss to a list argument.
+        key = known_shapes.key(block, fn, args, kwargs)
+        arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
+        recording = Recording(name, block, args, kwargs, self._measurement.rng_use)
+        result = recording.run(fn)
+        for tensor in arguments.values():
+            if tensor.is_leaf and tensor.requires_grad:  # `enable_input_require_grads` makes some, and autograd holds
+                self._note_outside_storage(tensor)
+        tensors = [*arguments.values(), *block.parameters()]
+        states = self._measurement.random_states({tensor.device for tensor in tensors})
         recorder = recording.recorder
         tape = self.tape_cache.verified_tape(recorder)
-        outliers = self.measurement.outliers(tape, recorder.bases, self.config)
+        outliers = self._measurement.outliers(tape, recorder.bases, self._config)
         if tape.digest not in self._prices:
-            self._prices[tape.digest] = self._price(tape, recorder, outliers, run_again)
-        errors = self.measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self.config)
-        self.tape_cache.remember(tape, key, recording.name)
+            self._prices[tape.digest] = self._price(tape, recorder, outliers, partial(fn, *args))
+        errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
+        self.tape_cache.remember(tape, key, name)
         known_shapes.add(key, KnownShape(tape, num_calls=2))
         input_values = [value.index for value in tape.values if tape.is_block_input(value.index)]
         outputs = {} if tape.untrusted else _saved_outputs(recorder, tape, result)
@@ -162,24 +247,20 @@ class ModelRecorder:
             )
         )
         self._previous_results = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        # Measuring drew random numbers too. The rest of the forward must draw the same numbers as later passes.
+        states.restore()
+        return result
 
     def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_again: Callable[[], Any]) -> Prices:
         bases = recorder.bases
         if not tape.values:  # the block returns its arguments unchanged
             return Prices([], [])
         device = bases[0].device
-        with NoTrace((recorder.block, run_again), lambda: self.measurement.random_states([device]), SMALL_COPY):
+        with NoTrace((recorder.block, run_again), lambda: self._measurement.random_states([device]), SMALL_COPY):
             if tape.untrusted in HIDDEN and not tape.has_collectives:
-                return self.measurement.price_call(run_again, device)
+                return self._measurement.price_call(run_again, device)
             is_alone = tape.untrusted is None and not tape.has_collectives
-            return self.measurement.price(tape, bases, self.config, outliers, run_again if is_alone else None)
-
-    def note_gradient_leaves(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register input leaves that require a gradient, which autograd holds. `enable_input_require_grads` makes
-        some."""
-        for tensor in tensors:
-            if tensor.is_leaf and tensor.requires_grad:
-                self._note_outside_storage(tensor)
+            return self._measurement.price(tape, bases, self._config, outliers, run_again if is_alone else None)
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
         self._note_outside_storage(tensor)
@@ -189,119 +270,6 @@ class ModelRecorder:
         storage = storage_of(tensor)
         if storage_key(storage) not in self._outside_storages:
             self._outside_storages[storage_key(storage)] = StorageWeakRef(storage)
-
-    def kinds(self) -> list[KindProfile]:
-        """Group the blocks by kind, set each block's `kind`, and return one profile per kind. Their memory is not
-        measured yet."""
-        groups: dict[Any, list[RecordedBlock]] = {}
-        positions = self._call_positions()
-        for block in self.blocks:
-            groups.setdefault((self._kind_key(block), positions[block.name]), []).append(block)
-        for index, group in enumerate(groups.values()):
-            for block in group:
-                block.kind = index
-            self._kinds.append(self._build_kind(group))
-        return self._kinds
-
-    def _call_positions(self) -> dict[str, tuple[bool, ...]]:
-        """Return a dict from each call to the properties of its position in the step that affect its memory.
-
-        A position is three truth values: the gradients of the call's parameters exist before its backward, and the rest
-        of the model runs before the call, and after it. The last two occur if the loss calls the whole model several
-        times.
-        """
-        names = [block.name for block in self.blocks]
-        last = calls_per_block(names)
-        numbers = [split_call(name) for name in names]
-        # True where the rest of the model runs before the call: the loss calls the model again, with other inputs.
-        begins = [
-            number > previous_number and not block.uses_previous_result
-            for block, (_, number), (_, previous_number) in zip(self.blocks, numbers, [("", 1), *numbers], strict=False)
-        ]
-        ends = [*begins[1:], False]
-        self.calls_before_rest = {name for name, is_end in zip(names, ends, strict=True) if is_end}
-        return {
-            name: (number < last[block], begin, end)
-            for name, (block, number), begin, end in zip(names, numbers, begins, ends, strict=True)
-        }
-
-    def _kind_key(self, block: RecordedBlock) -> tuple[Any, ...]:
-        """Return the key that blocks of one kind share: everything in the tape, or only the class and the arguments if
-        the block's operators may depend on data."""
-        if block.tape.untrusted is None:
-            return block.tape.digest, block.dead_slots, block.externally_held, *self._sharing_key(block)
-        inputs, _, _ = self._sharing_key(block)
-        signatures = [(source, tensor.shape, tensor.dtype) for source, tensor in block.argument_tensors.items()]
-        return block.tape.identity, bool(block.tape.slots), block.tape.has_collectives, tuple(signatures), inputs
-
-    def saved_bytes(self, name: str) -> int:
-        """Return the bytes that autograd saved in the call `name`, whose operators cannot be replayed."""
-        return self._saved_bytes[name]
-
-    def _sharing_key(self, block: RecordedBlock) -> tuple[Any, ...]:
-        """Return the records of a block's shared inputs, the outputs that others hold, and the casts that others
-        hold."""
-        inputs = tuple(self.shared_tensors.record_index(tensor) for tensor in block.holdable_inputs())
-        outputs = tuple(
-            value for value, tensor in block.outputs.items() if self.shared_tensors.is_shared_output(tensor)
-        )
-        casts = {value: tensor for value, tensor in block.casts.items() if self.shared_tensors.is_shared_cast(tensor)}
-        return (
-            inputs,
-            outputs,
-            tuple((value, self.shared_tensors.owns_cast(block, cast)) for value, cast in casts.items()),
-        )
-
-    def _build_kind(self, group: list[RecordedBlock]) -> KindProfile:
-        tape = group[0].tape
-        prices = self._prices[tape.digest]
-        if tape.untrusted is not None:
-            self._saved_bytes |= {block.name: saved_bytes(block, self.shared_tensors) for block in group}
-            times = [sum(self._prices[block.tape.digest].operator_ms) for block in group]
-            kind = untrusted_kind(group, self.shared_tensors, sum(times) / len(times))
-        else:
-            kind = KindProfileBuilder(group, self.shared_tensors, prices, self.config).build()
-        replay_records = recompute_outcome(kind).shared
-        unsaved = tuple(sorted(i for i in replay_records if not self.shared_tensors.records[i].saved))
-        return replace(kind, held=unsaved, untraced=group[0].known_shapes.untraced)
-
-    def set_forwards(self, forwards: list[tuple[ForwardEvent, ...]]) -> list[KindProfile]:
-        """Add the measured forward of each kind to its profile, and return the profiles."""
-        self._kinds = [_with_forward(kind, forward) for kind, forward in zip(self._kinds, forwards, strict=True)]
-        return self._kinds
-
-    def set_full_recompute_strategies(
-        self, installation: Installation, watched_names: Collection[str], sources: Mapping[str, Sequence[Source]]
-    ) -> list[SlotProbe]:
-        """Run every block under full recomputation, and each watched one under a probe. Return the probes.
-
-        A watched block whose operators cannot be replayed has no probe, and recomputes too. `sources` comes from
-        `replay_sources()`.
-        """
-        probes = []
-        for block in self.blocks:
-            function, kind = installation.functions[block.name], self._kinds[block.kind]
-            if block.name in watched_names and kind.untrusted is None:
-                function.strategy = SlotProbe(block.name, kind, sources[block.name])
-                probes.append(function.strategy)
-            else:
-                function.strategy = BlockExecutor(block.name, recompute_plan(kind), self.tape_cache, block.known_shapes)
-        return probes
-
-    def release_tensors(self) -> None:
-        """Free the tensors of the recorded forward."""
-        for block in self.blocks:
-            block.input_tensors, block.argument_tensors, block.outputs, block.casts = {}, {}, {}, {}
-
-    def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
-        """Learn the order in which backward unpacks saved tensors from the measured `events` of the watched blocks."""
-        for block in self.blocks:
-            self.tape_cache.learn_order(block.tape, unpack_order(events.get(block.name, ())))
-
-    def replay_sources(self) -> dict[str, list[Source]]:
-        """Return the sources of the shared inputs that each block holds for replay under full recomputation."""
-        replay_records = [recompute_outcome(kind).shared for kind in self._kinds]
-        return {block.name: self.shared_tensors.sources(block, replay_records[block.kind]) for block in self.blocks}
 
 
 def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, torch.Tensor]:
@@ -342,17 +310,3 @@ def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> di
         for value in computed_values
         if value not in excluded
     }
-
-
-def recompute_outcome(kind: KindProfile) -> BlockOutcome:
-    """Return the tensors and bytes that a block of `kind` stores and needs under full recomputation."""
-    return run_block(kind, recompute_plan(kind))
-
-
-def _with_forward(kind: KindProfile, forward: tuple[ForwardEvent, ...]) -> KindProfile:
-    """Return `kind` with its measured forward. Parameter casts that the forward did not free count as cached."""
-    if kind.untrusted is not None:
-        return with_untrusted_forward(kind, forward)
-    dead = {event.value for event in forward if event.death}
-    values = tuple(replace(v, cached=v.cached or (v.role == "parameter" and v.index not in dead)) for v in kind.values)
-    return replace(kind, values=values, forward=forward)

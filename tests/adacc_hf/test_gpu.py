@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
-from adacc_hf.price.profiler import estimate_profile
+from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.run.call import Recording
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.tape.data_reads import data_of

@@ -41,7 +41,11 @@ BREAKS: list[tuple[str, str, str]] = [
         "point.max_bytes - point.live_bytes",
     ),
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
-    ("adacc_hf/price/profiler.py", "(gradient_accumulation_steps - 1 +", "(gradient_accumulation_steps +"),
+    (
+        "adacc_hf/price/training_step.py",
+        "(self.gradient_accumulation_steps - 1 +",
+        "(self.gradient_accumulation_steps +",
+    ),
     ("adacc_hf/price/optimizer_memory.py", "sum(len(slots) * optimizer_copy", "sum(optimizer_copy"),
     ("adacc_hf/torch_glue/memory.py", "maximum = max(maximum, live)", "maximum = live"),
     # What is recorded, replayed and compared.

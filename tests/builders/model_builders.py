@@ -122,3 +122,14 @@ def toy_batch():
         return {"x": torch.randn(batch, 6, 8, generator=torch.Generator().manual_seed(batch))}
 
     return build
+
+
+def everything_of(model):
+    state = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    grads = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    generators = [
+        torch.get_rng_state(),
+        torch.tensor(random.getstate()[1]),
+        torch.tensor(numpy.random.get_state()[1].tolist()),
+    ]
+    return {**state, **grads, "generators": torch.cat(generators)}

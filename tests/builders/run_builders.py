@@ -79,14 +79,14 @@ def failing(*fails):
 
 def refuse_profiles_of(length, monkeypatch):
     """Let profiles of batches with sequences of `length` run out of memory."""
-    original = profiler_module.profile_model
+    original = profiler_module.profile_batch
 
     def profile(model, batch, *args, **kwargs):
         if batch["input_ids"].shape[1] == length:
             raise torch.OutOfMemoryError("no room to profile")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(profiler_module, "profile_model", profile)
+    monkeypatch.setattr(profiler_module, "profile_batch", profile)
 
 
 class SpikeLoss(Trainer):

@@ -70,7 +70,7 @@ def later_profile(toys: Any, folder: Path) -> dict[str, Any]:
         return toys.tiny_trainer(folder, callbacks, per_device_train_batch_size=2, **settings)
 
     late_policy = mock.patch.object(builder_module.PolicyBuilder, "before_first_step", return_value=None)
-    with late_policy, failing("profile_model", 2):
+    with late_policy, failing("profile_batch", 2):
         trainer = run_lengths(make, [16] * 4 + [32] * 16, [callback], trainer_class=InOrder)
     reasons = [event["reason"] for event in callback.history if event["event"] == "memory" and "reason" in event]
     return {"steps": trainer.state.global_step, "reasons": reasons}

@@ -92,7 +92,7 @@ def count_profiles(recorder: StepRecorder) -> list[dict[str, Any]]:
 
         return call
 
-    run_profiler.profile_model = counted("whole batch", run_profiler.profile_model)
+    run_profiler.profile_batch = counted("whole batch", run_profiler.profile_batch)
     run_profiler.estimate_profile = counted("parts", run_profiler.estimate_profile)
     return profiles
 

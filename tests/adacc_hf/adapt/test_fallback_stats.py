@@ -95,14 +95,14 @@ def fallbacks(callback):
 
 
 def refuse_profiles_of(length, monkeypatch):
-    original = profiler_module.profile_model
+    original = profiler_module.profile_batch
 
     def profile(model, batch, *args, **kwargs):
         if batch["input_ids"].shape[1] == length:
             raise torch.OutOfMemoryError("no room to profile")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(profiler_module, "profile_model", profile)
+    monkeypatch.setattr(profiler_module, "profile_batch", profile)
 
 
 def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(

@@ -41,14 +41,14 @@ def test_the_measured_peak_corrects_a_prediction_that_was_too_low(make_trainer, 
     """The profile is falsified by `missed` bytes in every phase of the step."""
     from adacc_hf.adapt.profile_updates import with_more_memory
 
-    original = profiler_module.profile_model
+    original = profiler_module.profile_batch
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.7)
     make_trainer([probe], max_steps=6).train()
     honest = events(probe, "memory")[0]
     assert not honest["corrected"]
     assert honest["measured_peak_bytes"] == pytest.approx(honest["peak_bytes"], rel=0.01)
     monkeypatch.setattr(
-        profiler_module, "profile_model", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes)
+        profiler_module, "profile_batch", lambda *a, **k: with_more_memory(original(*a, **k), -missed_bytes)
     )
     budget = honest["peak_bytes"] - missed_bytes
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)

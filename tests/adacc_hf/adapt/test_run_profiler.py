@@ -29,9 +29,10 @@ def state_bytes(profiler, monkeypatch):
 
     def of(model, optimizer):
         given = []
-        monkeypatch.setattr(profiler_module, "profile_model", lambda *args, **options: given.append(options))
+        monkeypatch.setattr(profiler_module, "profile_batch", lambda *args, **options: given.append(args))
         profiler.measure(model, optimizer, {}, None)
-        return given[0]["optimizer_state_bytes"]
+        (_, _, _, step), *_ = given
+        return step.optimizer_state_bytes
 
     return of
 

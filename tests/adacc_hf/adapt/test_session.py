@@ -416,7 +416,7 @@ def test_a_folder_for_another_budget_is_not_gone_on_with(tmp_path):
 
 def test_a_given_policy_is_followed_from_the_first_step(monkeypatch):
     policy = train(one_step, **HALF).session.policy
-    monkeypatch.setattr(run_profiler, "profile_model", None)
+    monkeypatch.setattr(run_profiler, "profile_batch", None)
     plain = train(one_step, session_class=NoSession)
     run = train(one_step, policy=policy, **LOSSLESS)
     run.assert_equals(plain)
@@ -653,7 +653,7 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
         one_step, [max(batches, key=lambda batch: batch["input_ids"].numel())] * 5, make=make_t5, **HALF
     )
     most = uniform_policy(largest_run.session.profile, "retain").predicted_peak_bytes
-    monkeypatch.setattr(run_profiler, "profile_model", None)
+    monkeypatch.setattr(run_profiler, "profile_batch", None)
     run = train(one_step, batches, make=make_t5, memory_budget=int(part * most), **LOSSLESS)
     run.assert_equals(plain)
     measured_peaks = [event["measured_peak_bytes"] for event in run.session.history if "measured_peak_bytes" in event]

@@ -8,7 +8,8 @@ import torch
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.price.batch_subsampling import ALIGNED, record_other_sizes, small_parts
+from adacc_hf.price.batch_subsampling import ALIGNED, Batch, small_parts
+from adacc_hf.price.model_recorder import record_other_sizes
 from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
@@ -33,7 +34,7 @@ def parts_of():
         hook = model.register_forward_pre_hook(lambda _, args, kwargs: batches.append(kwargs), with_kwargs=True)
         installation = Installation(model)
         try:
-            record_other_sizes(model, batch, installation, library or TapeCache(verify=lambda *_: frozenset()))
+            record_other_sizes(model, Batch(batch), installation, library or TapeCache(verify=lambda *_: frozenset()))
             assert all(type(function.strategy) is PlainStrategy for function in installation.blocks.values())
         finally:
             hook.remove()
@@ -73,7 +74,8 @@ def test_few_samples_are_aligned_as_the_batch_is(samples, tokens):
 
     The batch would then be recorded as a whole.
     """
-    parts, *smaller = small_parts({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
+    batch = Batch({"input_ids": torch.zeros(samples, tokens, dtype=torch.long)})
+    parts, *smaller = ([part.tensors for part in each] for each in small_parts(batch))
     assert len(parts) == (2 if tokens == ALIGNED else 3)  # aligned lengths are not cut
     assert [len(others) for others in smaller] == ([6] if tokens in (33, 40, 100, 1040) else [])  # 3 lengths
     for one in (parts, *smaller):

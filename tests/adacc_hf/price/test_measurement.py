@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adacc_hf.price import measurement, timing
-from adacc_hf.price.model_recorder import recompute_outcome
+from adacc_hf.price.model_recording import recompute_outcome
 from adacc_hf.price.profiler import profile_model
 
 

@@ -1,73 +1,15 @@
 """The profiler: its results for GPT-2, and that it leaves a model unchanged."""
 
-import copy
 import logging
-import random
 
-import numpy
 import pytest
 import torch
-from torch import nn
+from model_builders import everything_of
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.errors import NoBlocksError
 from adacc_hf.solve.simple_policies import uniform_policy
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
-
-
-def everything_of(model):
-    state = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    grads = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    generators = [
-        torch.get_rng_state(),
-        torch.tensor(random.getstate()[1]),
-        torch.tensor(numpy.random.get_state()[1].tolist()),
-    ]
-    return {**state, **grads, "generators": torch.cat(generators)}
-
-
-@pytest.fixture(scope="module")
-def gpt2_profile(tiny_gpt2, token_batch):
-    return profile_model(tiny_gpt2(layers=3), token_batch(), CONFIG)
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-def test_the_model_is_left_as_it_was(toy_model, toy_batch, autocast):
-    """Profiling restores parameters, gradients, buffers that a block changes in place, random generators and modes."""
-
-    def setup(block):
-        block.norm = nn.BatchNorm1d(6)
-        block.register_buffer("count", torch.zeros(()))
-
-    def forward(block, hidden):
-        block.count += random.random() + numpy.random.random()  # SpecAugment's masks are drawn from numpy
-        return hidden + nn.functional.dropout(block.down(block.norm(block.up(hidden)).tanh()), 0.5)
-
-    model, batch = toy_model(forward, setup=setup), toy_batch()
-    model(**batch).loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    before = everything_of(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        profile_model(model, batch, CONFIG)
-    after = everything_of(model)
-    assert after.keys() == before.keys()
-    assert not [name for name in before if not torch.equal(before[name], after[name])]
-    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
-    assert model.training
-    assert not any("_forward_hooks" in m.__dict__ and m._forward_hooks for m in model.modules())
-
-
-def test_a_model_is_left_as_it_was_after_an_error(tiny_gpt2, token_batch):
-    model = tiny_gpt2()
-    before, modules = everything_of(model), {name: dict(m.__dict__) for name, m in model.named_modules()}
-    broken = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        profile_model(model, token_batch(), CONFIG)
-    broken.remove()
-    after = everything_of(model)
-    assert not [name for name in before if not torch.equal(before[name], after[name])]
-    assert {name: dict(m.__dict__) for name, m in model.named_modules()} == modules
 
 
 def refuse_many(model, samples, tokens=None):
@@ -112,64 +54,12 @@ def test_a_batch_of_which_no_few_samples_can_be_profiled_ends_as_it_did(tiny_gpt
         profile_model(model, token_batch(samples, 16), CONFIG)
 
 
-def test_the_same_batch_gives_the_same_profile_but_for_times(tiny_gpt2, token_batch):
-    def without_times(profile):
-        return [
-            [
-                (v.index, v.name, v.nbytes, v.recomputable, [(c.codec, c.nbytes, c.error) for c in v.codecs])
-                for v in k.values
-            ]
-            + [k.digest, k.slots]
-            for k in profile.kinds
-        ]
-
-    model, batch = tiny_gpt2(), token_batch()
-    first, second = profile_model(model, batch, CONFIG), profile_model(model, batch, CONFIG)
-    assert without_times(first) == without_times(second)
-    assert first.plain_stored_bytes == second.plain_stored_bytes
-    assert first.static_bytes == second.static_bytes
-
-
-def test_the_optimizers_state_is_static_memory(tiny_gpt2, token_batch):
-    model, batch = tiny_gpt2(), token_batch()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(**batch).loss.backward()
-    optimizer.step()
-    model.zero_grad(set_to_none=True)
-    without, with_state = profile_model(model, batch, CONFIG), profile_model(model, batch, CONFIG, optimizer)
-    parameters = sum(p.nbytes for p in model.parameters())
-    counts = 4 * len(list(model.parameters()))
-    assert with_state.static_bytes - without.static_bytes == 2 * parameters + counts
-
-
-def test_eval_mode_is_refused(tiny_gpt2, token_batch):
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel is in eval mode: call model\.train\(\)"):
-        profile_model(tiny_gpt2().eval(), token_batch())
-
-
-@pytest.mark.parametrize("batch", [{}, None, "text"], ids=repr)
-def test_a_batch_that_is_no_dict_is_refused(tiny_gpt2, batch):
-    with pytest.raises(ValueError, match=r"must be a non-empty dict of the model's keyword arguments"):
-        profile_model(tiny_gpt2(), batch)
-
-
 def test_a_batch_without_labels_is_refused(tiny_gpt2, token_batch):
     model = tiny_gpt2()
     modules = {name: dict(m.__dict__) for name, m in model.named_modules()}
     with pytest.raises(ValueError, match="add the labels to the batch"):
         profile_model(model, {"input_ids": token_batch()["input_ids"]})
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == modules
-
-
-def test_a_model_without_blocks_is_refused():
-    with pytest.raises(NoBlocksError, match="Linear has no repeated blocks"):
-        profile_model(nn.Linear(2, 2), {"x": torch.zeros(1, 2)})
-
-
-def test_no_grad_outside_does_not_matter(tiny_gpt2, token_batch, gpt2_profile):
-    with torch.no_grad():
-        profile = profile_model(tiny_gpt2(layers=3), token_batch(), CONFIG)
-    assert profile.kinds[0].digest == gpt2_profile.kinds[0].digest
 
 
 def test_a_profile_of_a_block_that_keeps_its_activations(toy_model, toy_batch):
@@ -181,22 +71,3 @@ def test_a_profile_of_a_block_that_keeps_its_activations(toy_model, toy_batch):
 
     profile = profile_model(toy_model(forward), toy_batch(), CONFIG)
     assert len(profile.kinds) == 1
-
-
-def test_frozen_blocks_are_profiled(tiny_gpt2, token_batch, run_steps, assert_same_steps):
-    """Frozen blocks are profiled, as in fine-tuning of the last layers. The first block saves nothing."""
-    model, batch = tiny_gpt2(layers=3), token_batch()
-    model.transformer.wte.requires_grad_(False)
-    model.transformer.wpe.requires_grad_(False)
-    model.transformer.h[0].requires_grad_(False)
-    plain = run_steps(model, batch)
-    profile = profile_model(model, batch, CONFIG)
-    frozen = profile.kind_of(profile.blocks[0])
-    assert not [value for value in frozen.activations if value.saved]
-    with apply_policy(model, uniform_policy(profile, "recompute")):
-        assert_same_steps(run_steps(model, batch), plain)
-
-
-def test_a_copy_has_the_same_profile(tiny_gpt2, token_batch, gpt2_profile):
-    profile = profile_model(copy.deepcopy(tiny_gpt2(layers=3)), token_batch(), CONFIG)
-    assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in gpt2_profile.kinds]

@@ -21,11 +21,11 @@ from transformers import (
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.eval.zoo.configs import architectures
-from adacc_hf.price.batch_subsampling import move_media_first, small_parts
-from adacc_hf.price.profiler import estimate_profile
+from adacc_hf.price.batch_subsampling import Batch, move_media_first, small_parts
+from adacc_hf.price.estimated_profile import estimate_profile
+from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape import guards
-from adacc_hf.torch_glue.batch_shapes import batch_shapes
 
 LOSSLESS = AdaccConfig(actions=("retain", "recompute"), head="plain")
 
@@ -34,15 +34,15 @@ def texts(samples, tokens, labels):
     return {"input_ids": torch.zeros(samples, tokens).long(), "labels": torch.zeros(samples, labels).long()}
 
 
-def sizes_of(part):
-    return tuple(tuple(shape.size) for shape in batch_shapes(part))
+def sizes_of(batch):
+    return tuple(shape.size for shape in batch.shapes)
 
 
 @given(samples=st.integers(1, 40), tokens=st.integers(16, 300), labels=st.integers(16, 300), is_pair=st.booleans())
 def test_no_part_is_larger_than_about_half(samples, tokens, labels, is_pair):
     """No part is larger than about half of the batch: lengths are rounded up, and aligned ones are not cut below 16
     tokens."""
-    batch = texts(samples, tokens, labels if is_pair else tokens)
+    batch = Batch(texts(samples, tokens, labels if is_pair else tokens))
     for parts in small_parts(batch, has_pairs=is_pair):
         assert len(set(map(sizes_of, parts))) == len(parts) <= 6
         amounts = [sum(map(prod, sizes_of(part))) for part in parts]
@@ -53,7 +53,7 @@ def test_no_part_is_larger_than_about_half(samples, tokens, labels, is_pair):
 
 @given(samples=st.integers(2, 40), tokens=st.integers(17, 300), labels=st.integers(17, 300))
 def test_the_lengths_of_a_pair_vary_by_themselves(samples, tokens, labels):
-    parts = [sizes_of(part) for part in small_parts(texts(samples, tokens, labels), has_pairs=True)[0]]
+    parts = [sizes_of(part) for part in small_parts(Batch(texts(samples, tokens, labels)), has_pairs=True)[0]]
     lengths = [(first[1], second[1]) for first, second in parts]
     assert len({(first[0], first[1]) for first, _ in parts}) >= 4
     assert len({(second[0], second[1]) for _, second in parts}) >= 4
@@ -62,13 +62,14 @@ def test_the_lengths_of_a_pair_vary_by_themselves(samples, tokens, labels):
 
 
 def test_labels_that_are_no_longer_than_their_text_vary_with_it():
-    parts = small_parts(texts(4, 100, 100))[0]
+    parts = small_parts(Batch(texts(4, 100, 100)))[0]
     assert all(first == second for first, second in map(sizes_of, parts))
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
 def test_few_images_have_none(samples):
-    assert small_parts({"pixel_values": torch.zeros(samples, 3, 32, 32), "labels": torch.zeros(samples)}) == []
+    batch = Batch({"pixel_values": torch.zeros(samples, 3, 32, 32), "labels": torch.zeros(samples)})
+    assert small_parts(batch) == []
 
 
 def gpt2():
@@ -99,7 +100,7 @@ def test_what_they_tell_is_what_the_whole_batch_takes(build, batch, tolerance, o
     """
     model = build().train()
     optimizer = torch.optim.AdamW(model.parameters())
-    estimate = estimate_profile(model, batch, LOSSLESS, optimizer)
+    estimate = estimate_profile(model, batch, LOSSLESS, TrainingStep(optimizer=optimizer))
     whole_profile = profile_model(model, batch, LOSSLESS, optimizer)
     for action in ("retain", "recompute"):
         ours, real = uniform_policy(estimate, action), uniform_policy(whole_profile, action)
@@ -132,16 +133,17 @@ def test_features_and_images_are_told_of(name, one_thread):
 
 def test_positions_of_images_come_first_and_are_never_cut():
     model, batch = TABLE["smolvlm"].build(), four_samples("smolvlm")
-    sorted_batch, num_media = move_media_first(model, batch)
+    moved, num_media = move_media_first(model, Batch(batch))
+    sorted_batch = moved.tensors
     token = model.config.image_token_id
     is_media = (batch["input_ids"] == token).any(0)
     assert num_media == int(is_media.sum()) > 0
     assert (sorted_batch["input_ids"][:, :num_media] == batch["input_ids"][:, is_media]).all()
     assert torch.equal(sorted_batch["labels"][:, num_media:], batch["labels"][:, ~is_media])
-    for part in small_parts(sorted_batch, num_media)[0]:
+    for part in (part.tensors for part in small_parts(moved, num_media)[0]):
         assert part["input_ids"].shape[1] > num_media
         assert len(part["pixel_values"]) == len(part["input_ids"])
-    assert move_media_first(gpt2(), texts(2, 20, 20))[1] == 0
+    assert move_media_first(gpt2(), Batch(texts(2, 20, 20)))[1] == 0
 
 
 def test_a_vision_tower_that_collects_hidden_states_is_traced_once(one_thread, monkeypatch):

@@ -1,0 +1,108 @@
+"""The profile of a batch, estimated from the profiles of smaller batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
+from adacc_hf.artifacts.profile import CodecOption, Profile, Value
+from adacc_hf.artifacts.size_model import Shapes, profile_structure, size_dependent_numbers
+from adacc_hf.kernels.codecs import get_codec
+from adacc_hf.price.batch_subsampling import (
+    UNSUPPORTED_BATCH_ERRORS,
+    Batch,
+    is_encoder_decoder,
+    move_media_first,
+    small_parts,
+)
+from adacc_hf.price.measured_profile import measure_profile
+from adacc_hf.price.measurement import Measurement, MemoryOnlyMeasurement
+from adacc_hf.price.profile_cache import CachingMeasurement, ProfileCache
+from adacc_hf.price.training_step import TrainingStep
+from adacc_hf.torch_glue.batch_shapes import num_elements
+from adacc_hf.torch_glue.memory import is_out_of_memory
+
+
+def estimate_profile(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: AdaccConfig,
+    step: TrainingStep | None = None,
+    measurement: Measurement | None = None,
+) -> Profile:
+    """Estimate the profile of `batch` from the profiles of a few small parts of it.
+
+    Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
+    the bytes that are touched, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
+    `Profile.sizes`. If a list of parts does not fit into memory, a list of smaller parts replaces it.
+
+    Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
+    """
+    whole = Batch(batch)
+    step = step or TrainingStep()
+    choices = small_parts(*move_media_first(model, whole), is_encoder_decoder(model))
+    if not choices:
+        raise NoEstimateError("the batch has fewer than four samples, and no texts that can be shortened")
+    measurement = measurement or CachingMeasurement(ProfileCache())
+    profiles: list[Profile] = []
+    for parts in choices:
+        readings = [measurement, *(MemoryOnlyMeasurement(measurement) for _ in parts[1:])]
+        # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
+        token_share = num_elements(parts[0].shapes) / num_elements(whole.shapes)
+        part_config = replace(config, min_compress_bytes=int(config.min_compress_bytes * token_share))
+        try:
+            profiles = [
+                measure_profile(model, part, part_config, step, reading)
+                for part, reading in zip(parts, readings, strict=True)
+            ]
+        except UncalledBlocksError:
+            raise
+        except Exception as error:
+            if parts is choices[-1] or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
+                raise
+            continue
+        if all(profile_structure(profile) == profile_structure(profiles[0]) for profile in profiles):
+            break
+    else:
+        raise NoEstimateError("the model runs different operators on different numbers of samples")
+    measured = tuple(
+        (part.sizes, tuple(size_dependent_numbers(profile))) for part, profile in zip(parts, profiles, strict=True)
+    )
+    estimate = resize_profile(replace(profiles[0], measured=measured), whole.sizes)
+    estimated_numbers = tuple(size_dependent_numbers(estimate))
+    return replace(estimate, measured=((whole.sizes, estimated_numbers), *measured))
+
+
+def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
+    """Return `profile` for batches of `shapes`, with the codecs that suit the resized values.
+
+    `shapes` must have a size class (`profile.sizes.size_class`).
+    """
+    assert profile.sizes is not None
+    resized_profile = profile.sizes.profile_at(profile, shapes)
+    if resized_profile is profile:
+        return profile
+    kinds = []
+    for before, after in zip(profile.kinds, resized_profile.kinds, strict=True):
+        pairs = zip(before.values, after.values, strict=True)
+        values = (replace(v, codecs=tuple(_resized_codecs(old, v))) if v.codecs else v for old, v in pairs)
+        kinds.append(replace(after, values=tuple(values)))
+    return replace(resized_profile, kinds=tuple(kinds))
+
+
+def _resized_codecs(before: Value, after: Value) -> Iterator[CodecOption]:
+    """Yield the codec options of a value at its new size."""
+    dtype = getattr(torch, after.dtype)
+    ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
+    for option in after.codecs:
+        codec = get_codec(option.codec, **dict(option.options))
+        if codec.supports(after.encoded_shape, dtype):
+            nbytes = codec.predicted_bytes(after.encoded_shape, dtype)
+            encode_ms, decode_ms = option.encode_ms * ratio, option.decode_ms * ratio
+            yield replace(option, nbytes=nbytes, encode_ms=encode_ms, decode_ms=decode_ms)

@@ -1,0 +1,191 @@
+"""The profile of a batch, measured in a few passes over it.
+
+One forward records every block's tape, verifies replay and measures prices. Further passes measure memory: one forward,
+and one forward and backward under full recomputation for each kind of block, in which one block of the kind is watched.
+The first forward and backward is also timed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.profile import BlockProfile, Head, KindProfile, Profile
+from adacc_hf.artifacts.size_model import profile_structure, size_dependent_numbers
+from adacc_hf.price.batch_subsampling import (
+    UNSUPPORTED_BATCH_ERRORS,
+    Batch,
+    extra_parts,
+    is_encoder_decoder,
+    profiled_parts,
+)
+from adacc_hf.price.idle_blocks import with_idle_blocks
+from adacc_hf.price.measurement import Measurement, MemoryOnlyMeasurement
+from adacc_hf.price.memory_profile import ForwardLayout, StepLayout, measure_forward, measure_step
+from adacc_hf.price.model_recorder import record_model, record_other_sizes
+from adacc_hf.price.model_recording import ModelRecording, recompute_outcome
+from adacc_hf.price.profiled_model import ProfiledModel, profiled_model
+from adacc_hf.price.training_step import TrainingStep
+from adacc_hf.price.unreplayable_kinds import with_untrusted_backward
+from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
+from adacc_hf.torch_glue.distributed import is_sharded
+
+log = logging.getLogger(__name__)
+
+OtherSizes = Literal["ignored", "recorded", "measured"]
+"""Use of smaller parts of the batch: none, for tapes of other sizes, or also for the memory of other sizes."""
+
+
+def measure_profile(
+    model: nn.Module,
+    batch: Batch,
+    config: AdaccConfig,
+    step: TrainingStep,
+    measurement: Measurement,
+    other_sizes: OtherSizes = "ignored",
+) -> Profile:
+    """Return the profile of `batch`, read from `measurement`. Raises the errors of `profile_model`."""
+    with profiled_model(model, batch, config, step, measurement) as profiled:
+        recording = record_model(profiled, batch)
+        profile = _measure(profiled, batch, recording)
+        if other_sizes == "measured":
+            profile = _with_other_sizes(profile, profiled, batch, recording.tape_cache)
+        elif other_sizes == "recorded" and measurement.records_other_sizes:
+            record_other_sizes(profiled.model, batch, profiled.installation, recording.tape_cache)
+        profiled_tapes(model).take(recording.tape_cache)
+        return profile
+
+
+def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache) -> Profile:
+    """Return `profile` with the numbers measured on parts of `batch`, until the model rejects a part."""
+    model = profiled.installation.model
+    if is_sharded(model):  # a forward that fails midway would leave other ranks waiting
+        return profile
+    measured = [(batch.sizes, tuple(size_dependent_numbers(profile)))]
+    unpriced = replace(profiled, measurement=MemoryOnlyMeasurement(profiled.measurement))
+    is_pair = is_encoder_decoder(model)
+    for part in (*profiled_parts(batch, is_pair), *extra_parts(batch, is_pair)):
+        try:
+            other = _measure(unpriced, part, record_model(unpriced, part, tape_cache))
+        except UNSUPPORTED_BATCH_ERRORS as error:
+            log.info(
+                "Adacc: the model does not accept a part of the batch (%s): new sizes are profiled as they occur",
+                error,
+            )
+            break
+        if profile_structure(other) == profile_structure(profile):
+            measured.append((part.sizes, tuple(size_dependent_numbers(other))))
+    return replace(profile, measured=tuple(measured)) if len(measured) > 1 else profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Readings:
+    """Readings of the passes that measure memory."""
+
+    forward: ForwardLayout
+    step: StepLayout
+    step_ms: float
+    """Milliseconds of a step under full recomputation."""
+    coming_bytes: int
+    """Bytes of state that the optimizer has yet to make."""
+    chunked_head: tuple[StepLayout, dict[str, float]] | None
+    """The step with the chunked head, and the milliseconds of each head. None if the profile has one head."""
+
+
+def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> Profile:
+    """Measure the memory and the time of a step, and return the profile."""
+    measurement, installation = profiled.measurement, profiled.installation
+    profiled.heads.check_own()
+    installation.expect(block.name for block in recording.blocks)
+    forward = measure_forward(profiled, batch, recording)
+    recording = recording.with_forwards(forward.events)
+    # On real memory, only one block at a time retains its activations: a model with many kinds would otherwise retain
+    # nearly all blocks at once.
+    names = tuple(recording.watched_names)
+    groups = [(name,) for name in names] if measurement.watches_one_block else [names]
+    step = StepLayout.merged({group: measure_step(profiled, batch, recording, group) for group in groups})
+    recording.learn_orders(step.events)
+    recording.set_full_recompute_strategies(installation.functions, ())
+    kinds = [_with_backward(kind, name, step, recording) for kind, name in zip(recording.kinds, names, strict=True)]
+    # The timed step retained the watched blocks. Full recomputation adds the time of their replay.
+    retained_kinds = [kind for kind, name in zip(kinds, names, strict=True) if name in groups[0] and not kind.untrusted]
+    replay_ms = sum(recompute_outcome(kind).overhead_ms for kind in retained_kinds)
+    installation.begin_step()
+    readings = _Readings(
+        forward=forward,
+        step=step,
+        step_ms=measurement.step_ms(profiled.model, batch.tensors, step.ms + replay_ms),
+        coming_bytes=profiled.step.coming_bytes(step.trained),
+        chunked_head=profiled.heads.measure_chunked_head(
+            partial(measure_step, profiled, batch, recording), partial(profiled.forward_loss, batch), measurement
+        ),
+    )
+    profile = _assemble(profiled, batch, replace(recording, kinds=kinds), readings)
+    return with_idle_blocks(profile, installation)
+
+
+def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: ModelRecording) -> KindProfile:
+    """Return `kind` with the measured backward of its watched call `name`."""
+    if kind.untrusted is not None:
+        peak = step.peaks.get(name)
+        extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])
+        return with_untrusted_backward(kind, extra_bytes)
+    return replace(kind, backward=step.events[name])
+
+
+def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, readings: _Readings) -> Profile:
+    """Return the profile of the recorded calls."""
+    forward, step, shared = readings.forward, readings.step, recording.shared
+    resident_bytes = profiled.base_bytes + batch.nbytes
+    between_steps_bytes = resident_bytes + profiled.other_batches_bytes + readings.coming_bytes
+    static_bytes = between_steps_bytes + step.earlier_bytes
+    replay_bytes = sum(shared[index].nbytes for index in {index for kind in recording.kinds for index in kind.held})
+    saved_shared_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
+    optimizer_bytes = step.gradient_bytes + profiled.step.optimizer_step_bytes
+    names = [block.name for block in recording.blocks]
+    head, chunked_head = profiled.heads.profiled_head, readings.chunked_head
+
+    def fields_of_head(layout: StepLayout) -> dict[str, Any]:
+        """Return the fields of a profile that depend on the head."""
+        return {
+            "outside_stored_bytes": layout.outside_stored_bytes - saved_shared_bytes,
+            "outside_peak_bytes": static_bytes + layout.outside_peak_bytes,
+            "loss_peak_bytes": static_bytes + layout.loss_peak_bytes,
+            "tail_peak_bytes": static_bytes + max(layout.tail_peak_bytes, forward.first_peak_bytes),
+        }
+
+    other_heads: list[Head] = []
+    if chunked_head is not None:
+        layout, head_ms = chunked_head
+        bases = tuple(static_bytes + layout.bases[name] for name in names)
+        other_heads = [Head(name="chunked", ms=head_ms["chunked"], backward_base_bytes=bases, **fields_of_head(layout))]
+    return Profile(
+        model_class=type(profiled.installation.model).__name__,
+        kinds=tuple(recording.kinds),
+        blocks=tuple(
+            BlockProfile(
+                name=block.name,
+                kind=block.kind,
+                forward_base_bytes=static_bytes + forward.bases[block.name],
+                backward_base_bytes=static_bytes + step.bases[block.name],
+            )
+            for block in recording.blocks
+        ),
+        shared=shared,
+        static_bytes=static_bytes,
+        outside_live_bytes=min(replay_bytes, max(0, step.outside_peak_bytes - forward.outside_peak_bytes)),
+        available_bytes=profiled.measurement.available_bytes(profiled.device, resident_bytes),
+        step_ms=readings.step_ms,
+        device=str(profiled.device),
+        optimizer_peak_bytes=0 if profiled.step.optimizer is None else between_steps_bytes + optimizer_bytes,
+        head=head,
+        head_ms=0.0 if chunked_head is None else chunked_head[1][head],
+        other_heads=tuple(other_heads),
+        measured=((batch.sizes, ()),),
+        **fields_of_head(step),
+    )

@@ -1,0 +1,59 @@
+"""The training step around the micro-batch that a profile measures: optimizer, accumulation and loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.price.optimizer_memory import coming_state_bytes
+
+NoSync = Callable[[], AbstractContextManager[Any]]
+"""Context of the micro-batches before a step's last one, in which ranks do not exchange gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """The training step of which a profile measures one micro-batch. `profile_model` describes the fields."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    """Optimizer whose state and step are part of the profile. None leaves both out."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches of a step, 1 or more."""
+    prefetched_batches: int = 0
+    """Further batches on the model's device, 0 or more."""
+    optimizer_step_bytes: int = 0
+    """Temporary bytes of clipping and the optimizer's step, 0 or more."""
+    optimizer_state_bytes: int | None = None
+    """Bytes of state that the optimizer has yet to make, 0 or more. None predicts them."""
+    compute_loss: ComputeLoss | None = None
+    """Function that returns the loss. None for a model whose output has a loss."""
+    no_sync: NoSync | None = None
+    """Context of all micro-batches but the last. None if ranks exchange gradients in every micro-batch."""
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise ValueError if a number is out of range, and OptimizerStateError if the optimizer's coming state for
+        `parameters` cannot be predicted."""
+        minimums = {"gradient_accumulation_steps": 1, "prefetched_batches": 0, "optimizer_step_bytes": 0}
+        if self.optimizer_state_bytes is not None:
+            minimums["optimizer_state_bytes"] = 0
+        for name, minimum in minimums.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"{name}={value!r} must be an int of at least {minimum}")
+        self.coming_bytes(parameters)
+
+    def coming_bytes(self, trained: Iterable[nn.Parameter]) -> int:
+        """Return the bytes of state that the optimizer has yet to make for the `trained` parameters."""
+        if self.optimizer_state_bytes is not None:
+            return self.optimizer_state_bytes
+        return 0 if self.optimizer is None else coming_state_bytes(self.optimizer, trained)
+
+    def other_batches_bytes(self, batch_bytes: int) -> int:
+        """Return the bytes of the batches on the device other than the measured one, each of `batch_bytes`."""
+        return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes

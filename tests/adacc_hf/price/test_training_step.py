@@ -1,0 +1,71 @@
+"""TrainingStep: the arguments of `profile_model` that describe the step around a micro-batch."""
+
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+import torch
+
+from adacc_hf import profile_model
+from adacc_hf.artifacts.errors import OptimizerStateError
+from adacc_hf.price import profiler
+from adacc_hf.price.training_step import TrainingStep
+
+FIELDS = {field.name: field.default for field in fields(TrainingStep)}
+
+
+class UnpredictableSGD(torch.optim.SGD):
+    """Optimizer that can step on the model's own parameters only."""
+
+    def step(self, closure=None):
+        raise RuntimeError("not these parameters")
+
+
+def test_every_field_is_an_argument_of_profile_model_with_the_same_default():
+    parameters = signature(profile_model).parameters
+    assert {name: parameters[name].default for name in FIELDS} == FIELDS
+
+
+def test_profile_model_passes_every_argument_on(monkeypatch):
+    steps, arguments = [], {name: object() for name in FIELDS}
+    monkeypatch.setattr(profiler, "profile_batch", lambda *args: steps.append(args[3]))
+    profile_model(torch.nn.Linear(2, 2), {}, **arguments)
+    assert steps == [TrainingStep(**arguments)]
+
+
+@pytest.mark.parametrize(
+    ("name", "minimum"),
+    [
+        ("gradient_accumulation_steps", 1),
+        ("prefetched_batches", 0),
+        ("optimizer_step_bytes", 0),
+        ("optimizer_state_bytes", 0),
+    ],
+)
+def test_numbers_have_a_minimum(name, minimum):
+    TrainingStep(**{name: minimum}).check([])
+    for value in (minimum - 1, True, 1.0):
+        with pytest.raises(ValueError, match=f"{name}={value} must be an int of at least {minimum}"):
+            TrainingStep(**{name: value}).check([])
+
+
+def test_state_that_cannot_be_predicted_is_an_error_unless_its_bytes_are_set():
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    optimizer = UnpredictableSGD(parameters)
+    with pytest.raises(OptimizerStateError):
+        TrainingStep(optimizer=optimizer).check(parameters)
+    step = TrainingStep(optimizer=optimizer, optimizer_state_bytes=5)
+    step.check(parameters)
+    assert step.coming_bytes(parameters) == 5
+    assert TrainingStep().coming_bytes(parameters) == 0
+
+
+def test_coming_state_is_that_of_the_trained_parameters():
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (8, 16)]
+    step = TrainingStep(optimizer=torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    assert [step.coming_bytes(trained) for trained in ([], parameters[:1], parameters)] == [0, 32, 96]
+
+
+def test_other_batches_are_the_other_micro_batches_and_the_prefetched_ones():
+    assert TrainingStep().other_batches_bytes(100) == 0
+    assert TrainingStep(gradient_accumulation_steps=4, prefetched_batches=2).other_batches_bytes(100) == 500
