@@ -151,7 +151,7 @@ class AdaccCallback(TrainerCallback):
         if is_compiled(args, self._guard.trainer):
             session.begin_with(Compiled(session.state, self._guard.checkpoint))
             return
-        warn_of_checkpointing(args, self.config)
+        warn_of_checkpointing(args, session.state.model, self.config)
         is_solved = isinstance(self._source, (str, Path, Policy))
         session.begin(None if is_solved else self._saved(), state.global_step)
 

@@ -128,7 +128,7 @@ class Report:
         return to_markdown(self.parts)
 
     def __repr__(self) -> str:
-        return f"<{self.title}, {len(self.figures)} pictures: print(report) prints it, report.save(folder) writes it>"
+        return f"<{self.title}: print(report) prints it, report.save(folder) writes it with its pictures>"
 
     def _repr_html_(self) -> str:
         """Return the document for a notebook's cell, in the colours of the notebook."""
