@@ -61,6 +61,9 @@ def test_a_policy_made_from_a_profile_has_a_report(train):
     assert [figure.file_name for figure in callback.report().figures][:2] == ["policy_map.png", "memory.png"]
 
 
+# Importing Inductor raises torch's own deprecation warnings. Tracing a loss after another graph does so, too.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("eager_graphs")
 def test_a_compiled_run_has_the_report_of_its_graphs(train, lossless):
     callback = AdaccCallback(**lossless)

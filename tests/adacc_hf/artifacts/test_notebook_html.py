@@ -81,7 +81,7 @@ def test_a_solved_policy_names_the_bytes_of_plain_training(profile, policy) -> N
 def test_a_profile_is_one_line(profile) -> None:
     assert repr(profile) == (
         f"<Profile of {profile.model_class} on {profile.device}: 12 blocks of 1 kind, "
-        f"{12 * len(profile.kinds[0].activations)} activations; plain training stores 12.01 GiB for backward>"
+        f"{12 * len(profile.kinds[0].activations)} activations; plain training stores 9.73 GiB for backward>"
     )
     sizes = (("input_ids", (8, 1024)),)
     assert "batch of input_ids [8, 1024]" in repr(replace(profile, measured=((sizes, ()),)))
