@@ -70,15 +70,15 @@ def policy_map_html(policy: Policy, profile: Profile) -> str:
 
     `policy` and `profile` belong together (`reports.explain.check_belongs`).
     """
-    kinds = {name: profile.kinds[block.kind] for block, (name, _) in zip(profile.blocks, policy.blocks, strict=True)}
+    kinds = {name: block.kind for block, (name, _) in zip(profile.blocks, policy.blocks, strict=True)}
     plans_of_kind: dict[int, dict[str, Plan]] = {}
     for index, plan in enumerate(policy.plans):
         names = [name for name, plan_index in policy.blocks if plan_index == index]
         if plan.kind != IDLE_KIND:
-            plans_of_kind.setdefault(profile.kinds.index(kinds[names[0]]), {})[describe_names(names)] = plan
+            plans_of_kind.setdefault(kinds[names[0]], {})[describe_names(names)] = plan
     tables = []
-    for index, plans in plans_of_kind.items():
-        kind = profile.kinds[index]
+    for kind_index, plans in plans_of_kind.items():
+        kind = profile.kinds[kind_index]
         rows = [
             [
                 escape(kind.names[value.index]),

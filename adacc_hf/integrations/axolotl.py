@@ -36,12 +36,10 @@ class CheckedSettings(BaseModel):
         return settings
 
 
-AdaccArgs: Any = create_model(
-    "AdaccArgs",
-    __base__=CheckedSettings,
-    __module__=__name__,
-    **{f"{PREFIX}{name}": (hint | None, None) for name, hint in get_type_hints(AdaccConfig).items()},
-)
+_SETTINGS: dict[str, Any] = {
+    f"{PREFIX}{name}": (hint | None, None) for name, hint in get_type_hints(AdaccConfig).items()
+}
+AdaccArgs = create_model("AdaccArgs", __base__=CheckedSettings, __module__=__name__, **_SETTINGS)
 """Model of the plugin's settings. axolotl merges it with its own settings."""
 
 
