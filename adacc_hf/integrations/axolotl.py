@@ -74,7 +74,7 @@ def config_of(settings: Mapping[str, Any]) -> AdaccConfig:
 def refuse_offloading(settings: Mapping[str, Any]) -> None:
     """Raise ValueError for offloading, which moves activations or weights while the policy handles them."""
     offloading = {name: settings.get(name) for name in OFFLOADING}
-    if isinstance(settings.get("gradient_checkpointing"), str):  # "offload", axolotl's older name of the first setting
+    if settings.get("gradient_checkpointing") in ("offload", "offload_disk"):  # older forms of the first setting
         offloading["gradient_checkpointing"] = settings["gradient_checkpointing"]
     for name, value in offloading.items():
         if value:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from adacc_hf import AdaccCallback
@@ -66,6 +67,7 @@ def always_reentrant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return original(*args, use_reentrant=True, **kwargs)
 
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+    monkeypatch.setattr(transformers.modeling_utils, "checkpoint", checkpoint)
     return calls
 
 
