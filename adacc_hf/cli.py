@@ -176,14 +176,18 @@ def _report(arguments: argparse.Namespace) -> str:
     if compiled is not None:
         from adacc_hf.compiler.graph_report import write_compiled_report
 
-        return f"wrote {write_compiled_report(folder, policy=compiled, history=history)}"
+        return _describe_files(write_compiled_report(folder, policy=compiled, history=history))
     profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
         raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
     from adacc_hf.reports.report import write_report
 
     policy, profile = Policy.load(path), Profile.load(profile_path)
-    return f"wrote {write_report(folder, profile=profile, policy=policy, history=history)}"
+    return _describe_files(write_report(folder, profile=profile, policy=policy, history=history))
+
+
+def _describe_files(markdown: Path) -> str:
+    return f"wrote {markdown.with_suffix('.html')} and {markdown.name}"
 
 
 def _policy_file(path: Path) -> Path:

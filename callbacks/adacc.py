@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,6 +16,7 @@ from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
+from adacc_hf.artifacts.notebook_html import paragraph, plans_html, policy_map_html
 from adacc_hf.callbacks.compiled_phase import Compiled
 from adacc_hf.callbacks.preconditions import (
     is_compiled,
@@ -30,6 +32,9 @@ from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
+
+REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
+"""Modules that make reports. Imported by name when a report is requested, because callbacks/ must not import them."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):
@@ -123,7 +128,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if is_compiled(args, self._trainer):
             session.begin_with(Compiled(session.state, checkpoint))
             return
-        warn_of_checkpointing(args, self.config)
+        warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
         if checkpoint is not None and not self._is_solved:
             # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
@@ -231,9 +236,47 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def detach(self) -> None:
         """Restore the model and the Trainer. Further calls have no effect."""
         if self.session is not None:
-            if isinstance(self._session.phase, Compiled):
-                self._compiled_policy = self._session.phase.policy
+            if self._compiled_phase is not None:
+                self._compiled_policy = self._compiled_phase.policy
             self._session.detach()
         if self._guard is not None:
             self._guard.leave(self)
         self._guard, self._own_logs = None, OwnLogs(None)
+
+    def report(self) -> Any:
+        """Return the report of the current run, or of the last one, as `adacc report` writes it.
+
+        A notebook shows the report with its pictures. `print` prints its text, and `report.save(folder)` writes
+        report.md and report.html. Raises ValueError before there is a policy, and if the policy was passed in without a
+        profile. Raises ImportError without matplotlib.
+        """
+        if self.policy is None:
+            phase = self._compiled_phase
+            compiled_policy = self._compiled_policy if phase is None else phase.policy
+            if compiled_policy is not None:
+                return import_module(COMPILED_REPORT).compiled_report(policy=compiled_policy, history=self.history)
+            raise ValueError("AdaccCallback has no policy to report yet: call report() after the first training step")
+        if self.profile is None:
+            raise ValueError(
+                "AdaccCallback has a policy that was passed in, and no profile to explain it with: write a report with "
+                "`adacc report POLICY --profile PROFILE`, or pass policy as a function, so that the run is profiled"
+            )
+        return import_module(REPORT).policy_report(profile=self.profile, policy=self.policy, history=self.history)
+
+    @property
+    def _compiled_phase(self) -> Compiled | None:
+        """The phase of the current run, if the run compiles its model."""
+        phase = None if self.session is None else self._session.phase
+        return phase if isinstance(phase, Compiled) else None
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.changed_settings().items())
+        policy = "" if self.policy is None else self.policy.describe()
+        return f"<AdaccCallback({settings}): {policy}>" if policy else f"AdaccCallback({settings})"
+
+    def _repr_html_(self) -> str:
+        """Return the settings and, once there is a policy, its map as small tables, which notebooks show."""
+        if self.policy is None:
+            return paragraph(f"{self!r}: no policy yet")
+        policy_map = "" if self.profile is None else policy_map_html(self.policy, self.profile)
+        return paragraph(repr(self)) + plans_html(self.policy) + policy_map

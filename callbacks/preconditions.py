@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adacc_hf.artifacts.config import AdaccConfig
@@ -71,14 +72,28 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
     return True
 
 
-def warn_of_checkpointing(args: TrainingArguments, config: AdaccConfig) -> None:
-    """Warn that a policy replaces torch's checkpointing, which TRL's arguments switch on by default."""
+def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
+    """Warn that a policy replaces torch's checkpointing.
+
+    TRL's arguments switch it on by default. LLaMA-Factory and ms-swift switch it on in the model, by settings of their
+    own.
+    """
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(
             "Adacc: %s=True (the default of TRL's arguments): a policy replaces checkpointing. The policy's peak may "
             "be higher than the peak of checkpointing, within memory_budget=%r. Set a smaller memory_budget to save "
             "more memory, and %s=False to avoid this warning",
             CHECKPOINTING,  # TRL sets the older name. If both are set, Transformers 5.23 uses the newer one.
+            config.memory_budget,
+            CHECKPOINTING,
+        )
+    elif getattr(model, f"is_{CHECKPOINTING}", False):
+        log.warning(
+            "Adacc: gradient checkpointing is on in the model, though not in the arguments: a policy replaces "
+            "checkpointing. The policy's peak may be higher than the peak of checkpointing, within memory_budget=%r. "
+            "Set a smaller memory_budget to save more memory, and switch checkpointing off to avoid this warning: "
+            "disable_gradient_checkpointing in LLaMA-Factory, --gradient_checkpointing false in ms-swift, "
+            "model.%s_disable() elsewhere",
             config.memory_budget,
             CHECKPOINTING,
         )

@@ -20,7 +20,7 @@ from adacc_hf import apply_policy
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread
 from adacc_hf.torch_glue.compat import switch_checkpointing
-from adacc_hf.torch_glue.memory import StepMemory, measure_step
+from adacc_hf.torch_glue.memory import MemoryMeter, StepMemory, measure_step, static_bytes
 
 Batch = dict[str, torch.Tensor]
 WARMUP_ROUNDS, TIMED_ROUNDS = 2, 7
@@ -61,7 +61,7 @@ def compare_methods(run: PreparedRun) -> dict[str, float]:
     rows = measured_rows(finished, example_batch(run))
     save_comparison(rows, output_dir, run.args)
     if run.args.method.report:
-        save_report(finished[REPORTED], str(output_dir), [row.cells() for row in rows])
+        save_report(finished[REPORTED], str(output_dir), [row.report_cells() for row in rows])
     print(f"\n{table_text(rows)}\n\nsaved in {output_dir}")
     return {f"{row.folder}/{name}": value for row in rows for name, value in row.numbers().items()}
 
@@ -77,6 +77,7 @@ def example_batch(run: PreparedRun) -> Batch:
 def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[ComparisonRow]:
     """Return the table's rows, in the order of CONTENDERS."""
     memory = {folder: step_memory(result, batch) for folder, result in finished.items()}
+    step_peaks = {folder: step_peak_bytes(result, batch) for folder, result in finished.items()}
     throughput = relative_throughput(finished, batch)
     return [
         ComparisonRow(
@@ -84,6 +85,7 @@ def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[Compar
             folder=contender.folder,
             activation_bytes=memory[contender.folder].stored_bytes,
             peak_bytes=memory[contender.folder].peak_bytes,
+            step_peak_bytes=step_peaks[contender.folder],
             relative_throughput=throughput[contender.folder],
             final_train_loss=finished[contender.folder].metrics["final_train_loss"],
             validation_loss=finished[contender.folder].metrics["eval_loss"],
@@ -99,6 +101,20 @@ def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
             model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)
         return measure_step(model, batch)
+
+
+def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
+    """Measure the peak of live bytes over a whole training step with AdamW, after warm-up steps."""
+    with training_method(result) as model:
+        optimizer = adamw(model)
+        step = training_step(model, batch, optimizer)
+        for _ in range(WARMUP_ROUNDS):  # the first step allocates the optimizer's state
+            step()
+        live_bytes = static_bytes(model, batch, optimizer)
+        with MemoryMeter.for_device(batch["input_ids"].device) as meter:
+            meter.mark(("step",))
+            step()
+        return live_bytes + meter.peak_bytes
 
 
 @contextmanager
@@ -121,10 +137,8 @@ def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
 def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[str, Spread]:
     """Return each method's tokens per second divided by plain training's in the same round."""
     with ExitStack() as stack:
-        steps = {
-            name: training_step(stack.enter_context(training_method(result)), batch)
-            for name, result in finished.items()
-        }
+        models = {name: stack.enter_context(training_method(result)) for name, result in finished.items()}
+        steps = {name: training_step(model, batch, adamw(model)) for name, model in models.items()}
         device = batch["input_ids"].device
         rounds = [
             {name: seconds_of(step, device) for name, step in steps.items()}
@@ -134,9 +148,12 @@ def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[
     return {name: Spread.of([seconds[BASELINE] / seconds[name] for seconds in timed]) for name in finished}
 
 
-def training_step(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
-    """Return a function that runs one training step: forward, backward, AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+def adamw(model: PreTrainedModel) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def training_step(model: PreTrainedModel, batch: Batch, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that runs one training step: forward, backward, optimizer."""
 
     def step() -> None:
         model(**batch).loss.backward()

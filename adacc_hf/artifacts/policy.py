@@ -150,7 +150,7 @@ class Policy:
     batch: Shapes = field(default=(), compare=False)
     """Names and sizes of the tensors of the batch that the predictions are for. Empty if unknown."""
     facts: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
-    """Facts about the solver run: status, gap, seconds, budget. JSON scalars only."""
+    """Facts about the solver run: status, gap, seconds, budget, bytes stored by plain training. JSON scalars only."""
 
     def plan_of(self, block: str) -> Plan:
         return self.plans[dict(self.blocks)[block]]
@@ -210,6 +210,21 @@ class Policy:
             f"stored {format_bytes(self.predicted_stored_bytes)}, "
             f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
         )
+
+    def describe(self) -> str:
+        """Return the summary, with the bytes that plain training stores if a solver made the policy."""
+        plain_bytes = dict(self.facts).get("plain_stored_bytes")
+        plain = "" if plain_bytes is None else f"; plain training stores {format_bytes(plain_bytes)}"
+        return f"{self.summary()}{plain}"
+
+    def __repr__(self) -> str:
+        return f"<Policy: {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the policy as a small table, which notebooks show."""
+        from adacc_hf.artifacts.notebook_html import policy_html  # imported here, because it imports this module
+
+        return policy_html(self)
 
     def __str__(self) -> str:
         lines = [f"Policy: {self.summary()}"]

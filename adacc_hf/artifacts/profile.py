@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -24,8 +24,10 @@ from adacc_hf.artifacts.exact_recompute_rules import (
     upstream_activations,
 )
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
+from adacc_hf.artifacts.notebook_html import profile_html
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
+from adacc_hf.artifacts.units import format_bytes
 
 FORMAT_VERSION = 8
 WHOLE = "whole"
@@ -390,7 +392,7 @@ class Profile:
     """Bytes by which `outside_peak_bytes` is lower if no replay reads any of the tensors in `KindProfile.held`."""
     optimizer_peak_bytes: int = 0
     """Peak in bytes of gradient clipping and the optimizer step. 0 if profiled without an optimizer."""
-    measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = field(default=(), repr=False)
+    measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = ()
     """(shapes, numbers) of the batch, then of other measured sizes. The numbers are all numbers of this profile that
     depend on the shapes. If no other size was measured, only the batch's shapes, with no numbers. See size_model.py.
     """
@@ -534,6 +536,20 @@ class Profile:
         own = sum(value.nbytes for block in self.blocks for value in self.kind_of(block).activations if value.saved)
         return own + self.outside_stored_bytes + sum(shared.nbytes for shared in self.shared if shared.saved)
 
+    def __repr__(self) -> str:
+        num_activations = sum(len(self.kind_of(block).activations) for block in self.blocks)
+        sizes = dict(self.measured[0][0]) if self.measured else {}
+        batch = f", batch of {', '.join(f'{name} {list(size)}' for name, size in sizes.items())}" if sizes else ""
+        return (
+            f"<Profile of {self.model_class} on {self.device}{batch}: {_count(len(self.blocks), 'block')} of "
+            f"{_count(len(self.kinds), 'kind')}, {_count(num_activations, 'activation')}; plain training stores "
+            f"{format_bytes(self.plain_stored_bytes)} for backward>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the profile as a small table, which notebooks show."""
+        return profile_html(self)
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
         # Without indent and copies, because a run saves its profile at each change of prices, with some 2,000 records.
@@ -557,6 +573,10 @@ class Profile:
             raise AdaccError(
                 f"{path} is a damaged profile ({type(error).__name__}: {error}): profile the model again"
             ) from error
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _profile_from_json(record: dict[str, Any]) -> Profile:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adacc_hf.artifacts.notebook_html import ACTION_COLORS
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.document import ACTION_COLORS, Figure, Heading, Paragraph, Part, Table
+from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Report, Table
 from adacc_hf.reports.plots import FONT, draw_action_legend, matplotlib_module, new_figure, to_png, unit_of
-from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent, write_document
+from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
 from adacc_hf.reports.timeline import timeline_parts
 
 if TYPE_CHECKING:
@@ -21,15 +22,22 @@ NUMBERS = frozenset({"bytes", "stored"})
 BAR_INCHES = 0.26
 
 
+def compiled_report(*, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Report:
+    """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`.
+
+    Raises ImportError without matplotlib.
+    """
+    overview = (*_summary(policy), *_map(policy), *fallback_parts(history), *timeline_parts(history))
+    return Report(title=GRAPHS_TITLE, overview=overview, details=(*_tensors(policy), *event_parts(history)))
+
+
 def write_compiled_report(folder: str | Path, *, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
     `history` is `AdaccCallback.history`. Raises NotADirectoryError if `folder` is a file and ImportError without
     matplotlib, before anything is written.
     """
-    parts = [Heading(GRAPHS_TITLE, level=1), *_summary(policy), *_map(policy), *fallback_parts(history)]
-    parts += timeline_parts(history)
-    return write_document(folder, GRAPHS_TITLE, [*parts, *_tensors(policy), *event_parts(history)])
+    return compiled_report(policy=policy, history=history).save(folder)
 
 
 def _summary(policy: CompiledPolicy) -> list[Part]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import weakref
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
+from adacc_hf.artifacts.files import fields_of
 from adacc_hf.artifacts.policy import Action, Choice
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import functorch
@@ -173,7 +175,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         The example's sizes are part of the key. A cache of partitioned graphs returns a graph for all sizes that its
         guards allow, but the graph keeps to the budget at the sizes of its example only.
         """
-        return f"adacc_hf {_source_digest()} {self.config!r} {self._initial_policy!r} {self._example_sizes!r}"
+        settings = [self.config, self._initial_policy, self._example_sizes]
+        return f"adacc_hf {_source_digest()} {json.dumps(settings, default=fields_of)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments without the decisions. Inductor's cache pickles all settings for its key."""

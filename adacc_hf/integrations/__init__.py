@@ -1,1 +1,1 @@
-"""Adapters of AdaccSession for other training frameworks. Each module needs the framework's package."""
+"""Adapters of the session and the callback for other frameworks. Each module needs the framework's package."""

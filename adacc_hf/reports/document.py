@@ -1,26 +1,41 @@
-"""Document of headings, paragraphs, tables and figures, written as Markdown or as one self-contained HTML page."""
+"""Document of headings, paragraphs, tables and figures, as Markdown, as one HTML page, or as a notebook's output."""
 
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
-ACTION_COLORS = {"retain": "#0072B2", "compress": "#E69F00", "recompute": "#D5D9DE"}
-"""Blue, orange and light grey, distinguishable by colour-blind readers and, by lightness, in grey prints."""
+from adacc_hf.artifacts.notebook_html import ACTION_COLORS, TEXT_COLORS
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.7em; } h2 { font-size: 1.25em; margin-top: 2em; }
-img { max-width: 100%; height: auto; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-th, td { padding: 3px 10px; text-align: left; border-bottom: 1px solid #e3e6ea; white-space: nowrap; }
-th { border-bottom: 2px solid #8c959f; }
-td.number, th.number { text-align: right; }
-.action { padding: 1px 7px; border-radius: 4px; }
 """
+_DARK_STYLE = """
+@media (prefers-color-scheme: dark) {
+:root { color-scheme: dark; }
+body { color: #e0e0e0; background: #1a1a1a; }
+img { filter: invert(0.9) hue-rotate(180deg); }
+}
+"""
+"""The filter makes a picture's white the page's #1a1a1a, and its text light. Colours keep their hue."""
+_CONTENT_STYLE = """
+SCOPE img { max-width: 100%; height: auto; }
+SCOPE .scroll { overflow-x: auto; }
+SCOPE table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+SCOPE th, SCOPE td { padding: 3px 10px; text-align: left; border-bottom: 1px solid rgba(128, 128, 128, 0.35); }
+SCOPE th, SCOPE td { white-space: nowrap; }
+SCOPE th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
+SCOPE td.number, SCOPE th.number { text-align: right; }
+SCOPE .action { padding: 1px 7px; border-radius: 4px; }
+"""
+"""Style of a document's parts. The word SCOPE stands for the selector of the element around them."""
+SCOPE = "adacc-report"
+"""Class of the element around a report in a notebook, whose other cells keep their style."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +81,80 @@ def to_markdown(parts: Sequence[Part]) -> str:
 
 
 def to_html(title: str, parts: Sequence[Part]) -> str:
-    """Return the document as one HTML page without external files."""
-    body = "\n".join(_part_to_html(part) for part in parts)
-    colors = "".join(
-        f".{name} {{ background: {color}; color: {'#fff' if name == 'retain' else '#1f2328'}; }}\n"
-        for name, color in ACTION_COLORS.items()
-    )
+    """Return the document as one HTML page without external files, for light and dark screens."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}{colors}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_body(parts)}\n</body>\n"
+        f"</html>\n"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Document that a notebook shows, `print` prints as Markdown, and `save` writes into a folder."""
+
+    title: str
+    overview: tuple[Part, ...]
+    """Summary and pictures."""
+    details: tuple[Part, ...]
+    """Tables of every activation and event. A notebook shows them on a click."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts of the document, in order."""
+        return (Heading(self.title, level=1), *self.overview, *self.details)
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """The pictures, as PNG bytes with their captions."""
+        return tuple(part for part in self.parts if isinstance(part, Figure))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write report.md, report.html and the pictures into `folder`. Return the path of report.md.
+
+        Raises NotADirectoryError if `folder` is a file.
+        """
+        folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for figure in self.figures:
+            _write(folder / figure.file_name, figure.png)
+        _write(folder / "report.html", to_html(self.title, self.parts).encode())
+        _write(folder / "report.md", to_markdown(self.parts).encode())
+        return folder / "report.md"
+
+    def __str__(self) -> str:
+        return to_markdown(self.parts)
+
+    def __repr__(self) -> str:
+        return f"<{self.title}: print(report) prints it, report.save(folder) writes it with its pictures>"
+
+    def _repr_html_(self) -> str:
+        """Return the document for a notebook's cell, in the colours of the notebook."""
+        return (
+            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_body(self.overview)}\n'
+            f"<details><summary>Every activation and event</summary>\n{_body(self.details)}\n</details></div>"
+        )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file atomically: a reader sees the old or the new content, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def _content_style(selector: str) -> str:
+    colors = "".join(
+        f"SCOPE .{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n"
+        for name, color in ACTION_COLORS.items()
+    )
+    return f"{_CONTENT_STYLE}{colors}".replace("SCOPE", selector)
+
+
+def _body(parts: Sequence[Part]) -> str:
+    return "\n".join(_part_to_html(part) for part in parts)
 
 
 def _part_to_markdown(part: Part) -> str:

@@ -150,15 +150,19 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
 
 
 def describe_head(policy: Policy, profile: Profile) -> str:
-    """Describe how the policy runs the output layer and the loss (the head), and the time and peak of each profiled
-    head."""
-    costs = []
-    for name in profile.heads:
-        head_profile = profile.with_head(name)
-        time = f"{head_profile.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
-        live = format_bytes(max(head_profile.outside_peak_bytes, head_profile.loss_peak_bytes))
-        costs.append(f"{name}: {time}{live} live in addition to the blocks' stored tensors")
-    return f"{policy.head} head; " + "; ".join(costs)
+    """Describe how the policy runs the output layer and the loss (the head), and what each profiled head costs."""
+    costs = {name: _head_cost(profile, name) for name in profile.heads}
+    own_cost = f" ({costs.pop(policy.head)})" if policy.head in costs else ""
+    others = "".join(f"; the {name} head would take {cost}" for name, cost in costs.items())
+    return f"output layer and loss: {policy.head} head{own_cost}{others}"
+
+
+def _head_cost(profile: Profile, name: str) -> str:
+    """Return the time of a head, if several were profiled, and the bytes that are live besides the blocks' tensors."""
+    head_profile = profile.with_head(name)
+    time = f"{head_profile.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
+    live_bytes = max(head_profile.outside_peak_bytes, head_profile.loss_peak_bytes)
+    return f"{time}{format_bytes(live_bytes)} in addition to what blocks store"
 
 
 def describe_block(kind: KindProfile, plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import groupby
@@ -12,10 +12,10 @@ import numpy as np
 
 from adacc_hf.artifacts.block_outcome import rerun_ms
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.notebook_html import ACTION_COLORS
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import KindProfile, Profile
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.document import ACTION_COLORS
 from adacc_hf.solve.frontier import chain, frontiers, overhead_ms
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 Timeline = Sequence[tuple[str, int]]
 """Points of a step in order: the name of the running phase, and the live bytes."""
 
+Span = tuple[float, float]
+"""Start and width of a phase on the axis of a step."""
+
+HEAD = "head and loss"
+SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe blocks", "optimizer": "optimizer"}
+"""Labels of the sections of a step that are not forward or backward of blocks. The head's has forward and backward."""
+SECTION_SHARE = 0.15
+"""Least width of such a section, as a share of the width of all blocks. A label then has 0.9 inches or more."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
 ROW_INCHES = 0.24  # height of a line of text
@@ -73,18 +81,18 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
         raise ValueError(f"timelines={sorted(unknown)} are unknown: choose from {', '.join(CURVES)}")
     highest_bytes = max(live for timeline in timelines.values() for _, live in timeline)
     scale, unit = unit_of(highest_bytes)
-    phases = [label for label, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])]
+    spans = _spans([phase for phase, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])])
     with matplotlib_module().rc_context(FONT):
         figure = new_figure(4.6)
         axis = figure.subplots()
         for name in (name for name in CURVES if name in timelines):
-            _draw_curve(axis, name, timelines[name], phases, scale)
+            _draw_curve(axis, name, timelines[name], spans, scale)
         if budget_bytes is not None:
             label = f"budget, {format_bytes(budget_bytes)}"
             axis.axhline(budget_bytes / scale, color="#CC79A7", lw=1.4, ls="-.", label=label)
         label = f"parameters, optimizer, batch, {format_bytes(static_bytes)}"
         axis.axhspan(0, static_bytes / scale, color="#eceff2", lw=0, label=label)
-        _label_phases(axis, phases)
+        _label_sections(axis, spans)
         axis.set_ylim(0, 1.05 * max(highest_bytes, budget_bytes or 0) / scale)
         axis.set_ylabel(f"live tensor memory [{unit}]")
         axis.spines[["top", "right"]].set_visible(False)
@@ -147,43 +155,69 @@ def draw_action_legend(figure: Figure) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)
 
 
-def _draw_curve(axis: Axes, name: str, timeline: Timeline, phases: Sequence[str], scale: float) -> None:
-    """Draw a timeline with each phase of the step one unit wide, for any number of points in the phase."""
+def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, Span], scale: float) -> None:
+    """Draw a timeline with each phase of the step over its span, for any number of points in the phase."""
     positions: list[float] = []
     sizes: list[float] = []
-    for label, group in groupby(timeline, key=lambda moment: moment[0]):
-        if label not in phases:
-            choices = ", ".join(phases)
+    for phase, group in groupby(timeline, key=lambda moment: moment[0]):
+        if phase not in spans:
+            choices = ", ".join(spans)
             raise ValueError(
-                f"timeline {name!r} has phase {label!r}, which is not in the first timeline: choose from {choices}"
+                f"timeline {name!r} has phase {phase!r}, which is not in the first timeline: choose from {choices}"
             )
         moments = [live / scale for _, live in group]
-        start = phases.index(label)
-        positions += [start + k / len(moments) for k in range(len(moments))] + [start + 1]
+        start, width = spans[phase]
+        positions += [start + width * k / len(moments) for k in range(len(moments))] + [start + width]
         sizes += [*moments, moments[-1]]
-    color, width, dashes = CURVES[name]
+    color, line_width, dashes = CURVES[name]
     peak = format_bytes(max(live for _, live in timeline))
-    axis.plot(positions, sizes, color=color, lw=width, ls=dashes, ds="steps-post", label=f"{name}, peak {peak}")
+    axis.plot(positions, sizes, color=color, lw=line_width, ls=dashes, ds="steps-post", label=f"{name}, peak {peak}")
 
 
-def _label_phases(axis: Axes, phases: Sequence[str]) -> None:
-    """Label the consecutive forward and backward phases below the axis, with a thin line between them."""
-    axis.set_xlim(0, len(phases))
-    start, ticks, labels = 0, [], []
-    for section, group in groupby(phases, key=_section):
-        width = len(list(group))
-        ticks.append(start + width / 2)
-        labels.append(section if width == 1 else f"{section}, {width} blocks")
-        start += width
-        if start < len(phases):
+def _spans(phases: Sequence[str]) -> dict[str, Span]:
+    """Return the start and width of each phase on the axis. A block is one unit wide.
+
+    The other sections of the step get `SECTION_SHARE` of the blocks' total width or more, so that their labels fit.
+    """
+    num_blocks = sum(_is_block(phase) for phase in phases)
+    spans: dict[str, Span] = {}
+    start = 0.0
+    for _, group in groupby(phases, key=_section):
+        section_phases = list(group)
+        is_narrow = not _is_block(section_phases[0])
+        width = max(1.0, SECTION_SHARE * num_blocks / len(section_phases)) if is_narrow else 1.0
+        for phase in section_phases:
+            spans[phase] = (start, width)
+            start += width
+    return spans
+
+
+def _label_sections(axis: Axes, spans: Mapping[str, Span]) -> None:
+    """Label the sections of the step below the axis, with a thin line between two sections."""
+    start, ticks, labels = 0.0, [], []
+    for section, group in groupby(spans, key=_section):
+        section_phases = list(group)
+        end = sum(spans[section_phases[-1]])
+        ticks.append((start + end) / 2)
+        blocks = "1 block" if len(section_phases) == 1 else f"{len(section_phases)} blocks"
+        labels.append(SECTIONS.get(section, f"{section},\n{blocks}"))
+        if start:
             axis.axvline(start, color="#c3c9d0", lw=0.8, zorder=0)
-    axis.set_xticks(ticks, [label.replace(" and ", "\nand ").replace(" the ", "\nthe ") for label in labels])
+        start = end
+    axis.set_xlim(0, start)
+    axis.set_xticks(ticks, labels)
     axis.tick_params(axis="x", length=0)
 
 
+def _is_block(phase: str) -> bool:
+    return _section(phase) not in SECTIONS
+
+
 def _section(phase: str) -> str:
-    first = phase.split(" ", 1)[0]
-    return first if first in ("forward", "backward") else phase
+    """Return the section of a phase: "forward" or "backward" of the blocks, or a section in SECTIONS."""
+    if phase.endswith(HEAD):
+        return HEAD
+    return phase if phase in SECTIONS else phase.split(" ", 1)[0]
 
 
 def unit_of(num_bytes: int) -> tuple[float, str]:

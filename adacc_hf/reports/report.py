@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Table, to_html, to_markdown
+from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Report, Table
 from adacc_hf.reports.explain import (
     NOTHING_TO_DECIDE,
     ActivationRow,
@@ -37,16 +36,15 @@ ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec"
 ACTION_NUMBERS = frozenset({"bytes", "replay ms", "payload", "codec ms", "error"})
 
 
-def write_report(
-    folder: str | Path,
+def policy_report(
     *,
     profile: Profile,
     policy: Policy,
     history: Sequence[Record] = (),
     comparison: Sequence[Record] | None = None,
     remarks: Sequence[str] = (),
-) -> Path:
-    """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
+) -> Report:
+    """Return the report of a policy.
 
     Args:
         history: `AdaccCallback.history`, records with `step` and `event`. The last record with a `timeline`, a list of
@@ -55,8 +53,7 @@ def write_report(
         comparison: one record per method, all with the same columns.
         remarks: paragraphs at the beginning, for example the settings of the run.
 
-    Raises PolicyMismatchError if policy and profile do not belong together, NotADirectoryError if `folder` is a file,
-    and ImportError without matplotlib, before anything is written.
+    Raises PolicyMismatchError if policy and profile do not belong together, and ImportError without matplotlib.
     """
     check_belongs(policy, profile)
     outcomes = _outcomes(profile, policy)
@@ -65,8 +62,7 @@ def write_report(
         Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
         Figure("frontier.png", "Overhead against peak", draw_frontier(profile, policy, _peak_budget(policy))),
     ]
-    parts = [
-        Heading(TITLE, level=1),
+    overview = (
         *(Paragraph(remark) for remark in remarks),
         *_summary(profile, policy, outcomes),
         *_comparison(comparison),
@@ -86,34 +82,26 @@ def write_report(
         figures[2],
         *fallback_parts(history),
         *timeline_parts(history),
-        *_actions(profile, policy),
-        *event_parts(history),
-    ]
-    return write_document(folder, TITLE, parts)
+    )
+    return Report(title=TITLE, overview=overview, details=(*_actions(profile, policy), *event_parts(history)))
 
 
-def write_document(folder: str | Path, title: str, parts: Sequence[Part]) -> Path:
-    """Write report.md, report.html and the pictures among `parts` into `folder`. Return the path of report.md.
+def write_report(
+    folder: str | Path,
+    *,
+    profile: Profile,
+    policy: Policy,
+    history: Sequence[Record] = (),
+    comparison: Sequence[Record] | None = None,
+    remarks: Sequence[str] = (),
+) -> Path:
+    """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    Raises NotADirectoryError if `folder` is a file.
+    The arguments and errors are those of `policy_report`, which are raised before anything is written. Raises
+    NotADirectoryError if `folder` is a file.
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        if isinstance(part, Figure):
-            _write(folder / part.file_name, part.png)
-    _write(folder / "report.html", to_html(title, parts).encode())
-    _write(folder / "report.md", to_markdown(parts).encode())
-    return folder / "report.md"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader sees the old or the new content, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    report = policy_report(profile=profile, policy=policy, history=history, comparison=comparison, remarks=remarks)
+    return report.save(folder)
 
 
 def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
@@ -207,7 +195,7 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
             continue
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
-            *(Paragraph(f"{note.capitalize()}.") for note in describe_block(kind, plan)),
+            *(Paragraph(f"{note[0].upper()}{note[1:]}.") for note in describe_block(kind, plan)),
             Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
         ]
     return parts

@@ -24,6 +24,10 @@ MARKS = {
     "guard": ("guard", "#D55E00", "--"),
 }
 TIMELINE_INCHES = 2.1
+LONG_RUN = 64
+"""Number of steps from which the axis of the steps is logarithmic."""
+HEADROOM = 1.15
+"""Upper end of a panel's axis, as a multiple of the largest value. Lines and markers are then clear of the edge."""
 
 
 def timeline_parts(history: Sequence[Record]) -> list[Part]:
@@ -54,12 +58,13 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
             _mark_events(axis, history)
         _legend_of_marks(figure, history)
         axes[-1].set_xlabel("optimizer step")
-        if max(record["step"] for record in history) > 64:
+        first, last = min(record["step"] for record in history), max(record["step"] for record in history)
+        if last > LONG_RUN:
             axes[-1].set_xscale("symlog", base=2, linthresh=8)  # intervals between tracking steps double
             axes[-1].xaxis.set_major_formatter("{x:g}")
-            axes[-1].set_xlim(
-                left=min(record["step"] for record in history) - 0.2
-            )  # otherwise the axis extends below step 0
+            axes[-1].set_xlim(first - 0.4, 1.2 * last)
+        else:
+            axes[-1].set_xlim(first - 0.02 * (last - first) - 0.2, last + 0.03 * (last - first) + 0.2)
         return to_png(figure)
 
 
@@ -118,9 +123,10 @@ def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
         steps, values = zip(*curve, strict=True)
         marker = "x" if name == "predicted" else "o"
         dashes = (0, (4, 2)) if name == "predicted" else "-"
-        axis.plot(steps, values, color=color, marker=marker, ms=3.5, lw=1.4, ls=dashes, label=name)
+        # Not clipped, because a marker at the value 0 is on the axis.
+        axis.plot(steps, values, color=color, marker=marker, ms=3.5, lw=1.4, ls=dashes, label=name, clip_on=False)
     axis.set_ylabel(label)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, HEADROOM * max((value for curve in curves.values() for _, value in curve), default=0.0) or 1.0)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
 

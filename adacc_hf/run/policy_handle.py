@@ -67,6 +67,7 @@ from torch import nn
 from adacc_hf.artifacts.call_names import block_of_call, call_name, calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
+from adacc_hf.artifacts.notebook_html import paragraph, plans_html
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.run.block_executor import BlockExecutor
@@ -187,6 +188,14 @@ class PolicyHandle:
         """Return the blocks whose function was never called with gradients enabled, because other code replaced their
         forward."""
         return self.installation.uncalled()
+
+    def __repr__(self) -> str:
+        state = "" if self.installation.modules else " (removed)"
+        return f"<PolicyHandle on {type(self.installation.model).__name__}{state}: {self.policy.describe()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the policy as a small table, which notebooks show."""
+        return paragraph(repr(self)) + plans_html(self.policy)
 
     def __enter__(self) -> PolicyHandle:
         return self

@@ -46,6 +46,7 @@ def solve_policy(
         "memory_budget": budget.setting,
         "budget_bytes": budget.nbytes,
         "budget_of": "peak" if budget.limits_peak else "stored",
+        "plain_stored_bytes": profile.plain_stored_bytes,
         "status": "plain" if plans is searches[0].plain else "optimal" if gap <= config.solver_gap else "feasible",
         "gap": gap,
         "solves": search.log.num_solves,

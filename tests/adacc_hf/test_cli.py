@@ -53,7 +53,7 @@ def test_explain_finds_the_profile_beside_the_policy_and_writes_the_report(files
 
 def test_report_writes_into_the_folder(files, tmp_path: Path, capsys) -> None:
     assert main(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'out' / 'report.md'}\n"
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out' / 'report.html'} and report.md\n"
     assert (tmp_path / "out" / "report.html").is_file()
 
 
@@ -73,7 +73,7 @@ def test_a_runs_folder_stands_for_its_files(tmp_path: Path, gpt2_like_profile, c
     assert main(["explain", str(run)]) == 0
     assert "ms for 48.00 MiB; outlier_int4: " in capsys.readouterr().out  # reasons come from the profile
     assert main(["report", str(run)]) == 0
-    assert capsys.readouterr().out == f"wrote {run / 'report.md'}\n"
+    assert capsys.readouterr().out == f"wrote {run / 'report.html'} and report.md\n"
     assert "timeline.png" in (run / "report.md").read_text()  # drawn from the history alone
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.md").read_text() == (run / "report.md").read_text()
@@ -177,5 +177,5 @@ def test_a_path_that_stdout_cannot_encode_is_escaped(files, tmp_path: Path) -> N
     surroundings = {**os.environ, "PYTHONIOENCODING": "ascii"}
     process = subprocess.run(command, capture_output=True, env=surroundings, check=False, timeout=60)
     assert (process.returncode, process.stderr) == (0, b"")
-    assert process.stdout.decode("ascii").endswith("n\\xef/report.md\n")
+    assert process.stdout.decode("ascii").endswith("n\\xef/report.html and report.md\n")
     assert (folder / "report.md").is_file()

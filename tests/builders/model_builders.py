@@ -125,6 +125,12 @@ def toy_batch():
 
 
 def everything_of(model):
+    """Return copies of the parameters, buffers and gradients of `model`, and the states of the random generators."""
+    import random
+
+    import numpy
+    import torch
+
     state = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     grads = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     generators = [

@@ -13,6 +13,7 @@ ROWS = [
         folder=title,
         activation_bytes=activation_bytes,
         peak_bytes=3 * 2**20,
+        step_peak_bytes=5 * 2**20,
         relative_throughput=Spread(low=0.9, median=median, high=1.1),
         final_train_loss=4.0,
         validation_loss=4.25,
@@ -29,10 +30,19 @@ def test_the_table_is_aligned_and_complete():
         "a much longer title",
         "512.00 KiB",
         "3.00 MiB",
+        "5.00 MiB",
         "0.75 (0.90 to 1.10)",
         "4.0000",
         "4.2500",
     ]
+
+
+def test_a_report_has_one_definition_of_the_peak():
+    """The report's table of predictions has the peak of the whole step."""
+    cells = ROWS[0].report_cells()
+    assert [name for name in cells if "peak of" in name] == ["peak of the step"]
+    assert cells["peak of the step"] == "5.00 MiB"
+    assert cells.keys() == ROWS[0].cells().keys() - {"peak of forward and backward"}
 
 
 def test_the_record_holds_figures_settings_and_versions(tmp_path: Path):

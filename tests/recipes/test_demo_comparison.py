@@ -5,6 +5,8 @@ import demo_comparison
 import gpt2_pile
 import pytest
 
+from adacc_hf import Policy
+
 
 @pytest.fixture
 def figures(tiny_run: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -23,8 +25,14 @@ def test_the_comparison_trains_and_measures_every_method(figures: dict[str, floa
     assert figures["checkpointing/validation_loss"] == figures["plain/validation_loss"]
     for folder in folders:
         assert figures[f"{folder}/peak_bytes"] > stored_bytes[folder]
+        # AdamW keeps two numbers per parameter, so that its state takes more than the gradients that it reads.
+        assert figures[f"{folder}/step_peak_bytes"] > figures[f"{folder}/peak_bytes"]
         assert figures[f"{folder}/relative_throughput"] > 0
         assert (tmp_path / "run" / folder / "model.safetensors").is_file()
+
+    # The same definition as the policy's prediction. The Trainer's step also has the next batch and its metrics.
+    policy = Policy.load(tmp_path / "run" / "adacc-50" / "adacc_policy.json")
+    assert figures["adacc-50/step_peak_bytes"] == pytest.approx(policy.predicted_peak_bytes, rel=0.02)
 
     record = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert list(record["train_info"]["points"]) == folders

@@ -14,9 +14,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
-from adacc_hf.artifacts.policy import RETAIN, Action
+from adacc_hf.artifacts.policy import RETAIN, Action, Choice
 from adacc_hf.compiler import AdaccPartitioner, CompiledPolicy
-from adacc_hf.compiler.compiled_policy import PlanStore
+from adacc_hf.compiler.compiled_policy import PlanStore, RegionPlan
 from adacc_hf.compiler.functorch import is_random
 from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
 from adacc_hf.kernels.codecs import list_codecs
@@ -387,6 +387,23 @@ def test_caches_tell_settings_apart() -> None:
     assert _partitioner(0.5).uuid() == _partitioner(0.5).uuid()
     assert _partitioner(0.5).uuid() != _partitioner(0.4).uuid()
     assert _partitioner(0.5).uuid() != _partitioner(0.5, actions=LOSSLESS).uuid()
+    assert _partitioner(0.5).uuid() != _partitioner(0.5, codecs=("int8",)).uuid()
+    assert AdaccPartitioner(example_sizes=(8,)).uuid() != AdaccPartitioner(example_sizes=(16,)).uuid()
+
+
+def test_caches_tell_every_part_of_a_policy_apart() -> None:
+    """A key must not depend on the text with which a notebook shows a policy."""
+    stored = (("addmm", RETAIN), ("mul", Choice(action=Action.COMPRESS, codec="int8", options=(("group_size", 64),))))
+    plan = RegionPlan(digest="graph", stored=stored)
+    plans = [
+        plan,
+        replace(plan, stored=stored[:1]),
+        replace(plan, stored=((stored[0][0], stored[1][1]), stored[1])),
+        replace(plan, stored=(stored[0], (stored[1][0], replace(stored[1][1], options=(("group_size", 32),))))),
+        replace(plan, digest="another graph"),
+    ]
+    keys = {AdaccPartitioner(initial_policy=CompiledPolicy(share=0.5, regions=(one,))).uuid() for one in plans}
+    assert len(keys) == len(plans)
 
 
 def test_sizes_may_be_unknown_until_it_runs(train_step: Any) -> None:

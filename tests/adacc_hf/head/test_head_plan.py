@@ -176,8 +176,8 @@ def test_an_overhead_below_zero_is_shown(gpt2_like_profile, add_chunked_head, tm
     assert policy.predicted_overhead_ms < 0
     text = explain_policy(policy, profile)
     assert f"overhead {policy.predicted_overhead_ms:.2f} ms" in text
-    assert "chunked head; plain: 20.00 ms, " in text
-    assert "; chunked: 5.00 ms, " in text
+    assert "chunked head (5.00 ms, " in text
+    assert "; the plain head would take 20.00 ms, " in text
     report = write_report(tmp_path, profile=profile, policy=policy).read_text()
     assert f"| {policy.predicted_overhead_ms:.2f} |" in report
     assert f"{100 * policy.predicted_overhead_ms / profile.step_ms:.1f} %" in report
@@ -288,10 +288,10 @@ def test_the_choice_is_explained(gpt2_like_profile, add_chunked_head, tmp_path):
     policy = uniform_policy(profile.with_head("chunked"), "recompute")
     assert ", chunked head; stored" in policy.summary()
     text = explain_policy(policy, profile)
-    assert "chunked head; plain: 20.00 ms, " in text
-    assert "; chunked: 25.00 ms, " in text
+    assert "chunked head (25.00 ms, " in text
+    assert "; the plain head would take 20.00 ms, " in text
     report = write_report(tmp_path, profile=profile, policy=policy).read_text()
-    assert "chunked head; plain: 20.00 ms, " in report
+    assert "chunked head (25.00 ms, " in report
 
 
 def test_a_profile_in_mid_run_leaves_the_chunked_head_on(wide):

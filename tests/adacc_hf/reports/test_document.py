@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from adacc_hf.reports.document import Figure, Heading, Paragraph, Table, to_html, to_markdown
+from adacc_hf.reports.document import Figure, Heading, Paragraph, Report, Table, to_html, to_markdown
 
 PARTS = [
     Heading("Title", level=1),
@@ -63,3 +63,39 @@ def test_html_colours_actions() -> None:
 def test_table_refuses_a_row_of_another_length() -> None:
     with pytest.raises(ValueError, match="a row has 1 cells under 2 headers"):
         Table(("a", "b"), [("only one",)])
+
+
+def test_html_has_a_dark_mode_that_also_inverts_pictures() -> None:
+    _, dark = to_html("T", PARTS).split("@media (prefers-color-scheme: dark)")
+    rules = dark.split("</style>")[0]
+    assert "background: #1a1a1a" in rules
+    assert "img { filter: invert(0.9)" in rules
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report(title="Title", overview=tuple(PARTS[1:]), details=(Table(("step",), [("42",)]),))
+
+
+def test_a_report_is_shown_in_a_notebook_with_its_pictures(report) -> None:
+    html = report._repr_html_()
+    cell = Cells()
+    cell.feed(html)
+    assert cell.open == []
+    assert cell.cells == ["name", "bytes", "x|y", "1", "<b>", "2", "step", "42"]
+    assert cell.images == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
+    assert html.index("<details>") < html.index("42") < html.index("</details>")
+
+
+def test_the_style_of_a_report_applies_to_its_own_cell_only(report) -> None:
+    style = report._repr_html_().split("<style>")[1].split("</style>")[0]
+    selectors = [part.strip() for rule in style.split("}")[:-1] for part in rule.split("{")[0].split(",")]
+    assert selectors
+    assert all(selector.startswith(".adacc-report ") for selector in selectors), selectors
+
+
+def test_a_report_works_outside_notebooks(report, tmp_path) -> None:
+    assert str(report) == to_markdown(report.parts)
+    assert repr(report) == "<Title: print(report) prints it, report.save(folder) writes it with its pictures>"
+    assert report.save(tmp_path / "new") == tmp_path / "new" / "report.md"
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"report.md", "report.html", "map.png"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,12 @@ def test_summary_gives_the_simulated_figures(tmp_path: Path, profile, policy) ->
     assert f"| {policy.predicted_overhead_ms:.2f} |" in row
     plain = next(line for line in text.splitlines() if line.startswith("| plain |"))
     assert "| 100.0 % |" in plain
+
+
+def test_units_keep_their_capitals(tmp_path: Path, profile, policy) -> None:
+    text = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    assert re.search(r"Replay: .* stores \d+\.\d\d [KMG]iB", text)
+    assert "mib" not in text
 
 
 def test_comparison_and_events_are_shown(tmp_path: Path, profile, policy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from adacc_hf.reports import timeline
 from adacc_hf.reports.document import Figure
 from adacc_hf.reports.timeline import MAX_CURVES, draw_timeline, outlier_curves, timeline_parts
 
@@ -53,3 +54,24 @@ def test_memory_alone_can_be_drawn():
 def test_nothing_to_draw_is_said():
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_timeline([{"step": 3, "event": "memory", "reason": "out of memory"}])
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 4, 8), (1, 64, 300)], ids=["short", "long"])
+def test_lines_and_markers_are_clear_of_the_edges(steps, monkeypatch):
+    """A marker has 3.5 points: at the last step, and at the largest value, no half of it may be outside."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(timeline, "to_png", lambda figure: figures.append(figure) or PNG)
+    draw_timeline(history(steps))
+    (figure,) = figures
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        area = axis.get_window_extent()
+        marker = 3.5 / 72 * figure.dpi
+        for line in axis.lines:
+            if line.get_marker() in ("o", "x"):
+                pixels = line.get_transform().transform(line.get_xydata())
+                assert pixels[:, 0].max() + marker <= area.x1
+                assert pixels[:, 0].min() - marker >= area.x0
+                assert pixels[:, 1].max() + marker <= area.y1
+                assert not line.get_clip_on(), "a marker at the value 0 would be cut in half"

@@ -1,0 +1,39 @@
+"""Registration of AdaccCallback in ms-swift, for a file of `--external_plugins`. Needs the package `ms-swift`.
+
+ms-swift makes its callbacks by name and passes no settings. So a Python file registers the callback with its settings:
+
+    # adacc_plugin.py
+    from adacc_hf.integrations.ms_swift import register
+
+    register(memory_budget="20GiB")
+
+and `swift sft --external_plugins adacc_plugin.py --callbacks adacc ...` uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swift.callbacks import callbacks_map
+
+from adacc_hf.adapt.policy_builder import PolicySource
+from adacc_hf.artifacts.config import AdaccConfig
+
+# Imported with this module, before ms-swift's Trainer replaces torch's checkpoint by one that is always reentrant.
+from adacc_hf.callbacks.adacc import AdaccCallback
+
+NAME = "adacc"
+"""Name of the callback in `--callbacks`."""
+
+
+def register(config: AdaccConfig | None = None, *, policy: PolicySource | None = None, **overrides: Any) -> None:
+    """Register an AdaccCallback with these settings under the name "adacc" in ms-swift.
+
+    The arguments are those of AdaccCallback, and are checked at once. Each Trainer gets a callback of its own.
+    """
+    checked_config = AdaccCallback(config, policy=policy, **overrides).config
+
+    def make_callback(args: Any, trainer: Any) -> AdaccCallback:
+        return AdaccCallback(checked_config, policy=policy)
+
+    callbacks_map[NAME] = make_callback
