@@ -169,6 +169,12 @@ class AdaccConfig:
     def parsed_actions(self) -> frozenset[Action]:
         return frozenset(Action(name) for name in self.actions)
 
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        """Fields that differ from their defaults, by name."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
         """Return a copy with some fields changed. Raises TypeError, which names the closest setting, for an unknown
         field."""
