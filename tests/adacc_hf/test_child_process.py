@@ -16,7 +16,7 @@ from adacc_hf.child_process import run_child
 PARENT = "import os, sys; from adacc_hf.child_process import run_child; sys.exit(run_child(sys.argv[1:], os.environ))"
 # Makes standard input the controlling terminal, as a terminal emulator does, then does the same.
 WITH_TERMINAL = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {PARENT}"
-# Counts signals until one second has passed without one, and exits with 10 + their number.
+# Counts signals until 0.2 seconds have passed without one, and exits with 10 + their number.
 COUNT = """
 import signal, sys, time
 numbers = []
@@ -26,7 +26,7 @@ print("ready", flush=True)
 count = -1
 while not numbers or count < len(numbers):
     count = len(numbers)
-    time.sleep(1)
+    time.sleep(0.2)
 sys.exit(10 + len(numbers))
 """
 # Reports and waits, with Python's own reaction to signals.
