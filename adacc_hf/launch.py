@@ -31,7 +31,7 @@ NEXT_STEPS = {
     ),
     "python": (
         "The command ran Python, but did not import Transformers' Trainer. Adacc works with this Trainer and the "
-        "classes derived from it, such as TRL's. For Lightning use AdaccLightningCallback, in your own loop AdaccSession"
+        "classes derived from it, such as TRL's. In Lightning use AdaccLightningCallback, in your own loop AdaccSession"
     ),
     "": (
         "The command ran no Python, or Python without its startup module. Leave out Python's options -I, -E and -S. A "
@@ -63,7 +63,10 @@ def add_parser(commands: Any) -> None:
         "--lossless", action="store_true", help="use no lossy codec: losses and gradients equal plain training's"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="JSON or YAML file with fields of AdaccConfig, which options override"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="JSON or YAML file with fields of AdaccConfig, which options override",
     )
     parser.add_argument("child", nargs=argparse.REMAINDER, metavar="COMMAND", help="command and its arguments")
     parser.set_defaults(run=run)
@@ -156,7 +159,8 @@ def child_environment(environment: Mapping[str, str], settings: str, records: st
 def startup_folder() -> str:
     """Return the folder with the `sitecustomize` module, without an import of the callbacks and of torch."""
     spec = find_spec("adacc_hf.callbacks")
-    assert spec is not None and spec.submodule_search_locations  # a package of this distribution
+    assert spec is not None  # a package of this distribution
+    assert spec.submodule_search_locations
     return os.path.join(os.path.abspath(spec.submodule_search_locations[0]), "startup")
 
 

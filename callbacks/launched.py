@@ -7,36 +7,35 @@ import os
 import sys
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
-from adacc_hf.callbacks.trainer_guard import callbacks_of, calling_trainer
+from adacc_hf.callbacks.trainer_guard import calling_trainer
 
 
-def add_to_trainer(default_callback: TrainerCallback, state: TrainerState, settings: str) -> None:
-    """Add an AdaccCallback to the Trainer that is calling `default_callback`, and print a line on the main process.
+def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: str) -> None:
+    """Add an AdaccCallback to the callbacks of a Trainer that begins to train, and print a line on the main process.
 
-    `settings` are the fields of AdaccConfig in JSON. A Trainer that has an AdaccCallback keeps it. The new callback is
-    last in the Trainer's list, so its own `on_train_begin` is called in the same event.
+    `settings` are the fields of AdaccConfig in JSON. A Trainer that has an AdaccCallback keeps it.
     """
-    caller = calling_trainer(default_callback)
-    if caller is None:
-        raise RuntimeError(
-            "adacc run: a training loop called the callbacks of a Trainer without its Trainer, so that AdaccCallback "
-            "cannot be added: train without `adacc run`, and use AdaccSession in this loop"
-        )
-    trainer, _ = caller
     config = AdaccConfig(**json.loads(settings))
-    callback = next((one for one in callbacks_of(trainer) if isinstance(one, AdaccCallback)), None)
+    callback = next((one for one in handler.callbacks if isinstance(one, AdaccCallback)), None)
     if callback is None:
         callback = AdaccCallback(config)
-        callbacks_of(trainer).append(callback)
+        handler.callbacks.append(callback)
+    caller = calling_trainer(callback)
+    if caller is None:
+        raise RuntimeError(
+            "adacc run: a training loop calls the callbacks of a Trainer without its Trainer, so that AdaccCallback "
+            "cannot work: train without `adacc run`, and use AdaccSession in this loop"
+        )
     if state.is_world_process_zero:
         settings_text = ", ".join(f"{name}={value!r}" for name, value in _shown_settings(callback.config).items())
         note = "" if callback.config == config else "; the script added it, and its settings replace those of adacc run"
         print(
-            f"adacc run: {type(trainer).__name__} trains with {type(callback).__name__}({settings_text}) in process "
+            f"adacc run: {type(caller[0]).__name__} trains with {type(callback).__name__}({settings_text}) in process "
             f"{os.getpid()}{note}",
             file=sys.stderr,
             flush=True,

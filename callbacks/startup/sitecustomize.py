@@ -1,4 +1,4 @@
-"""Startup module of the Python processes of `adacc run`: adds a default callback to every Trainer.
+"""Startup module of the Python processes of `adacc run`: adds AdaccCallback to every Trainer that begins to train.
 
 `adacc run` puts this folder first on PYTHONPATH, and Python imports `sitecustomize` before it runs a program. Most of
 these programs never train, and some run in environments without this package. So this module imports only the standard
@@ -7,6 +7,9 @@ library, waits until the program itself imports the Trainer, and imports adacc_h
 
 import os
 import sys
+from contextlib import suppress
+from functools import wraps
+from importlib import import_module
 
 TRAINER_MODULE = "transformers.trainer"
 SETTINGS = os.environ.get("ADACC_HF_RUN_SETTINGS")
@@ -16,7 +19,7 @@ RECORDS = os.environ.get("ADACC_HF_RUN_RECORDS", "")
 
 
 class TrainerFinder:
-    """Finder on sys.meta_path that calls `add_default_callback` after the import of the Trainer's module."""
+    """Finder on sys.meta_path that calls `wrap_train_begin` after the import of the Trainer's module."""
 
     def find_spec(self, name, path=None, target=None):
         """Return the spec from the other finders for the Trainer's module, None for every other module."""
@@ -25,7 +28,7 @@ class TrainerFinder:
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None:
-            call_after_import(spec.loader, add_default_callback)
+            call_after_import(spec.loader, wrap_train_begin)
         return spec
 
 
@@ -44,36 +47,38 @@ def call_after_import(loader, function):
     loader.exec_module = execute
 
 
-def add_default_callback(trainer_module):
-    """Add a callback class to Transformers' default callbacks. Each Trainer makes an instance of each of them."""
+def wrap_train_begin(trainer_module):
+    """Wrap the method that calls the callbacks of any Trainer when training begins.
+
+    The list of default callbacks would be a simpler place, but ms-swift replaces it.
+    """
     record("trainer")
+    handler_class = trainer_module.CallbackHandler
+    on_train_begin = handler_class.on_train_begin
 
-    class AdaccRun(trainer_module.TrainerCallback):
-        """Callback that adds AdaccCallback to its Trainer when training begins."""
+    @wraps(on_train_begin)
+    def add_and_begin(handler, args, state, control, **kwargs):
+        record("training")
+        try:
+            from adacc_hf.callbacks.launched import add_adacc_callback
+        except ModuleNotFoundError as error:
+            if error.name != "adacc_hf":
+                raise
+            raise ModuleNotFoundError(
+                f"adacc run: adacc_hf is not installed for {sys.executable}, which runs this training: install it "
+                f"there, or train without `adacc run`",
+                name=error.name,
+            ) from None
+        add_adacc_callback(handler, state, SETTINGS)
+        return on_train_begin(handler, args, state, control, **kwargs)
 
-        def on_train_begin(self, args, state, control, **kwargs):
-            record("training")
-            try:
-                from adacc_hf.callbacks.launched import add_to_trainer
-            except ModuleNotFoundError as error:
-                if error.name != "adacc_hf":
-                    raise
-                raise ModuleNotFoundError(
-                    f"adacc run: adacc_hf is not installed for {sys.executable}, which runs this training: install it "
-                    f"there, or train without `adacc run`",
-                    name=error.name,
-                ) from None
-            add_to_trainer(self, state, SETTINGS)
-
-    trainer_module.DEFAULT_CALLBACKS.append(AdaccRun)
+    handler_class.on_train_begin = add_and_begin
 
 
 def record(event):
     """Create an empty file named `event` in the folder that `adacc run` reads at the end."""
-    try:
+    with suppress(OSError):  # the folder is gone if this process outlives `adacc run`, which then reads nothing more
         open(os.path.join(RECORDS, event), "a").close()
-    except OSError:
-        pass  # the folder is gone if this process outlives `adacc run`, which then reads nothing more
 
 
 def run_next_sitecustomize():
@@ -82,7 +87,7 @@ def run_next_sitecustomize():
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     own_module = sys.modules.pop("sitecustomize")
     try:
-        import sitecustomize  # noqa: F401
+        import_module("sitecustomize")
     except ImportError as error:
         if error.name != "sitecustomize":
             raise

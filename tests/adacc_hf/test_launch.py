@@ -15,7 +15,21 @@ from adacc_hf.cli import main
 
 ENVIRONMENT = "import os; print(os.environ['ADACC_HF_RUN_SETTINGS'])"
 # Package with the only names that the startup module uses, in the place of Transformers.
-FAKE_TRAINER = "class TrainerCallback: pass\nDEFAULT_CALLBACKS = []\n"
+FAKE_TRAINER = """
+class CallbackHandler:
+    def on_train_begin(self, args, state, control, **kwargs):
+        print("begins")
+"""
+IS_WRAPPED = "import transformers.trainer as t; print(hasattr(t.CallbackHandler.on_train_begin, '__wrapped__'))"
+WITHOUT_PACKAGE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "adacc_hf":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Missing())
+"""
+BEGIN = "import transformers.trainer as t; t.CallbackHandler().on_train_begin(None, None, None)"
 
 
 @pytest.fixture
@@ -37,7 +51,8 @@ def refusal_of(arguments: list[str], capsys) -> str:
     """Return the error message of a command that must not start."""
     assert main(["run", *arguments, "--", sys.executable, "-c", "print('started')"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("adacc run: error: ")
+    assert captured.out == ""
+    assert captured.err.startswith("adacc run: error: ")
     assert captured.err.count("\n") == 1
     return captured.err
 
@@ -82,7 +97,11 @@ def test_a_file_sets_fields_and_options_override_it(name: str, text: str, tmp_pa
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("c.yaml", "memory_bugdet: 20GiB", "memory_bugdet='20GiB' is not a setting of AdaccConfig: choose memory_budget"),
+        (
+            "c.yaml",
+            "memory_bugdet: 20GiB",
+            "memory_bugdet='20GiB' is not a setting of AdaccConfig: choose memory_budget",
+        ),
         ("c.yaml", "memory_budget: 20", 'which may have been meant as "20GiB"'),
         ("c.yaml", "tracking: off", 'tracking=False must be "exponential", "off"'),
         ("c.yaml", "actions: [retain, recomputation]", "recomputation"),
@@ -100,7 +119,8 @@ def test_a_wrong_file_is_refused_before_the_command_starts(
     path = tmp_path / name
     path.write_text(text)
     refusal = refusal_of(["--config", str(path)], capsys)
-    assert f"--config={path}" in refusal and message in refusal
+    assert f"--config={path}" in refusal
+    assert message in refusal
 
 
 def test_wrong_options_are_refused_before_the_command_starts(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -146,7 +166,8 @@ def test_the_command_keeps_its_own_options(capfd) -> None:
 def test_no_training_is_an_error(code: str, python: tuple[str, ...], message: str, fake_transformers, capfd) -> None:
     assert run_code(code, python=python) == launch.NOT_TRAINED
     error = capfd.readouterr().err
-    assert error.startswith("adacc run: error: no Trainer began training") and message in error
+    assert error.startswith("adacc run: error: no Trainer began training")
+    assert message in error
 
 
 def test_a_failed_command_keeps_its_status(capfd) -> None:
@@ -174,16 +195,17 @@ def test_a_command_of_the_same_environment_is_named(tmp_path: Path, monkeypatch,
 
 def test_the_users_sitecustomize_runs_too(fake_transformers: Path, capfd) -> None:
     (fake_transformers / "sitecustomize.py").write_text("print('runs'); value = 7")
-    code = "import sitecustomize, sys, transformers.trainer as t; print(sitecustomize.value, len(t.DEFAULT_CALLBACKS))"
-    assert run_code(code) == launch.NOT_TRAINED
-    assert capfd.readouterr().out == "runs\n7 1\n"
+    assert run_code(f"import sitecustomize; print(sitecustomize.value); {IS_WRAPPED}") == launch.NOT_TRAINED
+    assert capfd.readouterr().out == "runs\n7\nTrue\n"
 
 
 def test_an_error_in_the_users_sitecustomize_is_reported_by_python(fake_transformers: Path, capfd) -> None:
     (fake_transformers / "sitecustomize.py").write_text("1 / 0")
-    run_code("import transformers.trainer as t; print(len(t.DEFAULT_CALLBACKS))")
+    run_code(IS_WRAPPED)
     captured = capfd.readouterr()
-    assert captured.out == "1\n" and "Error in sitecustomize" in captured.err and "ZeroDivisionError" in captured.err
+    assert captured.out == "True\n"
+    assert "Error in sitecustomize" in captured.err
+    assert "ZeroDivisionError" in captured.err
 
 
 def test_processes_see_the_search_path_of_the_user(fake_transformers: Path, capfd) -> None:
@@ -204,33 +226,29 @@ def test_pythonpath_is_extended(earlier: str | None) -> None:
 
 def test_the_module_of_the_trainer_keeps_its_loader(fake_transformers: Path, capfd) -> None:
     code = (
-        "import inspect, sys, importlib, transformers.trainer as t; before = type(t.__loader__), vars(t.__loader__);"
-        "print(before[0].__name__, sorted(before[1]), inspect.getsource(t.TrainerCallback));"
-        "importlib.reload(t); print(len(t.DEFAULT_CALLBACKS))"
+        "import inspect, importlib, transformers.trainer as t; print(type(t.__loader__).__name__, vars(t.__loader__));"
+        f"print(inspect.getsource(t) == {FAKE_TRAINER!r}); importlib.reload(t)"
     )
-    run_code(code)
-    assert capfd.readouterr().out == "SourceFileLoader ['name', 'path'] class TrainerCallback: pass\n\n1\n"
+    run_code(f"{code}; {IS_WRAPPED}")
+    loader, *others = capfd.readouterr().out.splitlines()
+    path = str(fake_transformers / "transformers" / "trainer.py")
+    assert loader == f"SourceFileLoader { ({'name': 'transformers.trainer', 'path': path}) }"
+    assert others == ["True", "True"]
 
 
 def test_an_interpreter_without_this_package_is_named(fake_transformers: Path, capfd) -> None:
     """Its training fails, instead of running without a policy."""
-    code = (
-        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; sys.meta_path[:] = [f for f in "
-        "sys.meta_path if 'editable' not in repr(f)]; import transformers.trainer as t;"
-        "t.DEFAULT_CALLBACKS[0]().on_train_begin(None, None, None)"
-    )
-    (fake_transformers / "sitecustomize.py").write_text("")
-    assert main(["run", "--", sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code]) == 1
-    error = capfd.readouterr().err
-    assert f"adacc_hf is not installed for {sys.executable}" in error
-    assert "before a Trainer began training" not in error
+    assert run_code(WITHOUT_PACKAGE + BEGIN) == 1
+    captured = capfd.readouterr()
+    assert f"adacc_hf is not installed for {sys.executable}" in captured.err
+    assert "begins" not in captured.out
+    assert "before a Trainer began training" not in captured.err
 
 
 def test_nothing_happens_outside_of_adacc_run(fake_transformers: Path) -> None:
     """A process that keeps PYTHONPATH, but not the settings."""
     environment = {**os.environ, "PYTHONPATH": f"{launch.startup_folder()}{os.pathsep}{fake_transformers}"}
-    code = "import transformers.trainer as t; print(t.DEFAULT_CALLBACKS)"
     process = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", IS_WRAPPED], env=environment, capture_output=True, text=True, check=True
     )
-    assert process.stdout == "[]\n"
+    assert process.stdout == "False\n"

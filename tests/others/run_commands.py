@@ -128,9 +128,14 @@ def verdict_of(command: Command) -> str:
             return f"{mode}: status {status}: {next((e for e in text.splitlines() if 'Error: ' in e), last_line)[:200]}"
         if (text.count("adacc run: ") == 1) != (mode == "adacc"):
             return f"{mode}: {text.count('adacc run: ')} lines of adacc run in {log}"
-        outcomes.append(outcome(target / f"checkpoint-{NUM_STEPS}"))
+        checkpoint = next(
+            target.rglob(f"checkpoint-{NUM_STEPS}"), None
+        )  # some scripts add folders to the output folder
+        if checkpoint is None:
+            return f"{mode}: no checkpoint after {NUM_STEPS} steps in {target}"
+        outcomes.append(outcome(checkpoint))
     plain, adacc = outcomes
-    num_recomputed = Policy.load(target / POLICY_FILE).action_counts()["recompute"]
+    num_recomputed = Policy.load(checkpoint.parent / POLICY_FILE).action_counts()["recompute"]
     if not num_recomputed:
         return "the policy recomputes nothing"
     different = [name for name in plain if plain[name] != adacc[name]]
@@ -194,11 +199,14 @@ SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "un
 _text, _short = tiny.DATA["text"], tiny.DATA["prompts"]
 DATA: dict[str, list[dict[str, Any]]] = {
     "feelings": tiny.DATA["feelings"],
-    "tags": [
-        {"tokens": row["text"].split(), "ner_tags": [word[0] for word in row["text"].split()]} for row in _text
-    ],
+    "tags": [{"tokens": row["text"].split(), "ner_tags": [word[0] for word in row["text"].split()]} for row in _text],
     "endings": [
-        {"sent1": row["text"], "sent2": "so", "label": number % 4, **{f"ending{n}": _short[n]["prompt"] for n in range(4)}}
+        {
+            "sent1": row["text"],
+            "sent2": "so",
+            "label": number % 4,
+            **{f"ending{n}": _short[n]["prompt"] for n in range(4)},
+        }
         for number, row in enumerate(_text)
     ],
     "translations": [{"translation": {"en": row["text"], "ro": row["text"][::-1]}} for row in _text],
