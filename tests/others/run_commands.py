@@ -33,7 +33,9 @@ NUM_STEPS = 6
 TIMES = ("_runtime", "_per_second", "step_time", "total_flos")
 """Endings of logged names that are not results of the training."""
 METRIC = """
-import datasets, evaluate
+import datasets
+import evaluate
+
 class Untried(evaluate.Metric):
     def _info(self):
         number = datasets.Value("int64")
@@ -56,7 +58,7 @@ def transformers_commands(examples: Path) -> list[Command]:
     """Return commands that run the example scripts of Transformers."""
     data = {name: str(RUNS / "data" / f"{name}.json") for name in (*DATA, "answers")}
     text = {"train_file": str(RUNS / "data" / "text.txt"), "block_size": 32}
-    bert, gpt2, t5, xlnet = (str(RUNS / "models" / name) for name in MODELS)
+    bert, gpt2, t5 = (str(RUNS / "models" / name) for name in MODELS)
 
     def both(name: str) -> dict[str, str]:
         return {"train_file": data[name], "validation_file": data[name]}
@@ -76,7 +78,6 @@ def transformers_commands(examples: Path) -> list[Command]:
         Command("run_clm, torchrun", torchrun, clm.options),
         Command("run_clm, accelerate", (*accelerate, "--dynamo_backend=no", *clm.words[1:]), clm.options),
         python("language-modeling/run_mlm", bert, **lines),
-        python("language-modeling/run_plm", xlnet, **lines),
         python("language-modeling/run_fim", gpt2, **text),
         python("text-classification/run_glue", bert, max_seq_length=32, **both("feelings")),
         python("text-classification/run_classification", bert, max_seq_length=32, **both("feelings")),
@@ -191,7 +192,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {**SMALL, "max_position_embeddings": 256},
     "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 256},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-    "xlnet": {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128},
 }
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>",
            "mask_token": "<|user|>", "cls_token": "<|system|>", "sep_token": "<|end|>"}  # fmt: skip
