@@ -1,4 +1,4 @@
-"""The `adacc` command: plan runs, explain policies, write reports, list codecs, check the machine, run measurements."""
+"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, check, measure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf import __version__, doctor
+from adacc_hf import __version__, doctor, launch
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PROFILES_VARIABLE, read_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, Policy
@@ -28,12 +28,13 @@ USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, or 2 after a one-line message on stderr."""
+    """Run one command and return its exit status: 0 or its own, or 2 after a one-line message on stderr."""
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.command == "eval":
-            return _run_eval(arguments)
-        _print(arguments.run(arguments))
+        result = arguments.run(arguments)
+        if isinstance(result, int):  # the exit status of a command that prints its own output
+            return result
+        _print(result)
     except BrokenPipeError:  # the reader, such as `head`, has exited; the interpreter must not flush stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (AdaccError, ValueError, OSError) as error:
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"adacc_hf {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    launch.add_parser(commands)
     _add_policy_parsers(commands)
     cli_plan.add_parser(commands)
     _add_profiles_parser(commands)
@@ -278,6 +280,7 @@ def _add_eval_parser(commands: Any) -> None:
     )
     parser.add_argument("runner", type=_runner_name, choices=tuple(RUNNERS), metavar="RUNNER", help="see below")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the runner's own options")
+    parser.set_defaults(run=_run_eval)
 
 
 def _runner_name(text: str) -> str:

@@ -12,6 +12,8 @@ from accelerate.commands.config import load_config_from_file
 
 PAGES = sorted((Path(__file__).parent.parent / "docs" / "howto").glob("*.md"))
 NOT_RUN = "<!-- not run by the tests"
+SAVED = re.compile(r"<!-- saved by the tests as (\S+) -->\n\n```python\n(.*?)```", re.DOTALL)
+"""Code that a command of the page runs."""
 BLOCK = re.compile(r"(<!--[^>]*-->\n\n)?```(python|bash)\n(.*?)```", re.DOTALL)
 YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 PROMISED = {
@@ -20,6 +22,7 @@ PROMISED = {
     "long-context": ("chunked head", "of plain training's bytes"),
     "plan": ('"fits": true',),
     "preferences": ("DPO:  2 blocks", "GRPO: 2 blocks"),
+    "run": ("'adacc/compression_rate': '0.49", "'train_loss'"),
 }
 """Parts of a page's output that do not depend on times."""
 ADACC = "import sys; from adacc_hf.cli import main; sys.exit(main())"
@@ -28,11 +31,18 @@ ADACC = "import sys; from adacc_hf.cli import main; sys.exit(main())"
 def blocks(page: Path) -> list[tuple[str, str]]:
     """Return (language, code) of the blocks that run, in order."""
     matches = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [(language, code) for mark, language, code in matches if not mark.startswith(NOT_RUN)]
+    return [(language, code) for mark, language, code in matches if not mark.startswith((NOT_RUN, "<!-- saved"))]
 
 
 def run(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.run(
         [sys.executable, "-c", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -43,6 +53,8 @@ def run(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_its_code_runs(page: Path, tmp_path: Path) -> None:
     """Run all Python code of the page in one process, then each `adacc` command."""
+    for name, text in SAVED.findall(page.read_text(encoding="utf-8")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
     page_blocks = blocks(page)
     code = "\n".join(text for language, text in page_blocks if language == "python")
     commands = [line.split() for language, text in page_blocks if language == "bash" for line in text.splitlines()]

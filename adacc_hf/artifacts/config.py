@@ -177,6 +177,7 @@ class AdaccConfig:
     def parsed_actions(self) -> frozenset[Action]:
         return frozenset(Action(name) for name in self.actions)
 
+    @property
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
         """Return a copy with some fields changed. Raises TypeError, which names the closest setting, for an unknown
         field."""

@@ -1,0 +1,74 @@
+"""Child process in the place of a command: it gets the signals, and its exit status is returned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+"""Exit statuses of shells for a command that cannot run."""
+FORWARDED = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+"""Signals that the child receives."""
+FROM_TERMINAL = ("SIGINT", "SIGQUIT")
+"""Signals that a terminal sends to every process of the foreground group, and so to the child too."""
+
+
+def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run `command` to its end. Return its exit status, or 128 + n if signal n ended the command.
+
+    Raises OSError if the command cannot be started.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early_signals: list[int] = []
+
+    def forward(number: int, _: FrameType | None) -> None:
+        if signal.Signals(number).name in FROM_TERMINAL and _is_in_foreground():
+            return
+        if child is None:
+            early_signals.append(number)
+        else:
+            child.send_signal(number)
+
+    with _handler(forward):
+        child = subprocess.Popen(command, env=environment)
+        for number in early_signals:
+            child.send_signal(number)
+        status = child.wait()
+    return 128 - status if status < 0 else status
+
+
+@contextmanager
+def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Return a context in which `handle` is called for the signals in FORWARDED.
+
+    A signal that is ignored, such as SIGHUP under `nohup`, stays ignored, and the child ignores it too.
+    """
+    handlers = {number: signal.getsignal(number) for number in FORWARDED}
+    replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    """Return True if a terminal sends its signals to the process group of this process."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY)
+    except OSError:  # no controlling terminal
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    finally:
+        os.close(terminal)

@@ -1,0 +1,46 @@
+"""Entry of `adacc run` into a Trainer: AdaccCallback is added when training begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.callbacks.adacc import AdaccCallback
+from adacc_hf.callbacks.trainer_guard import calling_trainer
+
+
+def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: str) -> None:
+    """Add an AdaccCallback to the callbacks of a Trainer that begins to train, and print a line on the main process.
+
+    `settings` are the fields of AdaccConfig in JSON. A Trainer that has an AdaccCallback keeps it.
+    """
+    config = AdaccConfig(**json.loads(settings))
+    callback = next((one for one in handler.callbacks if isinstance(one, AdaccCallback)), None)
+    if callback is None:
+        callback = AdaccCallback(config)
+        handler.callbacks.append(callback)
+    caller = calling_trainer(callback)
+    if caller is None:
+        raise RuntimeError(
+            "adacc run: a training loop calls the callbacks of a Trainer without its Trainer, so that AdaccCallback "
+            "cannot work: train without `adacc run`, and use AdaccSession in this loop"
+        )
+    if state.is_world_process_zero:
+        settings_text = ", ".join(f"{name}={value!r}" for name, value in _shown_settings(callback.config).items())
+        note = "" if callback.config == config else "; the script added it, and its settings replace those of adacc run"
+        print(
+            f"adacc run: {type(caller[0]).__name__} trains with {type(callback).__name__}({settings_text}) in process "
+            f"{os.getpid()}{note}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _shown_settings(config: AdaccConfig) -> dict[str, Any]:
+    return {"memory_budget": config.memory_budget, **config.changed_settings}

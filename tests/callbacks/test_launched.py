@@ -1,0 +1,289 @@
+"""`adacc run` around real commands: losses equal those with the callback passed by hand, in every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_callback import CallbackHandler
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.files import POLICY_FILE
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.callbacks import AdaccCallback, AdaccTrainerMixin
+from adacc_hf.callbacks.launched import add_adacc_callback
+
+ADACC = (sys.executable, "-c", "import sys; from adacc_hf.cli import main; sys.exit(main())", "run")
+OPTIONS = ("--memory-budget", "0.5", "--lossless", "--")
+SETTINGS = json.dumps({"memory_budget": 0.5, "actions": ["retain", "recompute"]})
+LINE = "trains with AdaccCallback(memory_budget=0.5, actions=('retain', 'recompute')) in process"
+
+# Trains a GPT-2 twice, by hand if sys.argv[1] says so, and writes losses, gradient norms and the policies' actions.
+SCRIPT = """
+import json, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+def train(callbacks, dropout):
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=32, vocab_size=97, bos_token_id=0, eos_token_id=0)
+    ids = torch.randint(0, 97, (64, 32))
+    trainer = Seq2SeqTrainer(
+        model=GPT2LMHeadModel(config),
+        args=Seq2SeqTrainingArguments(
+            "out", max_steps=4, per_device_train_batch_size=4, logging_steps=1, report_to="none", save_strategy="no",
+            disable_tqdm=True, use_cpu=True, dataloader_num_workers=dropout,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        callbacks=callbacks,
+    )
+    trainer.train()
+    own = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == "AdaccCallback"]
+    figures = [(record["loss"], record["grad_norm"]) for record in trainer.state.log_history if "loss" in record]
+    weights = sum(weight.double().sum().item() for weight in trainer.model.parameters())
+    counts = [{action: number for action, number in one.policy.action_counts().items()} for one in own]
+    return {"figures": figures, "weights": weights, "num_steps": trainer.state.global_step, "actions": counts,
+            "rank": trainer.args.process_index}
+
+def by_hand():
+    if sys.argv[1] != "by-hand":
+        return []
+    from adacc_hf import AdaccCallback
+    return [AdaccCallback(memory_budget=0.5, actions=("retain", "recompute"))]
+
+if __name__ == "__main__":
+    # The second Trainer reads its batches in a worker process.
+    results = [train(by_hand(), 0), train(by_hand(), 1)]
+    open(f"{sys.argv[1]}-{results[0]['rank']}.json", "w").write(json.dumps(results))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "TOKENIZERS_PARALLELISM": "false",
+        **environment,
+    }
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def results_of(folder: Path, name: str, num_ranks: int = 1) -> list:
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def assert_equal_to_by_hand(folder: Path, launcher: tuple[str, ...], num_ranks: int) -> None:
+    """Run the script plainly, by hand and under `adacc run`, and compare all figures bit by bit."""
+    for name, prefix in (("plain", ()), ("by-hand", ()), ("launched", (*ADACC, *OPTIONS))):
+        process = run(folder, *prefix, *launcher, "train.py", name)
+        assert process.returncode == 0, process.stderr
+        assert process.stderr.count(LINE) == (2 if name == "launched" else 0)  # a line per training, not per process
+    plain, by_hand, launched = (results_of(folder, name, num_ranks) for name in ("plain", "by-hand", "launched"))
+    for rank in range(num_ranks):
+        for index in range(2):
+            assert launched[rank][index]["figures"] == by_hand[rank][index]["figures"] == plain[rank][index]["figures"]
+            assert launched[rank][index]["weights"] == by_hand[rank][index]["weights"] == plain[rank][index]["weights"]
+            assert launched[rank][index]["num_steps"] == 4
+            assert [counts["recompute"] > 0 for counts in launched[rank][index]["actions"]] == [True]
+            assert plain[rank][index]["actions"] == []
+
+
+def test_python_trains_as_by_hand(script: Path) -> None:
+    assert_equal_to_by_hand(script, (sys.executable,), num_ranks=1)
+
+
+def test_torchrun_trains_as_by_hand(script: Path) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    assert_equal_to_by_hand(script, launcher, num_ranks=2)
+
+
+def test_accelerate_launch_trains_as_by_hand(script: Path) -> None:
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1")
+    assert_equal_to_by_hand(script, (*launcher, "--mixed_precision=no", "--dynamo_backend=no"), num_ranks=1)
+
+
+def test_trl_sft_trains_as_plain(tmp_path: Path) -> None:
+    """TRL's command takes no callbacks, and trains in a process that `accelerate launch` starts."""
+    pytest.importorskip("trl", reason="the peers' extra installs trl")
+    save_model_and_texts(tmp_path)
+    options = {
+        "model_name_or_path": "model",
+        "dataset_name": "data",
+        "max_steps": "4",
+        "save_steps": "4",
+        "logging_steps": "1",
+        "per_device_train_batch_size": "2",
+        "report_to": "none",
+        "use_cpu": "true",
+        "bf16": "false",
+        "gradient_checkpointing": "false",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    states = []
+    for name, prefix in (("plain", ()), ("launched", (*ADACC, *OPTIONS))):
+        process = run(tmp_path, *prefix, "trl", "sft", *words, "--output_dir", name)
+        assert process.returncode == 0, process.stderr
+        assert process.stderr.count(f"adacc run: SFTTrainer {LINE}") == (1 if prefix else 0)
+        checkpoint = tmp_path / name / "checkpoint-4"
+        logs = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+        figures = [(record["loss"], record["grad_norm"]) for record in logs if "loss" in record]
+        states.append((figures, (checkpoint / "model.safetensors").read_bytes()))
+    assert len(states[0][0]) == 4
+    assert states[0] == states[1]
+    assert Policy.load(tmp_path / "launched" / POLICY_FILE).action_counts()["recompute"] > 0
+
+
+def save_model_and_texts(folder: Path) -> None:
+    """Save a model with its tokenizer, and a data set."""
+    words = ["<pad>", "<eos>", *(f"w{number}" for number in range(95))]
+    whole_words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    whole_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole_words, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder / "model")
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        vocab_size=97,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    texts = [{"text": " ".join(words[2 + row : 34 + row])} for row in range(16)]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+
+
+def test_evaluation_alone_is_no_training(tmp_path: Path) -> None:
+    code = (
+        "from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments\n"
+        "config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, bos_token_id=0, eos_token_id=0)\n"
+        "model = GPT2LMHeadModel(config)\n"
+        "args = TrainingArguments('out', report_to='none', use_cpu=True, disable_tqdm=True)\n"
+        "Trainer(model=model, args=args).evaluate([{'input_ids': [1, 2], 'labels': [1, 2]}])"
+    )
+    process = run(tmp_path, *ADACC, "--", sys.executable, "-c", code)
+    assert process.returncode == 2, process.stderr
+    assert "eval_loss" in process.stdout
+    assert "imported Transformers' Trainer, but did not begin to train" in process.stderr
+
+
+def test_a_refused_training_ends_with_its_own_error(tmp_path: Path) -> None:
+    """A model without blocks. Nothing is said of a training that did not begin."""
+    code = (
+        "import torch\nfrom transformers import Trainer, TrainingArguments\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__(); self.layer = torch.nn.Linear(2, 2)\n"
+        "    def forward(self, x, labels=None): return {'loss': self.layer(x).sum()}\n"
+        "args = TrainingArguments('out', report_to='none', use_cpu=True, disable_tqdm=True, max_steps=1)\n"
+        "Trainer(model=Model(), args=args, train_dataset=[{'x': torch.ones(2), 'labels': 1}]).train()"
+    )
+    process = run(tmp_path, *ADACC, "--", sys.executable, "-c", code)
+    assert process.returncode == 1
+    assert "NoBlocksError" in process.stderr
+    assert "before a Trainer began training" not in process.stderr
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Wrap the handler of callbacks, as the startup module does."""
+    on_train_begin = CallbackHandler.on_train_begin
+
+    def add_and_begin(handler, args, state, control, **kwargs):
+        add_adacc_callback(handler, state, SETTINGS)
+        return on_train_begin(handler, args, state, control, **kwargs)
+
+    monkeypatch.setattr(CallbackHandler, "on_train_begin", add_and_begin)
+
+
+def adacc_callbacks(trainer) -> list[AdaccCallback]:
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, AdaccCallback)]
+
+
+def test_a_callback_is_added_when_training_begins(launched, make_trainer, capsys) -> None:
+    trainer = make_trainer([])
+    assert adacc_callbacks(trainer) == []
+    trainer.train()
+    (callback,) = adacc_callbacks(trainer)
+    assert callback.config == AdaccConfig(memory_budget=0.5, actions=("retain", "recompute"))
+    assert callback.policy.action_counts()["recompute"] > 0
+    assert capsys.readouterr().err.splitlines() == [f"adacc run: Trainer {LINE} {os.getpid()}"]
+
+
+def test_a_second_training_keeps_the_callback(launched, make_trainer, capsys) -> None:
+    trainer = make_trainer([])
+    trainer.train()
+    first = adacc_callbacks(trainer)
+    trainer.train()
+    assert adacc_callbacks(trainer) == first
+    assert capsys.readouterr().err.count(LINE) == 2
+
+
+def test_a_callback_of_the_script_is_kept(launched, make_trainer, capsys) -> None:
+    own = AdaccCallback(memory_budget=0.6, actions=("retain", "recompute"))
+    trainer = make_trainer([own])
+    trainer.train()
+    assert adacc_callbacks(trainer) == [own]
+    error = capsys.readouterr().err
+    assert "memory_budget=0.6" in error
+    assert "the script added it, and its settings replace those of adacc run" in error
+
+
+def test_a_trainer_with_the_mixin_is_kept(launched, make_trainer, capsys) -> None:
+    trainer = make_trainer([])
+    mixed = type("MixedTrainer", (AdaccTrainerMixin, type(trainer)), {})
+    trainer = mixed(
+        model=trainer.model,
+        args=trainer.args,
+        train_dataset=trainer.train_dataset,
+        adacc_config=AdaccConfig(memory_budget=0.6),
+    )
+    trainer.train()
+    assert adacc_callbacks(trainer) == [trainer.adacc_callback]
+    assert "MixedTrainer trains with AdaccCallback(memory_budget=0.6) in process" in capsys.readouterr().err
+
+
+def test_only_the_main_process_prints(launched, make_trainer, monkeypatch, capsys) -> None:
+    on_main_process = CallbackHandler.on_train_begin
+
+    def on_other_process(handler, args, state, control, **kwargs):
+        state.is_world_process_zero = False
+        return on_main_process(handler, args, state, control, **kwargs)
+
+    monkeypatch.setattr(CallbackHandler, "on_train_begin", on_other_process)
+    trainer = make_trainer([])
+    trainer.train()
+    assert len(adacc_callbacks(trainer)) == 1
+    assert "adacc run" not in capsys.readouterr().err
+
+
+def test_a_loop_without_a_trainer_is_refused(launched, make_trainer) -> None:
+    handler = make_trainer([]).callback_handler
+    with pytest.raises(RuntimeError, match="use AdaccSession in this loop"):
+        handler.on_train_begin(None, TrainerState(), TrainerControl())
