@@ -270,7 +270,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         return phase if isinstance(phase, Compiled) else None
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.changed_settings().items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.changed_settings.items())
         policy = "" if self.policy is None else self.policy.describe()
         return f"<AdaccCallback({settings}): {policy}>" if policy else f"AdaccCallback({settings})"
 

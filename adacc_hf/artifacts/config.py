@@ -158,13 +158,14 @@ class AdaccConfig:
         _check_range("loss_spike", self.loss_spike, 1.0, 1e6)
         _check_integer("takeover_steps", self.takeover_steps, 0, 1000)
 
+    @property
     def changed_settings(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, by name."""
         settings = ((field, getattr(self, field.name)) for field in fields(self))
         return {field.name: value for field, value in settings if value != field.default}
 
     def __repr__(self) -> str:
-        return f"AdaccConfig({', '.join(f'{name}={value!r}' for name, value in self.changed_settings().items())})"
+        return f"AdaccConfig({', '.join(f'{name}={value!r}' for name, value in self.changed_settings.items())})"
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -177,7 +178,6 @@ class AdaccConfig:
     def parsed_actions(self) -> frozenset[Action]:
         return frozenset(Action(name) for name in self.actions)
 
-    @property
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
         """Return a copy with some fields changed. Raises TypeError, which names the closest setting, for an unknown
         field."""

@@ -89,7 +89,7 @@ def callbacks(**settings: Any) -> list[Any]:
 def test_settings_of_the_file_reach_the_callback() -> None:
     (callback,) = callbacks(adacc_memory_budget="20GiB", adacc_actions=["retain", "recompute"], adacc_guard=False)
     assert type(callback) is AdaccCallback
-    assert callback.config.changed_settings() == {
+    assert callback.config.changed_settings == {
         "memory_budget": "20GiB",
         "actions": ("retain", "recompute"),
         "guard": False,
@@ -108,7 +108,7 @@ def test_a_budget_keeps_its_type(budget: Any) -> None:
 @pytest.mark.usefixtures("axolotl")
 def test_without_settings_the_defaults_hold() -> None:
     (callback,) = callbacks()
-    assert callback.config.changed_settings() == {}
+    assert callback.config.changed_settings == {}
 
 
 @pytest.mark.usefixtures("axolotl")
