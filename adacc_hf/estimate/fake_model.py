@@ -35,6 +35,7 @@ from adacc_hf.run.blocks import find_blocks
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.private import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     buffers_of,
     modules_of,
     parameters_of,
@@ -108,6 +109,10 @@ class Workload:
             )
 
 
+_MAX_REASON = 120
+"""Characters of another library's error message that a message of this module repeats."""
+
+
 class FakeModel:
     """Fake model of a workload, ready to be traced. Created by `fake_model`."""
 
@@ -118,7 +123,7 @@ class FakeModel:
         weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
         self.model = _model(workload, dtype)
-        self.model.config.use_cache = False
+        _disable_caches(self.model)
         self.model.train()
         if workload.compact_rank is not None:
             for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
@@ -168,12 +173,20 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     with fake_tensors(workload.trace):
         try:
             yield FakeModel(workload)
-        except (DataDependentOutputException, TypeError) as error:
+        except (DataDependentOutputException, DynamicOutputShapeException, TypeError) as error:
             name = type(workload.config).__name__
+            reason = str(error).partition("\n")[0][:_MAX_REASON]
             raise AdaccError(
-                f"a step of {name}'s language model cannot be traced without data ({type(error).__name__}: {error}): "
-                f"profile the model on a GPU and pass the saved profile with --profile"
+                f"a step of {name}'s model cannot be traced without data ({type(error).__name__}: {reason}): "
+                f"profile it with data and pass the saved profile with --profile"
             ) from error
+
+
+def _disable_caches(model: nn.Module) -> None:
+    """Disable key-value caches, as the Trainer does. Parts of a model, such as T5's decoder, have their own config."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.use_cache = False
 
 
 def _model(workload: Workload, dtype: str) -> PreTrainedModel:

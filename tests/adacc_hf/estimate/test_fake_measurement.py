@@ -11,7 +11,9 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
+    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -67,6 +69,18 @@ def t5(width: int, layers: int) -> PretrainedConfig:
     )
 
 
+EXPERTS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": 500,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
 def profile(config: PretrainedConfig, attention: str, dtype: torch.dtype | None, fake: bool) -> Profile:
     """Return the profile of a model on the CPU, with real or fake tensors."""
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -92,6 +106,10 @@ CASES = {
     "llama-eager-fp32": (llama(32, 2), "eager", None),
     "t5-sdpa-fp32": (t5(32, 2), "sdpa", None),
     "t5-eager-bf16-amp": (t5(64, 1), "eager", torch.bfloat16),
+    "mixtral-sdpa-fp32": (MixtralConfig(intermediate_size=48, num_local_experts=4, **EXPERTS), "sdpa", None),
+    "qwen3-moe-sdpa-bf16-amp": (
+        Qwen3MoeConfig(moe_intermediate_size=24, num_experts=8, head_dim=8, **EXPERTS), "sdpa", torch.bfloat16
+    ),
 }
 
 
