@@ -108,7 +108,9 @@ CASES = {
     "t5-eager-bf16-amp": (t5(64, 1), "eager", torch.bfloat16),
     "mixtral-sdpa-fp32": (MixtralConfig(intermediate_size=48, num_local_experts=4, **EXPERTS), "sdpa", None),
     "qwen3-moe-sdpa-bf16-amp": (
-        Qwen3MoeConfig(moe_intermediate_size=24, num_experts=8, head_dim=8, **EXPERTS), "sdpa", torch.bfloat16
+        Qwen3MoeConfig(moe_intermediate_size=24, num_experts=8, head_dim=8, **EXPERTS),
+        "sdpa",
+        torch.bfloat16,
     ),
 }
 
@@ -286,6 +288,19 @@ def test_products_of_halves_take_longer_where_rows_start_anywhere(
         assert tera_flops(rows, weight.T, out=buffer) == aligned
         assert tera_flops(buffer, weight) == aligned
         assert tera_flops(buffer.T, rows) == aligned
+
+
+def test_a_grouped_product_takes_the_operations_of_its_rows() -> None:
+    """Each row meets the weight of one group, in the product and in both of its gradients."""
+    device = find_device("h100")
+    expected = pytest.approx(2 * 8192 * 4096 * 2048 / device.flops["bfloat16"] * 1e3, rel=0.02)  # plus the launch
+    with fake_tensors("cuda"):
+        rows, outputs = (torch.empty(8192, width, dtype=torch.bfloat16) for width in (4096, 2048))
+        weights, ends = torch.empty(8, 4096, 2048, dtype=torch.bfloat16), torch.empty(8, dtype=torch.int32)
+        for first, second in ((rows, weights), (outputs, weights.mT), (rows.T, outputs), (weights.mT, rows.T)):
+            with _SumOfTimes(device) as times:
+                torch.nn.functional.grouped_mm(first, second, offs=ends)
+            assert times.total_ms == expected
 
 
 def test_a_product_added_to_a_wider_sum_has_the_rate_of_its_factors() -> None:

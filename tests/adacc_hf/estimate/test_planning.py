@@ -1,15 +1,25 @@
 """Plans for runs that were never started: totals, searches, and refused options."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from adacc_hf import AdaccConfig, profile_model
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.cli import USER_ERROR, main
 from adacc_hf.compact import CompactFactory
+from adacc_hf.estimate import planning
+from adacc_hf.estimate.command import COMPUTED_IN
+from adacc_hf.estimate.devices import find_device
+from adacc_hf.estimate.fake_model import PRECISIONS, Workload
+from adacc_hf.estimate.plan_report import CONTEXT_BYTES, WIDTH, expected_bytes, to_text
+from adacc_hf.estimate.planning import Request
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
@@ -108,6 +118,15 @@ def test_zero_3_keeps_16_bit_weights_and_float32_masters(plan):
     assert shared["static"]["optimizer_bytes"] == -(-alone["static"]["parameters_bytes"] * 3 // 4)
 
 
+def test_zero_2_needs_its_buckets(plan):
+    """Two buckets of DeepSpeed's default size, in 16 bits, are part of the peak."""
+    unsharded, sharded = plan("--no-largest"), plan("--zero", "2", "4", "--no-largest")
+    bucket_bytes = 2 * 500_000_000 * 2
+    assert sharded["static"]["backward_buckets_bytes"] == bucket_bytes
+    excess = sharded["methods"]["plain"]["peak_bytes"] - unsharded["methods"]["plain"]["peak_bytes"]
+    assert 0.99 * bucket_bytes < excess < bucket_bytes  # the weights and gradients have 16 bits too
+
+
 def test_lora_trains_little(plan):
     full_plan, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")
     assert lora["static"]["gradients_bytes"] < 0.1 * full_plan["static"]["gradients_bytes"]
@@ -159,6 +178,49 @@ def test_a_saved_profile_takes_the_place_of_the_trace(plan, refusal_of, folder, 
     assert "--profile is of GPT2LMHeadModel with 3 blocks, --model has 2" in line
 
 
+def test_the_text_is_narrow_and_progress_is_printed_before_it(folder, capsys):
+    """The text has at most 100 columns, and names the model's limit. The first line on stderr needs no torch."""
+    assert main(["plan", "--model", folder, "--batch-size", "2", "--budget", "40MiB"]) == 0
+    printed = capsys.readouterr()
+    long_lines = [line for line in printed.out.splitlines() if len(line) > WIDTH and folder not in line]
+    assert not long_lines
+    assert "64 (the model's limit)" in printed.out
+    progress = [line for line in printed.err.splitlines() if line.startswith("[")]
+    assert progress[0] == "[  0 s] loading torch and Transformers"
+    assert progress[-1].endswith("searching for the largest batch and the longest sequence: adacc")
+
+
+def test_the_text_has_the_range_that_is_expected_on_the_device():
+    """Fragments, temporary tensors and the CUDA context widen the peak to a range. A CPU has none."""
+    workload = Workload(config=CONFIG, device=find_device("h100"), precision=PRECISIONS["bf16-amp"])
+    training_plan = planning.plan(
+        Request(model="small", workload=workload, batch_size=2, seq_len=32, find_largest=False)
+    )
+    low, high = expected_bytes(training_plan)
+    peak_bytes = training_plan.forecasts["plain"].peak_bytes
+    assert low < peak_bytes < high - CONTEXT_BYTES
+    text = " ".join(to_text(training_plan).split())
+    assert f"Expected on the device, plain: {format_bytes(low)} to {format_bytes(high)}. " in text
+    assert "to be safe" not in text
+
+    def on(**device):
+        workload_there = replace(workload, device=replace(workload.device, **device))
+        return replace(training_plan, request=replace(training_plan.request, workload=workload_there))
+
+    assert "to be safe, pass --budget" in " ".join(to_text(on(memory_bytes=CONTEXT_BYTES + peak_bytes)).split())
+    assert expected_bytes(on(trace="cpu")) is None
+
+
+def test_the_largest_batch_with_adapters_is_found(plan, tmp_path):
+    """At a batch of gigabytes, the plan with the least bytes is an integer solution only within the tolerance."""
+    LlamaConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=500,
+        max_position_embeddings=128,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    methods = plan("--peft", "lora", "--seq-len", "64", "--batch-size", "2", model=str(tmp_path))["methods"]
+    assert methods["plain"]["largest_batch"] < methods["adacc"]["largest_batch"]
+
+
 def test_the_report_is_written(plan, tmp_path):
     plan("--no-largest", "--html", str(tmp_path / "report"))
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
@@ -195,12 +257,24 @@ REFUSED = {
     "rank": (["--rank", "8"], "--rank=8 needs --optimizer compact: pass both"),
     "rank form": (["--optimizer", "compact", "--rank", "half"], "--rank=half must be a fraction of a layer's inputs"),
     "rank range": (["--optimizer", "compact", "--rank", "1.5"], "rank=1.5 must be a fraction of a layer's inputs"),
-    "lora": (["--lora-rank", "8"], "--lora-rank needs --peft lora: pass both"),
+    "lora": (["--lora-rank", "0"], "--lora-rank needs --peft lora: pass both"),
     "lora rank": (["--peft", "lora", "--lora-rank", "0"], "--lora-rank=0 must be at least 1"),
     "lora targets": (["--peft", "lora", "--lora-targets", "nothing"], "--lora-targets=nothing"),
     "dtype": (["--device", "v100"], "--device=v100 cannot train in bfloat16: choose another --dtype"),
     "ddp": (["--ddp", "1"], "--ddp needs at least 2 devices, not 1"),
     "zero": (["--zero", "4", "2"], "--zero 4 2: ZeRO has no stage 4, choose 1, 2 or 3"),
+    "budget without unit": (["--budget", "20"], '--budget=20 is 20 bytes, which may have been meant as "20GiB"'),
+    "lora dropout": (["--peft", "lora", "--lora-dropout", "1"], "--lora-dropout=1.0 must be at least 0 and below 1"),
+    "modules to save": (["--modules-to-save", "lm_head"], "--modules-to-save needs --peft lora: pass both"),
+    "4 bits": (["--load-in-4bit"], "--load-in-4bit needs --peft lora: pass both"),
+    "4 bits in parts": (
+        ["--load-in-4bit", "--peft", "lora", "--fsdp", "2"],
+        "--fsdp is not planned with weights of 4 bits: choose",
+    ),
+    "8 bits": (["--load-in-8bit"], "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
+    "images": (["--image-tokens", "64"], "--image-tokens: images are not planned: plan the language model alone"),
+    "liger": (["--liger"], "--liger: Liger's kernels cannot be traced without a GPU: leave out --liger"),
+    "tensor parallelism": (["--tp", "2"], "--tp: tensor parallelism is not planned: use --fsdp N or --zero 3 N"),
     "outliers": (["--outlier-share", "2"], "--outlier-share=2.0 is outside 0 to 1"),
 }
 
@@ -210,6 +284,24 @@ def test_what_is_refused(refusal_of, case):
     options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         raise ValueError(refusal_of(*options))
+
+
+def test_precisions_compute_in_the_dtype_that_is_checked_without_torch() -> None:
+    computed_in = {name: str(precision.compute).removeprefix("torch.") for name, precision in PRECISIONS.items()}
+    assert computed_in == COMPUTED_IN
+
+
+def test_wrong_options_are_refused_before_torch_is_imported() -> None:
+    wrong = (
+        ["--device", "b200"], ["--optimizer", "adam"], ["--zero", "4", "2"], ["--fsdp", "1"], ["--budget", "20"],
+        ["--budget", "much"], ["--device", "v100"], ["--liger"], ["--model", "/no/such/folder"],
+    )  # fmt: skip
+    code = (
+        "import sys; from adacc_hf.cli import main\n"
+        f"for options in {wrong!r}: print(main(['plan', '--model', 'demo', *options]), 'torch' in sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [f"{USER_ERROR} False"] * len(wrong), process.stderr
 
 
 def test_an_unknown_model_is_refused(refusal_of, tmp_path: Path):
