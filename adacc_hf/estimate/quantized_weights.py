@@ -48,9 +48,10 @@ def quantization_of(config: PretrainedConfig, model: str) -> Quantization | None
             f"--model={model} has a quantization_config ({method}) that cannot be planned: only bitsandbytes' 4 bits "
             f"can. Remove it from the config to plan unquantized weights, or pass a measured --profile"
         )
+    # The setting's name begins with that of the 8-bit weights, although it is for both.
+    skipped = next((value for name, value in settings.items() if name.endswith("_skip_modules")), None)
     return Quantization(
-        has_nested_scales=bool(settings.get("bnb_4bit_use_double_quant")),
-        skipped_modules=tuple(settings.get("llm_int8_skip_modules") or ()),
+        has_nested_scales=bool(settings.get("bnb_4bit_use_double_quant")), skipped_modules=tuple(skipped or ())
     )
 
 
