@@ -26,9 +26,9 @@ from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.artifacts.config import parse_budget
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.estimate.command import to_text
 from adacc_hf.estimate.devices import NAMES
 from adacc_hf.estimate.model_presets import checked_seq_len, fresh_model, load_config
+from adacc_hf.estimate.plan_report import to_text
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 

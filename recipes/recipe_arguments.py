@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from adacc_hf.estimate.model_presets import PRESETS
+from adacc_hf.estimate.presets import PRESETS
 
 Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "compact", "adacc_compact", "compare"]
 

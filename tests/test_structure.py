@@ -17,7 +17,7 @@ ROOT = TESTS.parent
 PRODUCT = ("adacc_hf", "callbacks", "kernels", "recipes")
 
 WITHOUT_TESTS: dict[str, str] = {
-    "callbacks/startup/sitecustomize.py": "Python runs it when a process starts; test_launched.py starts such processes",
+    "callbacks/startup/sitecustomize.py": "Python runs it at its start; test_launched.py starts processes",
 }
 """Files of the product without a test file of their name, each with the reason. At most MAX_WITHOUT_TESTS."""
 MAX_WITHOUT_TESTS = 5

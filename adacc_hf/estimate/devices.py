@@ -37,6 +37,14 @@ class Device:
     trace: str = "cuda"
     """Device type of the fake tensors, "cuda" or "cpu"; it decides which kernels torch chooses."""
 
+    def check_dtype(self, dtype: str) -> None:
+        """Raise ValueError if the device cannot train in `dtype`."""
+        if dtype not in self.flops:
+            raise ValueError(
+                f"--device={self.name} cannot train in {dtype}: choose another --dtype, the device supports "
+                f"{', '.join(self.flops)}"
+            )
+
 
 _CUDA_LAUNCH_MS = 0.005
 """Gap between two small kernels that torch launches one by one: about 5 us on the GPUs of the table."""

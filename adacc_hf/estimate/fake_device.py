@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from adacc_hf.artifacts.errors import FakeDeviceError
 from adacc_hf.kernels._compiler import build
 from adacc_hf.torch_glue.compat import no_packed_sequences
+from adacc_hf.torch_glue.dynamo import grouped_products_of_any_dtype
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
 from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key, tree_leaves
 from adacc_hf.torch_glue.rng_state import replace_generators
@@ -44,11 +45,24 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         if device_type == "cuda":
             _register_guard()
             stack.enter_context(_FusedAttention())
+            stack.enter_context(_compute_capability((8, 0)))
         stack.enter_context(no_packed_sequences())
+        stack.enter_context(grouped_products_of_any_dtype())
         stack.enter_context(_FakeTensors())
         stack.enter_context(torch.device(device_type))
         stack.enter_context(replace_generators({"cpu": _FakeCpuGenerator(), "cuda": _FakeCudaGenerator()}))
         yield
+
+
+@contextmanager
+def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
+    """Answer `capability` to code that asks for the GPU's while the context is open, as experts of Transformers do."""
+    original = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: capability
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = original
 
 
 class _FakeTensors(FakeTensorMode):

@@ -42,6 +42,7 @@ from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors
 from adacc_hf.torch_glue.memory import MemoryMeter, count_static_bytes, forward_loss
 from adacc_hf.torch_glue.private import (
+    GROUPED_PRODUCT,
     TorchDispatchMode,
     attention_operator,
     op_name,
@@ -297,7 +298,8 @@ def transfer_ms(device: Device, num_bytes: float) -> float:
 
 def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
     """Return the milliseconds of the matrix products in one operator at the peak rate; 0 for other operators."""
-    formula = flop_registry.get(_flop_equivalent(target))
+    is_grouped = target.overloadpacket is GROUPED_PRODUCT
+    formula = _grouped_operations if is_grouped else flop_registry.get(_flop_equivalent(target))
     if formula is None:
         return 0.0
     factors = _tensors((args, kwargs))[1 if target.overloadpacket in _MULTIPLY_ADD else 0 :]
@@ -311,6 +313,13 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     elif any(map(_is_unaligned, [*factors, *_tensors(results)])):
         rate *= device.unaligned_share
     return 1e3 * operations / rate
+
+
+def _grouped_operations(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations of a grouped product, which torch's table lacks. A 2-D factor is split into the groups."""
+    if first.dim() == 2:
+        return 2 * first.numel() * second.shape[-1]
+    return 2 * second.numel() * first.shape[-2]
 
 
 _MULTIPLY_ADD = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}

@@ -6,27 +6,26 @@ model.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.profile import BlockProfile, Profile
 from adacc_hf.compact import CompactFactory
+from adacc_hf.estimate.adapters import Adapters, lora_model
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasurement
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
+from adacc_hf.estimate.quantized_weights import Quantization
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
@@ -35,10 +34,8 @@ from adacc_hf.run.blocks import find_blocks
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.private import (
     DataDependentOutputException,
-    buffers_of,
+    DynamicOutputShapeException,
     modules_of,
-    parameters_of,
-    unset_fake_temporarily,
 )
 
 
@@ -58,22 +55,11 @@ PRECISIONS = {
     "fp32": Precision(torch.float32, None),
     "bf16": Precision(torch.bfloat16, None),
     "bf16-amp": Precision(torch.float32, torch.bfloat16),
+    "bf16-weights-amp": Precision(torch.bfloat16, torch.bfloat16),
     "fp16-amp": Precision(torch.float32, torch.float16),
 }
-"""Precisions by their name on the command line. fp32 and bf16 use that dtype for all tensors. The -amp precisions are
-float32 with autocast, the Trainer's bf16=True and fp16=True."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapters:
-    """Settings of LoRA's adapters. None is PEFT's default."""
-
-    rank: int | None = None
-    targets: tuple[str, ...] | None = None
-    """Names of the layers with adapters. PEFT's default depends on the architecture."""
-    dropout: float | None = None
-    dtype: str | None = None
-    """PEFT's default is float32, even if the model's weights have 16 bits."""
+"""Precisions by their name on the command line. fp32 and bf16 use that dtype for all tensors. The -amp precisions have
+autocast, the Trainer's bf16=True and fp16=True, with float32 weights, or with weights loaded in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +69,12 @@ class Workload:
     config: PretrainedConfig
     device: Device
     precision: Precision
-    attention: str = "sdpa"
+    attention: str | None = None
+    """"sdpa" or "eager". None for Transformers' default: sdpa if the model has it, else eager."""
     adapters: Adapters | None = None
     """LoRA's adapters, the only parameters that are trained then. None to train the whole model."""
+    quantization: Quantization | None = None
+    """Weights of 4 bits, under adapters. None for weights in the precision's dtype."""
     compact_rank: float | int | None = None
     """Rank in which CompAct trains the blocks' linear layers, as `CompactFactory` takes it. None without CompAct."""
     trace: str = "cuda"
@@ -100,12 +89,17 @@ class Workload:
         return self.sharding.casts_weights and self.precision.autocast is not None
 
     def __post_init__(self) -> None:
-        dtype = str(self.precision.compute).removeprefix("torch.")
-        if dtype not in self.device.flops:
+        self.device.check_dtype(str(self.precision.compute).removeprefix("torch."))
+        if self.quantization is not None and self.adapters is None:
+            raise ValueError("weights of 4 bits cannot be trained: add --peft lora, or plan unquantized weights")
+        if self.quantization is not None and self.sharding.method not in ("none", "ddp"):
             raise ValueError(
-                f"--device={self.device.name} cannot train in {dtype}: choose another --dtype, the device supports "
-                f"{', '.join(self.device.flops)}"
+                f"--{self.sharding.method} is not planned with weights of 4 bits: choose --ddp or a single device"
             )
+
+
+_MAX_REASON = 120
+"""Characters of another library's error message that a message of this module repeats."""
 
 
 class FakeModel:
@@ -118,7 +112,7 @@ class FakeModel:
         weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
         self.model = _model(workload, dtype)
-        self.model.config.use_cache = False
+        _disable_caches(self.model)
         self.model.train()
         if workload.compact_rank is not None:
             for layer in CompactFactory()(self.model, rank=workload.compact_rank).layers:
@@ -168,66 +162,28 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     with fake_tensors(workload.trace):
         try:
             yield FakeModel(workload)
-        except (DataDependentOutputException, TypeError) as error:
+        except AdaccError:
+            raise
+        except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
             name = type(workload.config).__name__
+            reason = str(error).partition("\n")[0][:_MAX_REASON]
             raise AdaccError(
-                f"a step of {name}'s language model cannot be traced without data ({type(error).__name__}: {error}): "
-                f"profile the model on a GPU and pass the saved profile with --profile"
+                f"a step of {name}'s model cannot be traced without data ({type(error).__name__}: {reason}): "
+                f"profile it with data and pass the saved profile with --profile"
             ) from error
+
+
+def _disable_caches(model: nn.Module) -> None:
+    """Disable key-value caches. Parts of a model may have a configuration of their own, as T5's decoder has."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.use_cache = False
 
 
 def _model(workload: Workload, dtype: str) -> PreTrainedModel:
     if workload.adapters is not None:
-        return _lora_model(workload.config, workload.attention, dtype, workload.adapters)
+        return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
     return fresh_model(workload.config, workload.attention, dtype)
-
-
-def _lora_model(config: PretrainedConfig, attention: str, dtype: str, adapters: Adapters) -> PreTrainedModel:
-    """Return the model with PEFT's LoRA adapters."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise AdaccError("--peft=lora needs the package peft: pip install peft") from error
-    task = "SEQ_CLS" if is_classifier(config) else "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
-    options: dict[str, Any] = {"r": adapters.rank, "target_modules": adapters.targets, "lora_dropout": adapters.dropout}
-    # Build on meta first: PEFT moves new adapters to their layer's device, which fake tensors do not support.
-    with unset_fake_temporarily(), torch.device("meta"):
-        model = fresh_model(config, attention, dtype)
-        # Without this setting PEFT would set it itself, and warn.
-        is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
-        explicit_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        lora = LoraConfig(task_type=task, fan_in_fan_out=is_transposed, **explicit_options)
-        with warnings.catch_warnings():  # PEFT reads a property that Transformers renames: irrelevant to users
-            warnings.simplefilter("ignore", FutureWarning)
-            try:
-                adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
-            except ValueError as error:
-                if adapters.targets is None:
-                    raise
-                raise ValueError(
-                    f"--lora-targets={' '.join(adapters.targets)}: PEFT cannot add adapters to these layers: {error}"
-                ) from error
-        if adapters.dtype is not None:
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.to(getattr(torch, adapters.dtype))
-    _from_meta(adapted)
-    return cast("PreTrainedModel", adapted)  # PeftModel forwards missing attributes to the model
-
-
-def _from_meta(model: nn.Module) -> None:
-    """Replace every parameter and buffer on meta by a new tensor on the default device. Shared tensors stay shared."""
-    replacements: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (parameters_of(module), buffers_of(module)):
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if id(old) not in replacements:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    is_parameter = isinstance(old, nn.Parameter)
-                    replacements[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
-                tensors[name] = replacements[id(old)]
 
 
 # Thinning: trace a model with only a few blocks of each run of equal blocks, and extrapolate the profile of the model.

@@ -1,6 +1,5 @@
-"""Model configurations by name: the GPT models of the paper's Table 3, LLaMA, T5, small demos, or any hub model."""
+"""Model configurations by name (a preset, a hub id or a folder), and models built from them."""
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -9,112 +8,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    GPT2Config,
-    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
-    T5Config,
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Gpt2Size:
-    """Shape of a GPT-2. Other settings are GPT2Config's defaults (dropout 0.1, tied embeddings)."""
-
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_positions: int = 1024
-    vocab_size: int = 50257
-
-    def config(self) -> GPT2Config:
-        # The tokenizer sets the special token ids. GPT2Config's default id would lie outside a small vocabulary.
-        return GPT2Config(**asdict(self), bos_token_id=None, eos_token_id=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaSize:
-    """Shape of a LLaMA. Other settings are LlamaConfig's defaults (no dropout)."""
-
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int = 4096
-    vocab_size: int = 128_256
-    tie_word_embeddings: bool = True
-
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(**asdict(self), bos_token_id=None, eos_token_id=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class T5Size:
-    """Shape of a T5 with equal numbers of encoder and decoder layers. Other settings are T5Config's defaults (dropout
-    0.1)."""
-
-    num_layers: int
-    d_model: int
-    d_ff: int
-    num_heads: int
-    d_kv: int = 64
-    vocab_size: int = 32_128
-
-    def config(self) -> T5Config:
-        return T5Config(**asdict(self) | {"decoder_start_token_id": 0})
-
-
-PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
-    # 4.9 million parameters. With a vocabulary of 2048 instead of 512 the loss did not fall within a hundred steps.
-    "demo": Gpt2Size(n_layer=6, n_embd=256, n_head=4, n_positions=256, vocab_size=512),
-    # OpenAI's names count 117 and 345 million; with the embeddings counted in full it is 124.4 and 354.8 million.
-    "gpt2-117m": Gpt2Size(n_layer=12, n_embd=768, n_head=12),
-    "gpt2-345m": Gpt2Size(n_layer=24, n_embd=1024, n_head=16),
-    # The paper gives only the total, 4.7 billion; 40 layers of width 3072 make 4.69 billion.
-    "gpt2-4.7b": Gpt2Size(n_layer=40, n_embd=3072, n_head=24),
-    # Llama 3.2 1B, as published: 1.24 billion.
-    "llama-1b": LlamaSize(
-        num_hidden_layers=16,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-    # LLaMA-3 8B and 70B, as published: 8.03 and 70.6 billion.
-    "llama3-8b": LlamaSize(
-        num_hidden_layers=32,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    ),
-    "llama3-70b": LlamaSize(
-        num_hidden_layers=80,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    ),
-    # T5 11B, as published: 11.3 billion, in feed-forward layers of 64 times the width.
-    "t5-11b": T5Size(num_layers=24, d_model=1024, d_ff=65_536, num_heads=128, d_kv=128),
-    # T5 Base, as published: 222.9 million.
-    "t5-base": T5Size(num_layers=12, d_model=768, d_ff=3072, num_heads=12),
-    "demo-llama": LlamaSize(
-        num_hidden_layers=6,
-        hidden_size=256,
-        intermediate_size=688,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        vocab_size=512,
-    ),
-    "demo-t5": T5Size(num_layers=3, d_model=256, d_ff=1024, num_heads=4, vocab_size=512),
-}
+from adacc_hf.estimate.presets import PRESETS, unknown_model
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -126,11 +24,7 @@ def load_config(name: str) -> PretrainedConfig:
     except StrictDataclassError as error:
         raise ValueError(f"--model={name} has a configuration with an invalid value: {error}") from error
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"--model={name} is not a preset ({', '.join(PRESETS)}), and could not be loaded as a hub id or folder: "
-            f"{reason}"
-        ) from error
+        raise ValueError(unknown_model(name, error)) from error
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -169,12 +63,27 @@ def build_model(
     return fresh_model(config, attn_implementation)
 
 
-def fresh_model(config: PretrainedConfig, attn_implementation: str, dtype: str = "float32") -> PreTrainedModel:
-    """Build the classifier or language model of `config`, with random weights from torch's current seed."""
+def fresh_model(config: PretrainedConfig, attn_implementation: str | None, dtype: str = "float32") -> PreTrainedModel:
+    """Build the classifier or language model of `config`, with random weights from torch's current seed.
+
+    Without `attn_implementation`, Transformers chooses one. Raises ValueError if there is no such model or attention.
+    """
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if is_classifier(config):
         auto_class = AutoModelForSequenceClassification
-    return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+    try:
+        return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+    except ValueError as error:
+        if "does not support an attention implementation" in str(error):
+            raise ValueError(
+                f"attention {attn_implementation} is not implemented for {type(config).__name__}: choose eager"
+            ) from error
+        if "Unrecognized configuration class" not in str(error):  # followed by the names of all classes
+            raise
+        raise ValueError(
+            f"{type(config).__name__} has no {auto_class.__name__}: choose a language model, or the language model of "
+            f"a model with images or sound, which is the text_config in its config.json"
+        ) from error
 
 
 def is_classifier(config: PretrainedConfig) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,12 +17,16 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
+from adacc_hf.estimate.integer_search import largest_fitting
 from adacc_hf.estimate.reserved_memory import reserved_bytes
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import solve_policy
+from adacc_hf.torch_glue.compat import attention_of
 from adacc_hf.torch_glue.memory import distinct_bytes
+
+log = logging.getLogger(__name__)
 
 METHODS = ("plain", "full recomputation", "adacc")
 """Compared methods: RETAIN everything, torch's checkpoint around every block, and the solved policy."""
@@ -90,6 +95,8 @@ class TrainingPlan:
     """Plan for a request: memory, policy and a forecast for each method."""
 
     request: Request
+    attention: str
+    """Implementation of the attention, or of several attentions."""
     static: StaticMemory
     profile: Profile
     policy: Policy | None
@@ -137,6 +144,7 @@ def plan(request: Request) -> TrainingPlan:
     Raises ValueError if the budget is below the static memory of training, and FakeDeviceError or AdaccError if the
     model cannot be traced.
     """
+    log.info("building %s without memory", request.model)
     with fake_model(request.workload) as model:
         return _Planner(request, model).plan()
 
@@ -159,14 +167,20 @@ class _Planner:
         request = self.request
         _check_budget(request, self.static)
         _check_profile(request.profile, self.model)
+        log.info(
+            "tracing a step of %d x %d tokens in %d blocks", request.batch_size, request.seq_len, len(self.model.blocks)
+        )
         profile = self.profile()
+        log.info("solving for a policy within %s", format_bytes(request.budget))
         policy, peak_bytes, bound_bytes = _solve(profile, request.budget, request.workload.adacc)
+        log.info("simulating torch's allocator")
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
             self._traced[request.batch_size, request.seq_len] = profile
             forecasts = self._add_largest(forecasts)
         return TrainingPlan(
             request=request,
+            attention=" and ".join(attention_of(self.model.model)),
             static=self.static,
             profile=profile,
             policy=policy,
@@ -257,6 +271,7 @@ class _Planner:
         extended = {}
         largest_batch, seq_len = self.request.batch_size, self.request.seq_len
         for method, forecast in forecasts.items():
+            log.info("searching for the largest batch and the longest sequence: %s", method)
             largest_batch = self._largest_batch(method, max(1, largest_batch))
             seq_len = self._longest_seq_len(method, max(1, seq_len))
             extended[method] = replace(forecast, largest_batch=largest_batch, longest_seq_len=seq_len)
@@ -386,74 +401,3 @@ def _phases(outcome: Outcome) -> dict[str, int]:
 
 def _trained_bytes(module: nn.Module) -> int:
     return distinct_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)
-
-
-# Search for the largest integer that fits, with few evaluations if the excess is close to a low-degree polynomial.
-
-NUM_INTERPOLATED = 3
-"""Points that the next guess is interpolated from: memory is at most quadratic in the sequence length."""
-MAX_STALLS = 3
-"""Consecutive guesses that may leave more than half of the interval. After these, the search bisects once."""
-
-MAX_GROWTH = 32
-"""Upper limit of the next guess as a multiple of the largest n that fits so far, because extrapolation is rough."""
-
-
-def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
-    """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if there is none.
-
-    `excess` must not decrease with n. The search starts at `start`, and continues where the polynomial through the
-    nearest known points is 0. `hints` are known points (n, excess(n)); the one at n = 0 may be an estimate.
-    """
-    points = dict(hints)
-    low, high, stalls = 0, limit + 1, 0
-    guess = min(max(start, 1), limit)
-    while low + 1 < high:
-        previous_width = high - low
-        points[guess] = excess(guess)
-        if points[guess] <= 0:
-            low = guess
-        else:
-            high = guess
-        stalls = stalls + 1 if 2 * (high - low) > previous_width else 0
-        middle = (low + high) // 2
-        end = min(high, MAX_GROWTH * low) if low else high
-        guess = middle if stalls > MAX_STALLS else _last_nonpositive(_interpolate(points, low, high), low, end)
-    return low
-
-
-def _interpolate(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """Return the polynomial through the points at `low` and `high` and the points nearest to 0 (divided differences).
-
-    The method is Newton's; at most NUM_INTERPOLATED points are used.
-    """
-    exact = [n for n in points if n > 0]
-    nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))
-    nodes = nodes[:NUM_INTERPOLATED]
-    terms = [float(points[n]) for n in nodes]
-    for order in range(1, len(nodes)):
-        for i in range(len(nodes) - 1, order - 1, -1):
-            terms[i] = (terms[i] - terms[i - 1]) / (nodes[i] - nodes[i - order])
-
-    def value(n: int) -> float:
-        total = 0.0
-        for node, term in zip(reversed(nodes), reversed(terms), strict=True):
-            total = total * (n - node) + term
-        return total
-
-    return value
-
-
-def _last_nonpositive(value: Callable[[int], float], low: int, high: int) -> int:
-    """Return the last n strictly between `low` and `high` with value(n) <= 0.
-
-    If `value` decreases somewhere, the result is some n strictly between them.
-    """
-    below, above = low, high
-    while below + 1 < above:
-        middle = (below + above) // 2
-        if value(middle) <= 0:
-            below = middle
-        else:
-            above = middle
-    return min(max(below, low + 1), high - 1)

@@ -1,5 +1,7 @@
 """Static memory of training on each of N devices: parameters, gradients, optimizer state and buffers.
 
+The module imports torch only to compute sizes, so that wrong options are refused before torch is loaded.
+
 Dtypes by precision, the same as with the Trainer and Accelerate:
 
 - fp32, bf16: parameters, gradients and optimizer state all have that dtype.
@@ -10,19 +12,25 @@ Dtypes by precision, the same as with the Trainer and Accelerate:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from adacc_hf.torch_glue.memory import distinct_bytes
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 FLOAT32_BYTES = 4
 _INT8_MIN_ELEMENTS = 4096
 """Minimum size of a parameter for 8-bit state: bitsandbytes keeps the state of smaller parameters in float32."""
 _INT8_BLOCK = 256
 """Elements of 8-bit state that share one float32 scale."""
+_REDUCE_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this size for any model."""
+_NUM_BACKWARD_BUCKETS = 2
+"""Buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate set. Without it,
+DeepSpeed's default for these stages, there is one (`setup_buckets` in runtime/zero/stage_1_and_2.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +62,11 @@ class Sharding:
         return self.method.startswith("zero")
 
     @property
+    def num_reduce_buckets(self) -> int:
+        """Number of DeepSpeed's buckets for the reduction of gradients."""
+        return {"zero1": _NUM_BACKWARD_BUCKETS, "zero2": _NUM_BACKWARD_BUCKETS, "zero3": 1}.get(self.method, 0)
+
+    @property
     def casts_weights(self) -> bool:
         """True if mixed precision computes with 16-bit copies of float32 weights.
 
@@ -76,25 +89,29 @@ class StaticMemory:
     unsharded_bytes: int
     """Gathered parameters: the parameters outside the blocks, the running block and one prefetched block."""
     buckets_bytes: int
-    """DDP's gradient buckets, a second copy of the gradients."""
+    """Buckets of gradients that are never freed: DDP's, a second copy of the gradients, or ZeRO-3's."""
+    backward_buckets_bytes: int
+    """Buckets of gradients of ZeRO-1 and ZeRO-2, freed before the optimizer's step."""
     update_bytes: int
     """Temporaries of the optimizer's step."""
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes that stay allocated during the whole step."""
+        """Bytes that stay allocated during forward and backward. Buckets of backward are counted in forward too."""
         return (
             self.parameters_bytes
             + self.optimizer_bytes
             + self.buffers_bytes
             + self.unsharded_bytes
             + self.buckets_bytes
+            + self.backward_buckets_bytes
         )
 
     @property
     def update_peak_bytes(self) -> int:
         """Peak of live bytes in the optimizer's step."""
-        return self.resting_bytes - self.unsharded_bytes + self.gradients_bytes + self.update_bytes
+        freed_bytes = self.unsharded_bytes + self.backward_buckets_bytes
+        return self.resting_bytes - freed_bytes + self.gradients_bytes + self.update_bytes
 
 
 @dataclass(frozen=True)
@@ -117,8 +134,8 @@ def _factored_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of Adafactor's second moments: one mean per row and one per column."""
     if tensor.dim() < 2:
         return FLOAT32_BYTES * tensor.numel()
-    rows, columns = tensor.shape[:-1].numel(), (*tensor.shape[:-2], tensor.shape[-1])
-    return FLOAT32_BYTES * (rows + torch.Size(columns).numel())
+    rows, columns = math.prod(tensor.shape[:-1]), math.prod((*tensor.shape[:-2], tensor.shape[-1]))
+    return FLOAT32_BYTES * (rows + columns)
 
 
 def _no_bytes(_: Sequence[torch.Tensor]) -> int:
@@ -178,6 +195,8 @@ def static_memory(
     keeps float32 weights and gradients, and gathers 16-bit copies of the layers in use. The model may be on meta, or
     fake. Raises ValueError if `optimizer` is unknown.
     """
+    from adacc_hf.torch_glue.memory import distinct_bytes
+
     check_optimizer(optimizer)
     rule = _OPTIMIZERS[optimizer]
     parameters = list(model.parameters())
@@ -190,24 +209,31 @@ def static_memory(
     is_float32 = master_weights and not sharding.is_deepspeed
     weights = sum(map(_nbytes, _float32(allocated) if is_float32 else allocated))
     gradients = sum(map(_nbytes, updated if is_float32 else trained))
+    bucket_bytes = _REDUCE_BUCKET_ELEMENTS * trained[0].dtype.itemsize if trained else 0
+    reduce_bytes = sharding.num_reduce_buckets * bucket_bytes
     return StaticMemory(
         parameters_bytes=_shard_bytes(weights, sharding.num_shards("parameters")),
         gradients_bytes=_shard_bytes(gradients, sharding.num_shards("gradients")),
         optimizer_bytes=_shard_bytes(state + masters, sharding.num_shards("optimizer")),
         buffers_bytes=distinct_bytes(model.buffers()),
         unsharded_bytes=_unsharded_bytes(parameters, blocks) if sharding.num_shards("parameters") > 1 else 0,
-        buckets_bytes=gradients if sharding.method == "ddp" else 0,
+        buckets_bytes=gradients if sharding.method == "ddp" else reduce_bytes if sharding.method == "zero3" else 0,
+        backward_buckets_bytes=0 if sharding.method == "zero3" else reduce_bytes,
         update_bytes=_shard_bytes(rule.update_bytes(updated), sharding.num_shards("optimizer")),
     )
 
 
 def _float32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the same shapes in float32, on meta."""
+    import torch
+
     return [torch.empty_like(tensor, dtype=torch.float32, device="meta") for tensor in tensors]
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:
     """Return the bytes of gathered parameters: everything outside the blocks, and the two largest blocks."""
+    from adacc_hf.torch_glue.memory import distinct_bytes
+
     sizes = sorted(distinct_bytes(block.parameters()) for block in blocks)
     return distinct_bytes(parameters) - sum(sizes) + sum(sizes[-2:])
 

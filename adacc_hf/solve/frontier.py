@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog
+from adacc_hf.solve.linear_program import TOLERANCE, LinearProgram, Solver, SolverLog
 from adacc_hf.solve.milp import BlockVariables, KindModel, PricedPlan, retain_all
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ class _PricedMemory:
     def least_bytes(self) -> PricedPlan:
         """Return the fastest of the plans that store least."""
         least = self._solve(self.block.terms_bytes(SCALE / self.total_bytes))
-        fastest = self._solve(self.block.terms_ms(SCALE / self.total_ms), least.nbytes / self.total_bytes)
+        # Values of an integer solution are integers only within a tolerance, so the limit needs the same slack.
+        limit = least.nbytes / self.total_bytes + TOLERANCE
+        fastest = self._solve(self.block.terms_ms(SCALE / self.total_ms), limit)
         return min(least, fastest, key=lambda plan: (plan.nbytes, plan.ms))
 
     def _solve(self, costs: list[tuple[int, float]], limit: float = math.inf) -> PricedPlan:

@@ -293,7 +293,7 @@ def _dynamo() -> Any:
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
-            stack.enter_context(_grouped_products_of_any_dtype())
+            stack.enter_context(grouped_products_of_any_dtype())
             stack.enter_context(guard_identities(inputs.numbers))
             stack.enter_context(record_class_reads(inputs.class_reads, inputs.numbers))
             stack.enter_context(record_dict_order(inputs.numbers))
@@ -313,7 +313,7 @@ def _dynamo() -> Any:
 
 
 @contextmanager
-def _grouped_products_of_any_dtype() -> Iterator[None]:
+def grouped_products_of_any_dtype() -> Iterator[None]:
     """Have torch infer the shape of a grouped matrix product for float32 and float16 too.
 
     torch itself supports bfloat16 alone there, although its kernels support the other dtypes.

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, TensorBase
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.nn.modules import module as nn_module
 from torch.utils._mode_utils import no_dispatch
@@ -28,9 +33,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GLOBAL_HOOKS", "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS",
-    "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY",
-    "DataDependentOutputException", "DisableTorchFunctionSubclass", "FakeTensorMode", "OpOverload",
-    "SingleLevelFunction", "TensorBase", "TorchDispatchMode", "attention_name", "attention_operator",
+    "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY",
+    "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
+    "OpOverload", "SingleLevelFunction", "TensorBase", "TorchDispatchMode", "attention_name", "attention_operator",
     "attention_priority", "before_profilers_start", "buffers_of", "compiled_call", "coo_indices", "coo_values",
     "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata",
     "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of",
@@ -121,6 +126,8 @@ op_name = _attribute_getter("OpOverload", "_opname")
 TO_COPY = torch.ops.aten._to_copy.default
 """Operator of a cast, a move to another device, or both."""
 SOFTMAX = torch.ops.aten._softmax
+GROUPED_PRODUCT = getattr(torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm"))
+"""Product of matrices in groups of rows, one group for each expert."""
 
 _ATTENTION = {
     kind: private_name("torch.ops.aten", f"_scaled_dot_product_{rest}")

@@ -9,8 +9,9 @@ from typing import Any
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
+from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plain_ms, training_profile
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.eval.records.records import Figures, Status

@@ -1,10 +1,62 @@
-"""adacc plan: what it prints and writes, and the options that it refuses."""
+"""The command `adacc plan`: its text and report, and refused options."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config
 
-from adacc_hf.cli import main
+from adacc_hf.cli import USER_ERROR, main
+from adacc_hf.estimate.command import COMPUTED_IN
+from adacc_hf.estimate.fake_model import PRECISIONS
+from adacc_hf.estimate.plan_report import WIDTH
+
+CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
+MIB = 2**20
+REFUSED = {
+    "device": (["--device", "b200"], "--device=b200 is not in the table of devices: choose from h100"),
+    "batch": (["--batch-size", "0"], "--batch-size=0 must be at least 1"),
+    "short": (["--seq-len", "1"], "--seq-len=1 is outside its range \\(2 to 64"),
+    "long": (["--seq-len", "65"], "--seq-len=65 is outside its range \\(2 to 64, the model's context\\)"),
+    "budget": (["--budget", "1MiB"], "--budget=1.00 MiB is below the .* MiB that training takes .*--fsdp N"),
+    "budget form": (["--budget", "much"], "--budget='much'"),
+    "optimizer": (["--optimizer", "adam"], "--optimizer=adam is not known: choose from adamw"),
+    "rank": (["--rank", "8"], "--rank=8 needs --optimizer compact: pass both"),
+    "rank form": (["--optimizer", "compact", "--rank", "half"], "--rank=half must be a fraction of a layer's inputs"),
+    "rank range": (["--optimizer", "compact", "--rank", "1.5"], "rank=1.5 must be a fraction of a layer's inputs"),
+    "lora": (["--lora-rank", "0"], "--lora-rank needs --peft lora: pass both"),
+    "lora rank": (["--peft", "lora", "--lora-rank", "0"], "--lora-rank=0 must be at least 1"),
+    "lora targets": (["--peft", "lora", "--lora-targets", "nothing"], "--lora-targets=nothing"),
+    "dtype": (["--device", "v100"], "--device=v100 cannot train in bfloat16: choose another --dtype"),
+    "ddp": (["--ddp", "1"], "--ddp needs at least 2 devices, not 1"),
+    "zero": (["--zero", "4", "2"], "--zero 4 2: ZeRO has no stage 4, choose 1, 2 or 3"),
+    "budget without unit": (["--budget", "20"], '--budget=20 is 20 bytes, which may have been meant as "20GiB"'),
+    "lora dropout": (["--peft", "lora", "--lora-dropout", "1"], "--lora-dropout=1.0 must be at least 0 and below 1"),
+    "modules to save": (["--modules-to-save", "lm_head"], "--modules-to-save needs --peft lora: pass both"),
+    "4 bits": (["--load-in-4bit"], "--load-in-4bit needs --peft lora: pass both"),
+    "4 bits in parts": (
+        ["--load-in-4bit", "--peft", "lora", "--fsdp", "2"],
+        "--fsdp is not planned with weights of 4 bits: choose",
+    ),
+    "8 bits": (["--load-in-8bit"], "--load-in-8bit: 8-bit weights are not planned: use --load-in-4bit"),
+    "images": (["--image-tokens", "64"], "--image-tokens: images are not planned: plan the language model alone"),
+    "liger": (["--liger"], "--liger: Liger's kernels cannot be traced without a GPU: leave out --liger"),
+    "tensor parallelism": (["--tp", "2"], "--tp: tensor parallelism is not planned: use --fsdp N or --zero 3 N"),
+    "outliers": (["--outlier-share", "2"], "--outlier-share=2.0 is outside 0 to 1"),
+}
+
+
+def test_the_text_is_narrow_and_progress_is_printed_before_it(folder, capsys):
+    """The text has at most 100 columns, and names the model's limit. The first line on stderr needs no torch."""
+    assert main(["plan", "--model", folder, "--batch-size", "2", "--budget", "40MiB"]) == 0
+    printed = capsys.readouterr()
+    long_lines = [line for line in printed.out.splitlines() if len(line) > WIDTH and folder not in line]
+    assert not long_lines
+    assert "64 (the model's limit)" in printed.out
+    progress = [line for line in printed.err.splitlines() if line.startswith("[")]
+    assert progress[0] == "[  0 s] loading torch and Transformers"
+    assert progress[-1].endswith("searching for the largest batch and the longest sequence: adacc")
 
 
 def test_the_report_is_written(plan, tmp_path):
@@ -32,32 +84,29 @@ def test_the_text_names_sources_and_assumptions(folder, capsys):
         assert part in text
 
 
-REFUSED = {
-    "device": (["--device", "b200"], "--device=b200 is not in the table of devices: choose from h100"),
-    "batch": (["--batch-size", "0"], "--batch-size=0 must be at least 1"),
-    "short": (["--seq-len", "1"], "--seq-len=1 is outside its range \\(2 to 64"),
-    "long": (["--seq-len", "65"], "--seq-len=65 is outside its range \\(2 to 64, the model's context\\)"),
-    "budget": (["--budget", "1MiB"], "--budget=1.00 MiB is below the .* MiB that training takes .*--fsdp N"),
-    "budget form": (["--budget", "much"], "--budget='much'"),
-    "optimizer": (["--optimizer", "adam"], "--optimizer=adam is not known: choose from adamw"),
-    "rank": (["--rank", "8"], "--rank=8 needs --optimizer compact: pass both"),
-    "rank form": (["--optimizer", "compact", "--rank", "half"], "--rank=half must be a fraction of a layer's inputs"),
-    "rank range": (["--optimizer", "compact", "--rank", "1.5"], "rank=1.5 must be a fraction of a layer's inputs"),
-    "lora": (["--lora-rank", "8"], "--lora-rank needs --peft lora: pass both"),
-    "lora rank": (["--peft", "lora", "--lora-rank", "0"], "--lora-rank=0 must be at least 1"),
-    "lora targets": (["--peft", "lora", "--lora-targets", "nothing"], "--lora-targets=nothing"),
-    "dtype": (["--device", "v100"], "--device=v100 cannot train in bfloat16: choose another --dtype"),
-    "ddp": (["--ddp", "1"], "--ddp needs at least 2 devices, not 1"),
-    "zero": (["--zero", "4", "2"], "--zero 4 2: ZeRO has no stage 4, choose 1, 2 or 3"),
-    "outliers": (["--outlier-share", "2"], "--outlier-share=2.0 is outside 0 to 1"),
-}
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(refusal_of, case):
     options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         raise ValueError(refusal_of(*options))
+
+
+def test_precisions_compute_in_the_dtype_that_is_checked_without_torch() -> None:
+    computed_in = {name: str(precision.compute).removeprefix("torch.") for name, precision in PRECISIONS.items()}
+    assert computed_in == COMPUTED_IN
+
+
+def test_wrong_options_are_refused_before_torch_is_imported() -> None:
+    wrong = (
+        ["--device", "b200"], ["--optimizer", "adam"], ["--zero", "4", "2"], ["--fsdp", "1"], ["--budget", "20"],
+        ["--budget", "much"], ["--device", "v100"], ["--liger"], ["--model", "/no/such/folder"],
+    )  # fmt: skip
+    code = (
+        "import sys; from adacc_hf.cli import main\n"
+        f"for options in {wrong!r}: print(main(['plan', '--model', 'demo', *options]), 'torch' in sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [f"{USER_ERROR} False"] * len(wrong), process.stderr
 
 
 def test_an_unknown_model_is_refused(refusal_of, tmp_path: Path):

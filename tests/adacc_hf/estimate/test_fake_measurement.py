@@ -11,7 +11,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
+    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -58,6 +60,18 @@ def t5(width: int, layers: int) -> PretrainedConfig:
     )
 
 
+EXPERTS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": 500,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
 def profile(config: PretrainedConfig, attention: str, dtype: torch.dtype | None, fake: bool) -> Profile:
     """Return the profile of a model on the CPU, with real or fake tensors."""
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -83,6 +97,12 @@ CASES = {
     "llama-eager-fp32": (llama(32, 2), "eager", None),
     "t5-sdpa-fp32": (t5(32, 2), "sdpa", None),
     "t5-eager-bf16-amp": (t5(64, 1), "eager", torch.bfloat16),
+    "mixtral-sdpa-fp32": (MixtralConfig(intermediate_size=48, num_local_experts=4, **EXPERTS), "sdpa", None),
+    "qwen3-moe-sdpa-bf16-amp": (
+        Qwen3MoeConfig(moe_intermediate_size=24, num_experts=8, head_dim=8, **EXPERTS),
+        "sdpa",
+        torch.bfloat16,
+    ),
 }
 
 
@@ -215,6 +235,19 @@ def test_products_of_halves_take_longer_where_rows_start_anywhere(
         assert tera_flops(rows, weight.T, out=buffer) == aligned
         assert tera_flops(buffer, weight) == aligned
         assert tera_flops(buffer.T, rows) == aligned
+
+
+def test_a_grouped_product_takes_the_operations_of_its_rows() -> None:
+    """Each row meets the weight of one group, in the product and in both of its gradients."""
+    device = find_device("h100")
+    expected = pytest.approx(2 * 8192 * 4096 * 2048 / device.flops["bfloat16"] * 1e3 + device.launch_ms)
+    with fake_tensors("cuda"):
+        rows, outputs = (torch.empty(8192, width, dtype=torch.bfloat16) for width in (4096, 2048))
+        weights, ends = torch.empty(8, 4096, 2048, dtype=torch.bfloat16), torch.empty(8, dtype=torch.int32)
+        for first, second in ((rows, weights), (outputs, weights.mT), (rows.T, outputs), (weights.mT, rows.T)):
+            with SumOfTimes(device) as times:
+                torch.nn.functional.grouped_mm(first, second, offs=ends)
+            assert times.total_ms == expected
 
 
 def test_a_product_added_to_a_wider_sum_has_the_rate_of_its_factors() -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import BloomConfig, GPT2Config, LlamaConfig
 
-from adacc_hf.estimate.model_presets import PRESETS, build_model, checked_seq_len, context_length, load_config
+from adacc_hf.estimate.model_presets import build_model, checked_seq_len, context_length, load_config
+from adacc_hf.estimate.presets import PRESETS
 
 
 @pytest.mark.parametrize(

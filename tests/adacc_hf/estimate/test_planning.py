@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.cli import main
@@ -72,6 +72,15 @@ def test_zero_3_keeps_16_bit_weights_and_float32_masters(plan):
     assert shared["static"]["optimizer_bytes"] == -(-alone["static"]["parameters_bytes"] * 3 // 4)
 
 
+def test_zero_2_needs_its_buckets(plan):
+    """Two buckets of DeepSpeed's default size, in 16 bits, are part of the peak."""
+    unsharded, sharded = plan("--no-largest"), plan("--zero", "2", "4", "--no-largest")
+    bucket_bytes = 2 * 500_000_000 * 2
+    assert sharded["static"]["backward_buckets_bytes"] == bucket_bytes
+    excess = sharded["methods"]["plain"]["peak_bytes"] - unsharded["methods"]["plain"]["peak_bytes"]
+    assert 0.99 * bucket_bytes < excess < bucket_bytes  # the weights and gradients have 16 bits too
+
+
 def test_lora_trains_little(plan):
     full_plan, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")
     assert lora["static"]["gradients_bytes"] < 0.1 * full_plan["static"]["gradients_bytes"]
@@ -121,6 +130,16 @@ def test_a_saved_profile_takes_the_place_of_the_trace(plan, refusal_of, folder, 
     GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=500).save_pretrained(other)
     line = refusal_of(*options, model=str(other))
     assert "--profile is of GPT2LMHeadModel with 3 blocks, --model has 2" in line
+
+
+def test_the_largest_batch_with_adapters_is_found(plan, tmp_path):
+    """At a batch of gigabytes, the plan with the least bytes is an integer solution only within the tolerance."""
+    LlamaConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=500,
+        max_position_embeddings=128,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    methods = plan("--peft", "lora", "--seq-len", "64", "--batch-size", "2", model=str(tmp_path))["methods"]
+    assert methods["plain"]["largest_batch"] < methods["adacc"]["largest_batch"]
 
 
 def test_accumulated_gradients_are_there_all_the_time(plan, one_thread):

@@ -6,8 +6,9 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from adacc_hf.estimate import reserved_memory
+from adacc_hf.estimate.adapters import Adapters
 from adacc_hf.estimate.devices import find_device
-from adacc_hf.estimate.fake_model import PRECISIONS, Adapters, Workload
+from adacc_hf.estimate.fake_model import PRECISIONS, Workload
 from adacc_hf.estimate.planning import Request, allocator_bytes, plan, training_profile
 from adacc_hf.estimate.reserved_memory import CachingAllocator
 from adacc_hf.estimate.static_memory import Sharding

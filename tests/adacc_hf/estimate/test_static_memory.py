@@ -78,6 +78,20 @@ def test_ddp_keeps_its_buckets_and_fsdp_whole_layers() -> None:
     assert of("adamw", Sharding(method="fsdp", num_devices=2)).unsharded_bytes == unsharded.parameters_bytes
 
 
+@pytest.mark.parametrize(("stage", "resting", "in_update"), [(1, 2, 0), (2, 2, 0), (3, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deepspeed_reduces_in_buckets_of_its_own_size(
+    dtype: torch.dtype, stage: int, resting: int, in_update: int
+) -> None:
+    """Buckets have DeepSpeed's size whatever the model's. ZeRO-1 and 2 free them before the optimizer's step."""
+    memory = of("sgd", Sharding(method=f"zero{stage}", num_devices=2), net=model().to(dtype))
+    bucket_bytes = 500_000_000 * dtype.itemsize
+    without_buckets = memory.parameters_bytes + memory.unsharded_bytes
+    assert memory.resting_bytes - without_buckets == resting * bucket_bytes
+    in_step = memory.parameters_bytes + memory.gradients_bytes
+    assert memory.update_peak_bytes - in_step == in_update * bucket_bytes
+
+
 def test_deepspeed_keeps_float32_masters() -> None:
     net = model().to(torch.bfloat16)
     sharding = Sharding(method="zero2", num_devices=2)

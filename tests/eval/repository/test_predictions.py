@@ -1,6 +1,7 @@
 """The report on predictions, from invented figures and from one real prediction."""
 
 import json
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.cli import main as cli
-from adacc_hf.estimate.command import ASSUMPTIONS
+from adacc_hf.estimate.plan_report import ASSUMPTIONS, CONTEXT_BYTES, MEASURED_SHARE
 from adacc_hf.eval.records.ledger import Ledger
 from adacc_hf.eval.records.schemas import check_record
 from adacc_hf.eval.repository.predictions import GOAL_WITHIN, errors, main
@@ -71,6 +72,14 @@ def test_a_plan_says_how_far_the_committed_predictions_were_off():
     sentence = f"For {len(absolute_errors)} published memory measurements, {within} predictions were within 10 %, "
     sentence += f"and the median error was {median:.1f} %"
     assert any(text.startswith(sentence) for text in ASSUMPTIONS)
+
+
+def test_the_range_of_a_plan_holds_eight_of_ten_measurements():
+    """`adacc plan` widens its peak by the 10th and 90th percentile of measured over predicted, and by the context."""
+    shares = [1 / (1 + error.value) for error in errors(Ledger.load(RESULTS / "published.json"), second=False)]
+    deciles = statistics.quantiles(shares, n=10, method="inclusive")
+    assert (math.floor(100 * deciles[0]) / 100, math.ceil(100 * deciles[-1]) / 100) == MEASURED_SHARE
+    assert max(row.context_bytes for row in rows().values()) == CONTEXT_BYTES
 
 
 def test_rows_groups_and_speeds_are_told(printed):

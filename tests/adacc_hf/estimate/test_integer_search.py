@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacc_hf.estimate.planning import MAX_GROWTH, largest_fitting
+from adacc_hf.estimate.integer_search import MAX_GROWTH, largest_fitting
 
 
 @settings(deadline=None)  # the machine may be busy

@@ -1,0 +1,232 @@
+"""Text and JSON record of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from textwrap import fill
+from typing import Any
+
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.estimate.planning import LENGTH_STEP, TrainingPlan
+from adacc_hf.kernels.codecs import codec_type
+
+WIDTH = 100
+"""Columns of the text."""
+
+MEASURED_SHARE = (0.87, 1.25)
+"""Range of the memory on the device, without the CUDA context, divided by the predicted peak: the 10th and the 90th
+percentile over the published measurements (first predictions, eval/results/cpu/published.json). It includes fragments
+of the allocator and temporary tensors of kernels."""
+CONTEXT_BYTES = 1343 * 2**20
+"""CUDA context with torch's kernels loaded, the largest published figure (a V100, in Transformers' guide to training on
+one GPU). Others are at some hundred megabytes."""
+
+ASSUMPTIONS = (
+    "Times are roofline times of one forward and backward on one device: max(operations / peak, bytes / bandwidth) + "
+    "launch. Communication, the optimizer's step and data loading are not included.",
+    'Peaks count live tensor bytes. "reserved" is the memory that an allocator without expandable segments holds after '
+    "two steps.",
+    f"The longest sequence is searched in steps of {LENGTH_STEP} tokens.",
+    "Full recomputation keeps one input per block and runs the block's forward again; adacc is the solved policy.",
+    "Replay is assumed to be exact for torch's own operators, including dropout's masks.",
+    "For 46 published memory measurements, 31 predictions were within 10 %, and the median error was 4.5 % "
+    "(eval/results/cpu/published.md).",
+)
+
+
+def to_json(plan: TrainingPlan) -> dict[str, Any]:
+    """Return the plan as a record of JSON values."""
+    request, device = plan.request, plan.request.workload.device
+    return {
+        "model": request.model,
+        "device": device.name,
+        "device_source": device.source,
+        "traced_as": request.workload.trace,
+        "batch_size": request.batch_size,
+        "seq_len": request.seq_len,
+        "attention": plan.attention,
+        "optimizer": request.optimizer,
+        "sharding": asdict(request.workload.sharding),
+        "budget_bytes": request.budget,
+        "outlier_share": request.workload.outlier_share,
+        "fits": plan.forecasts["adacc"].fits,
+        "bound_bytes": plan.bound_bytes,
+        "expected_bytes": expected_bytes(plan),
+        "static": {**asdict(plan.static), "resting_bytes": plan.static.resting_bytes},
+        "plain_stored_bytes": plan.profile.plain_stored_bytes,
+        "phases": plan.phases,
+        "methods": {name: asdict(forecast) for name, forecast in plan.forecasts.items()},
+        "policy": None if plan.policy is None else plan.policy.to_json(),
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def to_text(plan: TrainingPlan) -> str:
+    """Return the plan as text: title, verdict, tables of methods and of memory, and notes."""
+    paragraphs = [fill(text, WIDTH) for text in (_title(plan), _verdict(plan), _expectation(plan))]
+    notes = [fill(note, WIDTH) for note in _notes(plan)]
+    return "\n".join([*paragraphs, "", *_method_table(plan), "", *_memory_table(plan), "", *notes])
+
+
+def remarks(plan: TrainingPlan) -> list[str]:
+    """Return the introduction of the plan's report: the settings, the verdict and the assumptions."""
+    fallback = "The policy shown is full recomputation, because no policy fits the budget."
+    return [
+        f"{_title(plan)}.",
+        f"{_verdict(plan)}.",
+        _expectation(plan),
+        *([] if plan.policy is not None else [fallback]),
+        " ".join(_notes(plan)),
+    ]
+
+
+def _title(plan: TrainingPlan) -> str:
+    request, device = plan.request, plan.request.workload.device
+    sharding = request.workload.sharding
+    sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
+    return (
+        f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
+        f"device, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
+    )
+
+
+def _verdict(plan: TrainingPlan) -> str:
+    budget = format_bytes(plan.request.budget)
+    adacc, plain = plan.forecasts["adacc"], plan.forecasts["plain"]
+    if plain.fits:
+        return f"fits {budget} without adacc: plain training peaks at {format_bytes(plain.peak_bytes)}"
+    if plan.policy is not None:
+        return f"fits {budget} with adacc: {plan.policy.summary()}"
+    is_proven = plan.bound_bytes == adacc.peak_bytes
+    bound = "" if is_proven else f" ({adacc.peak_bytes} bytes; no policy needs less than {plan.bound_bytes} bytes)"
+    return (
+        f"does not fit {budget}: the least possible peak is {format_bytes(adacc.peak_bytes)}{bound}. Use a smaller "
+        f"--batch-size or --seq-len, --fsdp N or --zero 3 N, a smaller --optimizer, or --peft lora"
+    )
+
+
+def _expectation(plan: TrainingPlan) -> str:
+    """Return the range in which the memory of the device is expected, and a smaller budget if that is too much."""
+    shape = "All batches have the planned shape: longer or larger ones need more."
+    expected = expected_bytes(plan)
+    if expected is None:
+        return f"The peak counts live tensors: Python, its libraries and the allocator's caches come on top. {shape}"
+    low, high = expected
+    text = (
+        f"Expected on the device, {_chosen_method(plan)}: {format_bytes(low)} to {format_bytes(high)}. The peak counts "
+        f"live tensors. 8 of 10 published measurements were {MEASURED_SHARE[0]} to {MEASURED_SHARE[1]} times the "
+        f"prediction (fragments of the allocator, temporary tensors of kernels), and the CUDA context takes up to "
+        f"{format_bytes(CONTEXT_BYTES)}. {shape}"
+    )
+    memory_bytes = plan.request.workload.device.memory_bytes
+    if high <= memory_bytes:
+        return text
+    safe_bytes = (memory_bytes - CONTEXT_BYTES) / MEASURED_SHARE[1]
+    return (
+        f"{text} The upper end is above the device's {format_bytes(memory_bytes)}: to be safe, pass --budget "
+        f"{safe_bytes / 2**30:.1f}GiB."
+    )
+
+
+def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
+    """Return the range in which a GPU's memory in use is expected, with the CUDA context. None for a CPU."""
+    if plan.request.workload.device.trace == "cpu":
+        return None
+    peak_bytes = plan.forecasts[_chosen_method(plan)].peak_bytes
+    low, high = (round(share * peak_bytes) for share in MEASURED_SHARE)
+    return low, high + CONTEXT_BYTES
+
+
+def _chosen_method(plan: TrainingPlan) -> str:
+    return "plain" if plan.forecasts["plain"].fits else "adacc"
+
+
+def _method_table(plan: TrainingPlan) -> list[str]:
+    plain_ms = plan.forecasts["plain"].step_ms
+    full_ms = plan.forecasts["full recomputation"].step_ms
+    forecasts = plan.forecasts.values()
+    rows: list[tuple[str, ...]] = [
+        ("", *plan.forecasts),
+        ("fits", *("yes" if forecast.fits else "no" for forecast in forecasts)),
+        ("peak", *(format_bytes(forecast.peak_bytes) for forecast in forecasts)),
+        ("reserved", *(_optional_bytes(forecast.reserved_bytes) for forecast in forecasts)),
+        ("step", *(_ratio(forecast.step_ms, 1, "{:.1f} ms") for forecast in forecasts)),
+        ("of plain's time", *(_ratio(forecast.step_ms, plain_ms) for forecast in forecasts)),
+        ("of recomputation's", *(_ratio(forecast.step_ms, full_ms) for forecast in forecasts)),
+        ("largest batch", *(_count(forecast.largest_batch) for forecast in forecasts)),
+        (
+            "longest sequence",
+            *(_length(forecast.longest_seq_len, plan.request.longest_seq_len) for forecast in forecasts),
+        ),
+    ]
+    return _table(rows)
+
+
+def _memory_table(plan: TrainingPlan) -> list[str]:
+    static = plan.static
+    bytes_by_part = {
+        "parameters": static.parameters_bytes,
+        "optimizer state": static.optimizer_bytes,
+        "buffers": static.buffers_bytes,
+        "unsharded layers in use": static.unsharded_bytes,
+        "buckets of gradients": static.buckets_bytes + static.backward_buckets_bytes,
+        "gradients at the end of backward": static.gradients_bytes,
+        "activations of plain training": plan.profile.plain_stored_bytes,
+    }
+    if plan.policy is not None:
+        bytes_by_part["activations under the policy"] = plan.policy.predicted_stored_bytes
+    method = "the policy" if plan.policy is not None else "full recomputation"
+    peaks = {f"peak: {phase}": nbytes for phase, nbytes in plan.phases.items()}
+    rows = [("memory per device", "")] + [(name, format_bytes(n)) for name, n in bytes_by_part.items() if n]
+    rows += [(f"step under {method}", "")] + [(name, format_bytes(n)) for name, n in peaks.items()]
+    return _table(rows)
+
+
+def _notes(plan: TrainingPlan) -> list[str]:
+    workload = plan.request.workload
+    notes = [f"Rates: {workload.device.source}.", *ASSUMPTIONS]
+    if any(
+        codec_type(option.codec).keeps_outliers
+        for kind in plan.profile.kinds
+        for v in kind.values
+        for option in v.codecs
+    ):
+        notes.append(
+            f"{100 * workload.outlier_share:g} % of the channels are assumed to be outliers (--outlier-share)."
+        )
+    if plan.request.profile is not None:
+        notes = [
+            f"Operator times, activations and peaks come from the saved profile, measured on {plan.profile.device}."
+        ]
+    elif workload.trace != workload.device.trace:
+        notes.append(
+            "Traced with the CPU's operators: autocast leaves pow and norms in 16 bits, dropout keeps float masks and "
+            "attention with dropout or a bias is not fused, so activations differ from a GPU's."
+        )
+    return notes
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _length(number: int | None, limit: int | None) -> str:
+    return f"{number} (the model's limit)" if number is not None and number == limit else _count(number)
+
+
+def _optional_bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:
+    return "-" if ms is None or reference_ms is None else form.format(ms / reference_ms)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def _cell(column: int, text: str, width: int) -> str:
+    return f"{text:{width}}" if column == 0 else f"{text:>{width}}"

@@ -1,0 +1,150 @@
+"""Linear layers with weights of 4 bits: the memory and the operators of bitsandbytes' layers, without its kernels.
+
+The rules are those of bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
+`integrations/bitsandbytes.py` and PEFT's `tuners/lora/bnb.py`. In forward, bitsandbytes dequantizes the weight if the
+product has more than 1536 rows (`_gemm_4bit_use_custom_cuda`), and has a fused kernel for fewer. Here the weight is
+always dequantized. Values are not computed: a dequantized weight is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+BLOCK = 64
+"""Weights that share a scale: bitsandbytes' default `blocksize` of 4-bit weights on NVIDIA's devices."""
+NESTED_BLOCK = 256
+"""Scales that share a second scale, with `bnb_4bit_use_double_quant`."""
+_NUM_CODES = 16
+_NUM_NESTED_CODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Settings of a model with weights of 4 bits."""
+
+    has_nested_scales: bool = False
+    """True for `bnb_4bit_use_double_quant`: the scales have 8 bits."""
+    skipped_modules: tuple[str, ...] = ()
+    """Names of modules that keep their weights, in addition to the output embedding."""
+
+
+def quantization_of(config: PretrainedConfig, model: str) -> Quantization | None:
+    """Return the quantization in `config`, or None. Raises ValueError, which names `model`, for other formats."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    if not settings.get("load_in_4bit"):
+        method = "8-bit weights of bitsandbytes" if settings.get("load_in_8bit") else settings.get("quant_method")
+        raise ValueError(
+            f"--model={model} has a quantization_config ({method}) that cannot be planned: only bitsandbytes' 4 bits "
+            f"can. Remove it from the config to plan unquantized weights, or pass a measured --profile"
+        )
+    # The setting's name begins with that of the 8-bit weights, although it is for both.
+    skipped = next((value for name, value in settings.items() if name.endswith("_skip_modules")), None)
+    return Quantization(
+        has_nested_scales=bool(settings.get("bnb_4bit_use_double_quant")), skipped_modules=tuple(skipped or ())
+    )
+
+
+def quantize_linear_layers(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Replace the linear layers of `model` by layers with 4-bit weights, except the head and the skipped modules."""
+    last_name = [name for name, _ in model.named_modules()][-1]
+    for name, module in list(model.named_modules()):
+        is_skipped = module is model.get_output_embeddings() or name == last_name
+        is_skipped |= any(name == skipped or f".{skipped}." in f".{name}." for skipped in quantization.skipped_modules)
+        if type(module) in (nn.Linear, Conv1D) and not is_skipped:
+            model.set_submodule(name, QuantizedLinear(module, quantization.has_nested_scales))
+
+
+class QuantizedLinear(nn.Linear):
+    """Linear layer with a frozen weight of 4 bits, two weights in each byte."""
+
+    scales: Tensor
+    nested_scales: Tensor
+
+    def __init__(self, layer: nn.Linear | Conv1D, has_nested_scales: bool) -> None:
+        nn.Module.__init__(self)
+        inputs, outputs = layer.weight.shape if isinstance(layer, Conv1D) else layer.weight.shape[::-1]
+        self.in_features, self.out_features = inputs, outputs
+        device, num_weights = layer.weight.device, layer.weight.numel()
+        num_scales = -(-num_weights // BLOCK)
+        codes = torch.zeros(-(-num_weights // 2), 1, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.bias = layer.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        scale_dtype = torch.uint8 if has_nested_scales else torch.float32
+        self.register_buffer("scales", torch.zeros(num_scales, dtype=scale_dtype, device=device))
+        self.register_buffer("code", torch.zeros(_NUM_CODES, device=device))
+        self.has_nested_scales = has_nested_scales
+        if has_nested_scales:
+            self.register_buffer("nested_scales", torch.zeros(-(-num_scales // NESTED_BLOCK), device=device))
+            self.register_buffer("nested_code", torch.zeros(_NUM_NESTED_CODES, device=device))
+            self.register_buffer("offset", torch.zeros((), device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(hidden, self)
+        return product.to(hidden.dtype)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return a new tensor of the weight's shape. Nested scales are dequantized to float32 before."""
+        scales = self.scales
+        if self.has_nested_scales:
+            scales = dequantize(scales, self.nested_scales, [scales.numel()], torch.float32)
+        return dequantize(self.weight, scales, [self.out_features, self.in_features], dtype)
+
+
+@torch.library.custom_op("adacc_hf::dequantize", mutates_args=())
+def dequantize(codes: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros of `shape` in `dtype`, for the memory that dequantized codes take."""
+    return torch.zeros(shape, dtype=dtype, device=codes.device)
+
+
+@dequantize.register_fake
+def _(codes: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=codes.device)
+
+
+class _Product(torch.autograd.Function):
+    """Product with a dequantized weight, which is freed at once and dequantized again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(hidden.dtype)
+        return linear(hidden, layer.dequantized(hidden.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.matmul(ctx.layer.dequantized(gradient.dtype)), None
+
+
+def follow_bitsandbytes(adapted: nn.Module) -> None:
+    """Give LoRA's layers around 4-bit weights the forward of PEFT's layers for bitsandbytes."""
+    from peft.tuners.lora import Linear
+
+    class LoraOfQuantized(Linear):
+        """Adapters of a layer with 4-bit weights: the input is cast to the adapters' dtype only without autocast."""
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = self.base_layer(x).clone()
+            for name in self.active_adapters:
+                down: Any = self.lora_A[name]
+                converts = not torch.is_autocast_enabled()
+                inputs = x.to(down.weight.dtype) if converts else x
+                update = self.lora_B[name](down(self.lora_dropout[name](inputs))) * self.scaling[name]
+                result = result + (update.to(result.dtype) if converts else update)
+            return result
+
+    for module in adapted.modules():
+        if type(module) is Linear and isinstance(module.get_base_layer(), QuantizedLinear):
+            module.__class__ = LoraOfQuantized
