@@ -57,7 +57,11 @@ def _decode_kernel(
 
 
 def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Encode as `bitmask.encode_ref` does, but with an unspecified pattern if no element is set."""
+    """Pack one bit per element on a GPU, 1 for a nonzero element. Return uint8 [ceil(N / 8)], as `bitmask.encode_ref`.
+
+    If `with_pattern`, also return the pattern [1] of the nonzero elements. The pattern is unspecified if there are
+    none.
+    """
     numel = patterns_N.shape[0]
     packed = patterns_N.new_empty(cdiv(numel, 8), dtype=torch.uint8)
     pattern = patterns_N.new_empty(1) if with_pattern else None
@@ -67,6 +71,6 @@ def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def decode(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Fill a contiguous tensor of integers from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_N`, a contiguous tensor of integers on a GPU."""
     grid = (cdiv(packed.shape[0], TILE_ELEMENTS),)
     launch(_decode_kernel, grid, out_N, packed, pattern, out_N.shape[0], packed.shape[0], BLOCK=TILE_ELEMENTS)

@@ -70,7 +70,7 @@ def _decode_kernel(
 
 
 def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode as `int8.encode_ref` does."""
+    """Encode a contiguous tensor in INT8 on a GPU. Return codes and peaks, equal to `int8.encode_ref`."""
     numel = flat_N.shape[0]
     groups = cdiv(numel, group_size)
     codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)
@@ -84,7 +84,7 @@ def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: 
 
 
 def decode(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Fill a contiguous tensor from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_N`, a contiguous tensor on a GPU."""
     groups, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(
