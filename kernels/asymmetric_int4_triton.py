@@ -87,6 +87,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups of each half of the tensor, and pack their codes two per byte."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     low = _encode_half(
@@ -154,6 +155,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups of each half of the tensor from codes packed two per byte."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     group = tl.arange(0, T)[:, None]

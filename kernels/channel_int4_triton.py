@@ -75,6 +75,7 @@ def _encode_kernel(
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Encode one group of rows of each half, in COLUMNS columns, and pack their codes two per byte."""
     pair, first_column = _first_places(columns, COLUMNS)
     low = _encode_half(
         x_ptr, peaks_ptr, pair, first_column, rows, columns, factor, seed, STOCHASTIC, SIGNED, G, COLUMNS
@@ -119,6 +120,7 @@ def _decode_kernel(
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Decode one group of rows of each half, in COLUMNS columns, from codes packed two per byte."""
     pair, first_column = _first_places(columns, COLUMNS)
     row = pair * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]

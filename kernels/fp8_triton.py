@@ -77,6 +77,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups in FP8, and store their codes and peaks."""
     group, index, is_valid = _places(groups, columns, RAGGED, T, G)
     x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
@@ -97,6 +98,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups from their FP8 codes and peaks."""
     group, index, is_valid = _places(groups, columns, RAGGED, T, G)
     codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))

@@ -34,6 +34,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups in INT8, and store their codes and peaks."""
     first_group = tl.program_id(0) * T
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -58,6 +59,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups from their INT8 codes and peaks."""
     first_group = tl.program_id(0) * T
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)

@@ -149,6 +149,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups of each half, pack their codes two per byte, and copy the outliers in these groups."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
@@ -213,6 +214,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups of each half from codes packed two per byte, and write the outliers in these groups."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     group = tl.arange(0, T)[:, None]
@@ -241,6 +243,7 @@ def _sums_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Store, for each of COLUMNS columns, the sum of magnitudes over the rows of this program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x = tl.load(x_ptr + row * columns + column, mask=(row < rows) & (column < columns), other=0.0)

@@ -87,6 +87,7 @@ def _encode_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Encode T rows of each half, of at most BLOCK elements, and pack their codes two per byte."""
     low = tl.program_id(0) * T
     high = low + pairs
     x, index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
@@ -113,6 +114,7 @@ def _encode_long_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Encode T rows of each half in chunks of BLOCK elements, and pack their codes two per byte."""
     low = tl.program_id(0) * T
     high = low + pairs
     low_x, low_index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
@@ -168,6 +170,7 @@ def _decode_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Decode T rows of each half, in BLOCK columns, from codes packed two per byte."""
     low = tl.program_id(0) * T
     start = tl.program_id(1) * BLOCK
     row = low + tl.arange(0, T)[:, None]

@@ -212,6 +212,7 @@ def parse_rank(text: str) -> float | int:
 
 
 def _check(rank: float | int, gap: int, scale: float, projection: str) -> None:
+    """Raise ValueError if a setting of the factory is out of range."""
     if isinstance(rank, bool) or not (0 < rank <= 1 if isinstance(rank, float) else isinstance(rank, int) and rank > 0):
         raise ValueError(
             f"rank={rank!r} must be a fraction of a layer's inputs, above 0.0 and at most 1.0, or a number of inputs"
@@ -280,6 +281,7 @@ def _inputs(layer: Plain) -> int:
 
 
 def _rank_of(name: str, layer: Plain, rank: float | int) -> int:
+    """Return the dimension of the subspace of a layer, for a rank as a fraction or a number of inputs."""
     inputs = _inputs(layer)
     if isinstance(rank, float):
         return max(1, round(rank * inputs))

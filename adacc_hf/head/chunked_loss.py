@@ -88,8 +88,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Chunked cross entropy as an autograd function: the sum of the losses of rows whose label is not
-    `ignore_index`."""
+    """Autograd function of the chunked loss: the sum of the losses of rows whose label is not `ignore_index`."""
 
     @staticmethod
     def forward(

@@ -126,6 +126,7 @@ class LazyLogits(Tensor):
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
+        """Create lazy logits. `recompute(*sources)` computes them again for a backward through C++ code."""
         lazy = _Placeholder.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
         return lazy

@@ -89,7 +89,7 @@ class BlockExecutor:
         """Known shapes of the block, shared by all its plans."""
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """In a tracking step: function of (value, codec) that returns a measuring coder around the codec. Else None."""
+        """Function of (value, codec) that returns the coder to use in place of the codec, for measurements, or None."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
 

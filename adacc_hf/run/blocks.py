@@ -50,8 +50,7 @@ _CALLS = ("forward", "__call__")
 
 
 class Strategy(Protocol):
-    """Way to run the calls of one block while gradients are enabled: plainly, under torch's checkpoint, or under a
-    plan."""
+    """Way to run the calls of a block while gradients are enabled: plainly, checkpointed, or under a plan."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` and return the result of `fn(*args)`.
@@ -175,6 +174,7 @@ class BlockFunction:
             self._thread.leave(previous)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a call of the block under the strategy of this call in the step."""
         block = self.block
         assert block is not None  # checked in `__call__`
         if not self.later:
@@ -342,6 +342,7 @@ class Installation:
         return [name for name, function in self.blocks.items() if function.num_calls == self._num_calls_before[name]]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
+        """Install `function` on `block`: through its checkpointing flag, or around its forward."""
         for inner in _inner_layers(block):  # would be checkpointed inside the block under any plan
             self._set(inner, FLAG, False)
         if not self._wraps_forward:
@@ -459,6 +460,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
+    """Raise NestedHooksError if a module is wrapped for activation checkpointing."""
     wrapped = [name for name, module in model.named_modules() if is_checkpoint_wrapper(module)]
     if wrapped:
         raise NestedHooksError(

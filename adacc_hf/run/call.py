@@ -208,6 +208,7 @@ class Call:
         return recomputed if spec is None else to_dtensor(recomputed, spec)
 
     def _next_program(self, slot: int) -> ReplayProgram:
+        """Return the replay program for unpacking `slot`, in the order of the schedule or out of order."""
         schedule = self._schedule
         if self._in_order and schedule.order[self._rank] == slot:
             program = schedule.programs[self._rank]
@@ -219,6 +220,7 @@ class Call:
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
+        """Run a replay program, and return the tensor of the slot. `cells` hold the stored values that it reads."""
         environment = self._environment
         # Check only these: an optimizer may step inside backward, on weights that are no longer needed.
         for value in program.reads:
@@ -275,6 +277,7 @@ class Call:
                 cell.tensor = base
 
     def _check_unchanged(self, value: int) -> None:
+        """Raise RuntimeError if a tensor that replay reads was changed in place after the forward."""
         tensor, version = self._versions[value]
         if version_of(tensor) != version:
             raise RuntimeError(

@@ -37,6 +37,7 @@ class LargerBatches:
             self._hook = None
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the batch of a training forward with the profiled batch, and warn if it is larger."""
         if not module.training or not torch.is_grad_enabled():
             return
         batch_shapes = {

@@ -154,6 +154,7 @@ class PolicyHandle:
             self.plans, self.policy = plans, plans.policy
 
     def _chunk_head(self, is_on: bool) -> None:
+        """Switch the chunked output layer on or off, as the policy says."""
         if self._head is None and is_on:
             try:
                 self._head = ChunkedHead(self.installation.model)

@@ -44,7 +44,7 @@ class TapePosition:
         self.values = tape.values
         self._operators, self._slots = tape.operators, tape.slots
         self._stored = stored
-        self._on_leaving = on_divergence
+        self._on_divergence = on_divergence
         self._next = 0
         self._stored_bases: dict[int, torch.Tensor] = {}
         self._owners: dict[int, int] = {}
@@ -61,11 +61,10 @@ class TapePosition:
         if not self.has_diverged:
             self.divergence = reason
             stored_bases, self._stored_bases = self._stored_bases, {}
-            self._on_leaving(stored_bases)
+            self._on_divergence(stored_bases)
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the call's arguments, and the parameters, buffers and attached tensors of its block, with the
-        tape."""
+        """Compare the call's arguments, and the block's parameters, buffers and attached tensors, with the tape."""
         for value in self.values:
             if value.source is None or value.source.place in ("unknown", "generator"):
                 continue
@@ -149,7 +148,7 @@ class TapePosition:
     def take_dropout(self, input_tensor: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
         """Compare a dropout's result with the tape's product input * mask * scale, and advance (rule R5).
 
-        Return the tape's operator for the product. If the tape has none here, diverge and return None.
+        Return the tape's operator for the product. If another operator is next, diverge and return None.
         """
         product = self._operators[self._next] if self._next < len(self._operators) else None
         if product is None or product.target is not _DROPPED:

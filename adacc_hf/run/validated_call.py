@@ -21,8 +21,7 @@ from adacc_hf.torch_glue.private import version_of
 
 
 class KeptTensor:
-    """Object that autograd stores for a tensor saved after the call diverged from its tape: the tensor and its
-    version."""
+    """Object that autograd stores for a tensor that is saved after the call diverged from its tape."""
 
     __slots__ = ("tensor", "version")
 
@@ -107,6 +106,7 @@ class ValidatedCall:
             return self._call.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        """Saved-tensor hook for backward: return the saved tensor of a packed object."""
         if isinstance(packed, DeferredPack):
             packed = packed.packed
         if not isinstance(packed, KeptTensor):

@@ -97,8 +97,7 @@ class Validator(TorchDispatchMode):
         return self._position.has_diverged
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the call's arguments, and the parameters, buffers and attached tensors of its block, with the
-        tape."""
+        """Compare the call's arguments, and the block's parameters, buffers and attached tensors, with the tape."""
         self._store_state()
         self._position.begin(block, args, kwargs)
 

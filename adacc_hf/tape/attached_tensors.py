@@ -54,10 +54,12 @@ def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def _step(owner: Any, name: Any) -> Any:
+    """Return the item or attribute `name` of `owner`, one step of a path."""
     return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
 
 
 def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield (path, tensor) of each plain tensor in `owner`, a dict or sequence, searched to the given depth."""
     items = owner.items() if isinstance(owner, dict) else enumerate(owner)
     for name, item in items:
         if _is_plain(item):

@@ -41,8 +41,7 @@ class CallKey(NamedTuple):
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, input numbers of the traced program, number of the program, settings of
-    torch)."""
+    """(layout of the tensor arguments, input numbers of the program, program number, settings of torch)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
     layout: int

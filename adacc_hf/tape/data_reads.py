@@ -50,10 +50,9 @@ class Read:
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors among `args` whose data decides the Python number, or the size of the tensor, that `func`
-    returns.
+    """Return the tensors among `args` whose data decides the result's size, or a Python number that is the result.
 
-    `func` is an ATen operator, such as `item` or `nonzero`.
+    `func` is the ATen operator. For most operators there is no tensor of this kind; examples are `item`, `nonzero`.
     """
     if not _TAGS.intersection(func.tags):
         return []

@@ -112,7 +112,7 @@ class ExecutionPlan:
         """(value, source) of the inputs, parameters, buffers and attached tensors that a call must provide for
         replay."""
         self.attached = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
-        """Indices in `externals` of attached tensors (tape/inputs.py). Most blocks have none."""
+        """Indices in `externals` of attached tensors (tape/inputs.py). Empty for most blocks."""
         self._layouts = self._expected_layouts()
         looked_up = {value for value, _ in self.externals}
         self._sharing = [each for each in tape.sharing if each[0] in looked_up]
@@ -174,8 +174,10 @@ class ExecutionPlan:
         return not self._sharing or self._is_shared(find)
 
     def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
-        """Return True if tensors that shared a storage in the recorded call share one in this call, with the same
-        layout."""
+        """Return True if tensors that shared a storage in the recorded call share one in this call.
+
+        The further tensors on a storage must also have the recorded layout. `find` returns the tensor at a source.
+        """
         for value, source, geometry in self._sharing:
             first, other = find(self._source_of(value)), find(source)
             if first is None or other is None:
@@ -232,6 +234,7 @@ class ExecutionPlan:
         return {value for value in values_read if not self.tape.is_held_elsewhere(value)}
 
     def _slot(self, value: int, read: set[int]) -> Slot:
+        """Return the treatment of a slot of `value`. `read` are the values that a replay or an equal value reads."""
         return Slot(
             value=value,
             in_cell=value in self.roots,
@@ -251,6 +254,7 @@ class ExecutionPlan:
                     self.first_state = value, device
 
     def _externals(self) -> list[tuple[int, Source]]:
+        """Return (value, source) of the inputs, parameters and other existing tensors that replay reads."""
         values_read = {
             value for needs in self.needs for value in closure(self._merged_tape, needs, self.store.__contains__)[1]
         }
@@ -267,6 +271,7 @@ class ExecutionPlan:
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
+    """Return how the plan stores the values of `tape`, for the schedule of replay."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
@@ -361,8 +366,7 @@ def _counts_as_index(tape: Tape, value: int) -> bool:
 
 
 def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
-    """Return True if `value` is a statistic with one number per row, and replay would compute it from
-    `lossy_values`."""
+    """Return True if replay would compute `value`, a statistic with one number per row, from `lossy_values`."""
 
     def inputs_of(value: int) -> tuple[int, ...]:
         producer = tape.values[value].producer

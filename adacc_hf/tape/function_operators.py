@@ -42,8 +42,7 @@ class NotReplayableError(Exception):
 
 
 class Parts(NamedTuple):
-    """Class and attributes of an object among a Function's arguments. Replay rebuilds the object with a later call's
-    tensors."""
+    """Class and attributes of an object among a Function's arguments, from which replay builds the object again."""
 
     kind: type
     attributes: Any
@@ -51,8 +50,7 @@ class Parts(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """State outside of the arguments that the forward of an `autograd.Function` may depend on, and its non-tensor
-    results."""
+    """State around a call of an `autograd.Function` that its forward may depend on, and its non-tensor results."""
 
     identity: str
     """The class name, and a number that distinguishes classes of the same name in this process."""
@@ -111,6 +109,7 @@ class FunctionTarget:
         return flatten_results(result, context.saved)
 
     def _apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run `Function.apply`. Return the flattened results, followed by the tensors saved for backward."""
         saved: list[torch.Tensor] = []
         pack, unpack = outer_hooks() or (torch.Tensor.detach, lambda tensor: tensor)
 
@@ -170,6 +169,7 @@ def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _decompose(value: Any, depth: int) -> Any:
+    """Return `value` with objects replaced by their `Parts`. `depth` limits the nesting of containers."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if not is_plain(value) or value.layout is not torch.strided:
@@ -225,6 +225,7 @@ def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _compose(value: Any) -> Any:
+    """Return `value` with `Parts` replaced by the objects that they describe."""
     if isinstance(value, Parts):
         if value.kind is torch.Size:
             return torch.Size(value.attributes)
@@ -262,6 +263,7 @@ def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
 
 
 def _identity(function: type[Function]) -> str:
+    """Return the name of a Function's class, with a number that distinguishes classes of the same name."""
     name = str(FunctionTarget(function))
     if function not in _numbers:
         _numbers[function] = _num_classes[name]
@@ -316,6 +318,7 @@ class Surroundings:
         return next((value[0] for value, later_value in pairs if value != later_value), None)
 
     def _search_code(self, code: Any) -> None:
+        """Note the values of all globals and closure variables that a Python function uses."""
         code = unwrap(code) if callable(code) else code
         if (
             not isinstance(code, types.FunctionType)
@@ -337,6 +340,7 @@ class Surroundings:
                 self._note(name, code.__globals__[name])
 
     def _note(self, name: str, value: Any) -> None:
+        """Note a value that a forward can reach as `name`. Functions are searched, other objects are ignored."""
         if isinstance(value, torch.Tensor):
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):

@@ -181,7 +181,7 @@ class FunctionRecorder:
             result = run()
         with self.paused(), torch.no_grad(), autocast_as(()):
             written = [tensor for key, tensor in arguments.items() if fingerprint(tensor) != fingerprints[key]]
-            is_random = self._have_moved(generator_states)
+            is_random = self._have_advanced(generator_states)
             returned = flatten_results(result, self._saved_inside)
             # Tensors that wrap others have no bits of their own to compare (float8 training).
             is_wrapped = any(map(wraps_others, self.bases[mark.num_values :]))
@@ -363,7 +363,7 @@ class FunctionRecorder:
             raise NotReplayableError("can reach tensors that are not among its arguments, through globals or a closure")
         if run_record.is_random and (run_record.state is None or self._has_drawn_elsewhere(run_record)):
             raise NotReplayableError("draws from a generator whose state is not recorded")
-        second_results, read_storages = self._again(target, run_record)
+        second_results, read_storages = self._run_forward_again(target, run_record)
         if not read_storages.isdisjoint(foreign):
             raise NotReplayableError("reads a tensor that is not among its arguments")
         changed = surroundings.changed(Surroundings(run_record.function))
@@ -391,7 +391,7 @@ class FunctionRecorder:
         if not is_useful:
             raise NotReplayableError("gives different bits when it runs again")
 
-    def _again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
+    def _run_forward_again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
         """Run the Function's forward again. Return its results, and the keys of the storages that operators inside it
         read."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
@@ -420,6 +420,7 @@ class FunctionRecorder:
     # State of the recorder.
 
     def _is_made_after(self, before: _Mark, tensor: torch.Tensor) -> bool:
+        """Return True if the storage of `tensor` was created after the snapshot `before`."""
         if not is_plain(tensor) or not has_storage(tensor):
             return False
         key = storage_key(tensor.untyped_storage())
@@ -430,6 +431,7 @@ class FunctionRecorder:
         return value < before.num_values or self.values[value].source is not None
 
     def _mark(self) -> _Mark:
+        """Return a snapshot of the recorder, to which `_roll_back` can return."""
         return _Mark(
             len(self.values),
             len(self.operators),
@@ -455,7 +457,8 @@ class FunctionRecorder:
         """Return the states of the default generators of the block's device and of the CPU."""
         return [generator_state(self._device), generator_state(torch.device("cpu"))]
 
-    def _have_moved(self, before: list[torch.Tensor | None]) -> bool:
+    def _have_advanced(self, before: list[torch.Tensor | None]) -> bool:
+        """Return True if a generator's state differs from its state in `before`, so that numbers were drawn."""
         pairs = zip(before, self._generator_states(), strict=True)
         with self.paused():
             return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)

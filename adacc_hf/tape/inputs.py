@@ -36,6 +36,7 @@ def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ..
 
 
 def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield (path, tensor) of each tensor in nested tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, (tuple, list)):

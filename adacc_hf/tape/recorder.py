@@ -216,6 +216,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return self._arguments.get(self._storages[value], [])
 
     def _unsealed(self) -> Tape:
+        """Return a tape of the records so far, without digests."""
         return Tape(
             block_class=class_name(self.block),
             values=self.values,
@@ -274,6 +275,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _note(
         self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, is_random: bool
     ) -> None:
+        """Add an operator that has run to the tape, with values for its new and changed storages."""
         index = len(self.operators)
         is_dropout = is_random and func is torch.ops.aten.native_dropout.default
         original_args = args
@@ -427,6 +429,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
+        """Add a tape value for a storage that `operator`, an index, has made. Return the index of the value."""
         if self.untrusted is None and wraps_others(tensor):
             self.untrusted = WRAPPED
         return self._add(tensor, None, operator, name)
@@ -444,6 +447,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return old, new
 
     def _add(self, tensor: torch.Tensor, source: Source | None, producer: int | None, name: str) -> int:
+        """Add a tape value for the storage of `tensor`, and return its index."""
         index = len(self.values)
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)

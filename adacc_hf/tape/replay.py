@@ -111,6 +111,7 @@ class PreparedOperator:
         return results
 
     def _call(self, bases: list[torch.Tensor]) -> Any:
+        """Run the operator on views of the base tensors."""
         if self._has_nested_tensors:
             args, kwargs = map_tensors(
                 (self.operator.args, self._kwargs), TensorRef, lambda ref: view(bases[ref.value], ref)
@@ -304,6 +305,10 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
 def _program(
     tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> ReplayProgram:
+    """Return the replay program of one unpack of `value`.
+
+    `run` has the indices of the operators to run, and `uses` the last use of each value.
+    """
     values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in values_read if v in store.retained or v in store.compressed}
     steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
@@ -319,6 +324,10 @@ def _program(
 def _step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
+    """Return the step that replays operator `number` at `moment`, a (rank of the unpack, index of the step).
+
+    `uses` has the last moment that needs each value.
+    """
     operator = tape.operators[number]
     step = ReplayStep(operator, tape)
     step.outputs = tuple((position, v) for position, v in operator.outputs if v not in store)

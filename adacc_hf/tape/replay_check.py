@@ -249,6 +249,7 @@ def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeO
 
 
 def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
+    """Return True if equal arguments imply equal results of the operator, as replay has verified."""
     results = operator.results()
     return (
         operator.may_run_again

@@ -227,8 +227,8 @@ class Tape:
     order: tuple[int, ...] | None = None
     """Indices of the slots in the order in which backward unpacks them. None if no backward was observed."""
     due_check: str | None = None
-    """The validation due at the next call: OPERATORS, BITS or None. A recorded tape has None. A tape evaluated from a
-    symbolic tape has None after a call has passed, or if enough calls at other sizes have passed."""
+    """The validation due at the next call: OPERATORS, BITS or None. None for a recorded tape. Also None for a tape
+    evaluated from a symbolic tape, after a call has passed or if enough calls at other sizes have passed."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -364,6 +364,7 @@ def leaves(*trees: Any) -> list[Any]:
 
 
 def _collect(trees: Iterable[Any], items: list[Any]) -> None:
+    """Append the leaves of `trees` to `items`."""
     for tree in trees:
         if isinstance(tree, (tuple, list)):
             _collect(tree, items)

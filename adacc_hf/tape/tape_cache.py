@@ -291,6 +291,7 @@ class TapeCache:
         return self._once((tape.digest, plan), lambda: plan.resized(tape))
 
     def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
+        """Return the cached execution plan for `key`, or build and cache it."""
         execution_plan = self.execution_plans.get(key)
         if execution_plan is None:
             execution_plan = self.execution_plans[key] = build()
@@ -346,6 +347,7 @@ class TapeCache:
         treatment: str,
         cause: tuple[str, str] = _OTHER_SIZE,
     ) -> None:
+        """Log once per `topic` that a block runs operators for which its plan was not made."""
         if topic in self._warned:
             return
         self._warned.add(topic)

@@ -34,6 +34,7 @@ class TapeNumbers:
         return len(size), ref.dtype
 
     def _without_numbers(self, tree: Any) -> Any:
+        """Append the integers in `tree` to `numbers`, and return `tree` without them."""
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
         if isinstance(tree, Blank):
@@ -137,6 +138,7 @@ class TapeTemplate:
         return _Ref(self._refs.setdefault(key, len(self._refs)))
 
     def _tree(self, tree: Any) -> Any:
+        """Return `tree` with integers, references and blanks replaced by placeholders."""
         if isinstance(tree, TensorRef):
             return self._ref(tree)
         if isinstance(tree, Blank):
@@ -154,6 +156,7 @@ class TapeTemplate:
 
 
 def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
+    """Return `tree` with placeholders replaced: numbers by `at(place)`, references by those in `refs`."""
     kind = type(tree)
     if kind is _Ref:
         return refs[tree.place]

@@ -115,6 +115,7 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
 
 
 def _resize_tensor(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:
+    """Return a tensor cut or repeated to `size`. If `size` is None, replace sizes by `mapping`."""
     if not isinstance(value, torch.Tensor):
         return value
     size = size if size is not None else tuple(mapping.get(n, n) for n in value.shape)

@@ -96,6 +96,7 @@ def end_process_if_out_of_memory() -> Iterator[None]:
 
 
 def _raise_on_all(error: Exception | None) -> None:
+    """Exchange the errors of all ranks, and raise one on each rank if any rank has failed."""
     is_oom = isinstance(error, torch.OutOfMemoryError)
     results = gather_from_all_ranks(None if error is None else (is_oom, f"{type(error).__name__}: {error}"))
     failures = [(rank, *failure) for rank, failure in enumerate(results) if failure is not None]

@@ -114,6 +114,7 @@ class _Search:
         self._queue += inner
 
     def _module(self, module: nn.Module) -> None:
+        """Add the state of a module: its attributes, buffers, hooks and class attributes."""
         entries = vars(module)
         self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, entries)
         for name, value in entries.items():
@@ -137,6 +138,7 @@ class _Search:
         self._queue.append(type(module))
 
     def _tensor(self, tensor: torch.Tensor | None, is_buffer: bool = False) -> None:
+        """Add a tensor: its content if it can be copied, else only its version."""
         if tensor is None or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             self.leaves |= {} if tensor is None else {id(tensor): tensor}
             return
@@ -165,6 +167,7 @@ class _Search:
         self._queue += items
 
     def _function(self, function: FunctionType) -> None:
+        """Add the state that a Python function can change: closure, defaults, attributes and globals."""
         cells = function.__closure__ or ()
         self._queue += map(cell_content, cells)
         if _is_library(function.__module__):  # for example a decorator
@@ -178,6 +181,7 @@ class _Search:
         self._names(function.__globals__, _names_in(function.__code__))
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
+        """Add the global variables of `namespace` that a function's code uses, also those of other modules."""
         names = Globals(namespace, code_names)
         for value in names.values():
             if not isinstance(value, ModuleType):

@@ -114,6 +114,7 @@ def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def _refuse_change(tensor: torch.Tensor, before: int) -> None:
+    """Raise UnrestorableError for a tensor that was changed in place and not copied."""
     if isinstance(tensor, nn.Parameter):
         advice = "change parameters outside of forward, in the training step"
     else:
