@@ -135,7 +135,7 @@ def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> t
 
 
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Do the same as `packed_ref` by encoding all groups first, then packing.
+    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return them and the other tensors.
 
     This is fastest on a CPU. A compiled graph on a GPU would need two kernels that read all of x.
     """
@@ -145,9 +145,9 @@ def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) 
 
 
 def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Do the same as `packed_ref` by encoding both halves of the groups side by side.
+    """Encode both halves of the groups side by side with `encode`, and pack the 4-bit codes, two per byte.
 
-    Inductor compiles this to one kernel for a GPU.
+    Return the packed codes and the other tensors. Inductor compiles this to one kernel for a GPU.
     """
     half = x_AGB.shape[0] // 2
     offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)

@@ -76,7 +76,7 @@ class Program:
         """Number of the program, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
-        """Return True if a call with these local variables takes this path."""
+        """Return True if a call with these local variables takes the path of this program."""
         if not self.guards.hold(scope):
             return False
         return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)

@@ -199,7 +199,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return any(self._storages[write.value] == storage and share_elements(ref, write) for write in later_writes)
 
     def tape(self) -> Tape:
-        """Return the tape of the recorded call. Use this method once, after the block has returned."""
+        """Return the tape of the recorded call. Use this method after the block has returned."""
         self._check_attached()
         if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
             self.untrusted = "memory of tensors that backward reads is freed (FSDP inside the block)"

@@ -20,8 +20,10 @@ Environment = list["torch.Tensor | None"]
 
 
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Return the tensor that `ref` describes, on the storage of `base` (rule R2: same size, stride, offset and
-    dtype)."""
+    """Return the tensor that `ref` describes, on the storage of `base`.
+
+    The tensor has the size, stride, offset and dtype of `ref` (rule R2).
+    """
     if base.dtype is ref.dtype:
         return base.as_strided(*ref.geometry)
     size, stride, offset = ref.geometry

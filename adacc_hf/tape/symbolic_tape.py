@@ -318,7 +318,7 @@ class SizeClassRecords:
                 self._give_up()
 
     def take(self, other: SizeClassRecords, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add the recorded calls of `other`. `fit` is as in `add`."""
+        """Add the recorded calls of `other`. `fit(records)` returns a symbolic tape, or None if no polynomials fit."""
         for record in other.records:
             self.add(record, fit)
         if other.has_failed:

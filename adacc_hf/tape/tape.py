@@ -260,10 +260,9 @@ class Tape:
         return source is not None and source.place == "generator"
 
     def is_held_elsewhere(self, value: int) -> bool:
-        """Return True if the tensor of `value` exists independently of the call: a parameter, buffer or attached
-        tensor.
+        """Return True if the tensor of `value` exists independently of the call, such as a parameter or buffer.
 
-        Tensors of unknown source count too.
+        Attached tensors and tensors of unknown source count too.
         """
         source = self.values[value].source
         return source is not None and source.place not in ("argument", "generator")

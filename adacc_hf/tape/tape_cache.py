@@ -333,7 +333,10 @@ class TapeCache:
         )
 
     def warn_unrecorded(self, kind: str, name: str, arguments: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Warn once that a call is not recorded for lack of memory, and how to avoid this."""
+        """Warn that a call of block `name` is not recorded, because the budget has no room, and how to avoid this.
+
+        `arguments` are (path, tensor) of the call. Warn once for each kind.
+        """
         sizes = [tuple(tensor.shape) for _, tensor in arguments]
         event = "run operators that no profile has recorded (to record them would exceed memory_budget)"
         self._warn_other_path(f"unrecorded {kind}", name, sizes, event, "under torch's checkpoint")
