@@ -29,7 +29,8 @@ inline To bit_cast(From from) {
 
 inline float from_bf16(u16 bits) { return bit_cast<float>(u32(bits) << 16); }
 
-// A dtype: how elements are stored, their bit pattern (Key), and conversion from and to float and of 16-bit peaks.
+// One struct per dtype: the type of stored elements, the integer type of their bits (Key), conversions from and to
+// float (load, save), and the conversion of a stored 16-bit peak to float.
 struct F32 {
     using Stored = float;
     using Key = u32;
@@ -49,8 +50,8 @@ struct BF16 {
     static float peak(u16 bits) { return from_bf16(bits); }
 };
 
-// In integers, because compilers that know _Float16 do not all vectorise its conversions. The exponent's bias is 15
-// here and 127 in a float.
+// Converted by integer arithmetic, because not all compilers that know _Float16 vectorise its conversions. The
+// exponent's bias is 15 here and 127 in a float.
 struct F16 {
     using Stored = u16;
     using Key = u16;
@@ -84,8 +85,8 @@ void dispatch(int dtype, int stochastic, Body body) {
     with_rounding(F16{});
 }
 
-// [Peaks] Found as integers: with the sign bit rotated to the bottom, unsigned order is the order of magnitudes, NaN is
-// the largest, and of two equal magnitudes the negative one wins. Without `sign` the sign bit is dropped.
+// [Peaks] Integer key that sorts elements by magnitude: their bits with the sign moved to the lowest bit. NaN is the
+// largest, and of two equal magnitudes the negative one. If `sign` is 0, the sign bit is dropped.
 template <class Key>
 inline Key magnitude_key(Key bits, Key sign) {
     return Key(Key(bits << 1) | (Key(bits >> (8 * sizeof(Key) - 1)) & sign));
@@ -103,7 +104,7 @@ inline float inverse_of(float value, float factor) {
     return usable ? 1.0f / (value * factor) : 0.0f;
 }
 
-// [Rounding] What is added before the fraction is cut off: one half or noise, and the code that stands for zero.
+// [Rounding] Offset that is added before the fraction is cut off: one half or noise, plus the code of zero.
 template <bool STOCHASTIC>
 inline float offset_of(u32 index, u32 seed, float zero) {
     if (!STOCHASTIC) return 0.5f + zero;
@@ -113,7 +114,8 @@ inline float offset_of(u32 index, u32 seed, float zero) {
     return float((x ^ (x >> 16)) >> 8) * 0x1p-24f + zero;
 }
 
-// body(k) for k < count. Default group sizes get loops of known length, without which 64 bfloat16 take twice as long.
+// Calls body(k) for each k < count. The default group sizes have loops of constant length: otherwise 64 bfloat16
+// elements take twice as long.
 template <class Body>
 inline void repeat(const int64_t count, Body body) {
     if (count == 64)
@@ -126,7 +128,8 @@ inline void repeat(const int64_t count, Body body) {
 
 inline int clip(float shifted, int low, int high) { return std::min(std::max(int(shifted), low), high); }
 
-// A flat tensor in groups. Four-bit code rows hold group p below and group p + rows above; eight-bit ones group p.
+// A flat tensor in groups. Row p of four-bit codes has group p in the low bits, and group p + rows in the high bits.
+// Row p of eight-bit codes has group p.
 struct Groups {
     int64_t numel, size, rows;
     const void* keep;  // per channel all ones, or 0 for an outlier, repeated to channels + size entries; or null
@@ -143,7 +146,8 @@ void clear_outliers(const typename T::Stored* __restrict x, const typename T::Ke
     for (int64_t k = 0; k < count; ++k) out[k] = bit_cast<typename T::Stored>(Key(bit_cast<Key>(x[k]) & keep[k]));
 }
 
-// The elements of a group: in `buffer` if outliers must be cleared or the tensor ends inside the group, padded with `pad`.
+// Returns the elements of a group. If outliers must be cleared, or the tensor ends inside the group, they are copied to
+// `buffer` and padded with `pad`.
 template <class T>
 const typename T::Stored* group_of(const typename T::Stored* x, const Groups& a, int64_t group,
                                    typename T::Stored* buffer, typename T::Stored pad) {
@@ -167,7 +171,7 @@ u16 peak_in(const typename T::Stored* x, int64_t count, u32 sign) {
     return peak_of(key);
 }
 
-// What turns the elements of one group into steps, and the index of its first element, which the noise is hashed from.
+// Offset and reciprocal scale of one group, and the index of its first element, from which the noise is computed.
 struct Group {
     float offset, inverse;  // offset: half of it, 0 for the symmetric codecs
     u32 index;
@@ -219,7 +223,7 @@ void encode_symmetric(const typename T::Stored* x, u8* codes, u16* peaks, int bi
     }
 }
 
-// Elements of one group from the four bits at SHIFT, or from eight bits.
+// Decodes the elements of one group, from the four bits at SHIFT or from eight bits.
 template <class T, int SHIFT, int MASK>
 void read_codes(typename T::Stored* __restrict out, const u8* __restrict codes, const int64_t count, const float scale,
                 const float offset, const float unit, const float zero) {
@@ -247,7 +251,7 @@ void decode_symmetric(typename T::Stored* out, const u8* codes, const u16* peaks
     }
 }
 
-// [Outliers] The raw channels: kept is [rows, count], x is [rows, channels].
+// [Outliers] Copies the raw channels from x [rows, channels] to kept [rows, count], or back.
 template <class Pattern>
 void copy_channels(Pattern* __restrict x, Pattern* __restrict kept, const int* __restrict indices, int64_t rows,
                    int64_t channels, int64_t count, bool gather, int threads) {
@@ -260,7 +264,8 @@ void copy_channels(Pattern* __restrict x, Pattern* __restrict kept, const int* _
         }
 }
 
-// [Asymmetric] Order of floats as signed integers: negative patterns have all bits but the sign flipped.
+// [Asymmetric] Finds the smallest and the largest element by signed integers in the order of the floats: for negative
+// elements, all bits but the sign are flipped.
 template <class T>
 void range_of(const typename T::Stored* x, int64_t count, float& low, float& high) {
     using Order = std::make_signed_t<typename T::Key>;
@@ -409,13 +414,13 @@ void each_group(const RowGroups a, Body body) {
     }
 }
 
-// As fp8.codes_ref, with the same names.
+// Converts a scaled element to an E4M3 code, as fp8.codes_ref does with the same variable names.
 template <bool STOCHASTIC>
 inline u8 fp8_code(float scaled, u32 index, u32 seed) {
     const u32 bits = bit_cast<u32>(scaled);
     const int above = std::max(int(bits & 0x7F800000u) - (121 << 23), 0);
     const float steps = bit_cast<float>(bits & 0x7FFFFFFFu) * bit_cast<float>((136 << 23) - above);
-    // Added to 2^23, whose last place is 1, a number is rounded to nearest even; cut off, it is rounded down.
+    // Adding 2^23, whose last place is 1, rounds a number to nearest even. Truncation rounds it down.
     const int whole = STOCHASTIC ? int(std::min(16.0f, steps + offset_of<true>(index, seed, 0.0f)))
                                  : bit_cast<int>(steps + 0x1p23f) - bit_cast<int>(0x1p23f);
     return u8(std::min((above >> 20) + whole, 126) | int((bits >> 24) & 128u));
@@ -436,7 +441,7 @@ void encode_fp8(const typename T::Stored* x, u8* codes, u16* peaks, const RowGro
     });
 }
 
-// Without a denormal float on the way, which takes a processor a hundred times as long as a normal one.
+// Converts an E4M3 code to float without denormal intermediate results, on which a processor is a hundred times slower.
 inline float fp8_number(u8 code) {
     const u32 magnitude = code & 127u;
     const float normal = bit_cast<float>((magnitude << 20) + (120u << 23));
@@ -456,7 +461,8 @@ void decode_fp8(typename T::Stored* out, const u8* codes, const u16* peaks, cons
     });
 }
 
-// [Bitmask] Bit j of byte k is element k + j * num_bytes. All set elements have one pattern, so it is the OR of all.
+// [Bitmask] Bit j of byte k is element k + j * num_bytes. All nonzero elements have the same bit pattern, so the OR of
+// all elements is this pattern.
 constexpr int64_t BLOCK = 4096;
 
 template <class Pattern>

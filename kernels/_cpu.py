@@ -49,7 +49,7 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None, with one logged warning, if it cannot be built."""
+    """Return the compiled library of C++ codec kernels. If it cannot be built, log one warning and return None."""
     try:
         compiled_library = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor()])))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: no home folder exists
@@ -68,22 +68,22 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _functions() -> ctypes.CDLL:
-    """Return the compiled C++ functions. Call this only if `is_usable` is True for the tensors."""
+    """Return the library of C++ codec kernels. Use this only after `is_usable` has returned True."""
     compiled_library = library()
     assert compiled_library is not None
     return compiled_library
 
 
 def is_usable(tensor: Tensor) -> bool:
-    """Return True if the tensor is on the CPU and the C++ functions are compiled.
+    """Return True if the C++ codec kernels can be used for `tensor`: it is on the CPU, and they are compiled.
 
-    The dtype is not checked here, but before by `Codec.supports`.
+    The dtype is not checked, because `Codec.supports` has checked it.
     """
     return tensor.is_cpu and library() is not None
 
 
 def _processor() -> str:
-    """Return the processor's description, which -march=native depends on."""
+    """Return a description of the processor. Code compiled with -march=native depends on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -109,11 +109,12 @@ def encode_groups(
     keep: Tensor | None = None,
     channels: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous tensor as `_symmetric.encode_ref` does: return codes uint8 [rows, G] and peaks [A].
+    """Encode a contiguous tensor in A groups of G = `group_size` elements. Return codes uint8 [rows, G] and peaks [A].
 
-    A peak is a group's element of largest magnitude. `keep` is a bit mask for the elements of each channel: 0 replaces
-    them by zeros, -1 keeps them. Its integers are as wide as the elements. The mask is periodic, [channels + G] long,
-    so that a group of G elements that begins at any channel reads a contiguous range.
+    A peak is a group's element of largest magnitude. The result equals `_symmetric.encode_ref`, bit for bit. `keep` is
+    a bit mask for the elements of each channel: 0 replaces them by zeros, -1 keeps them. Its integers are as wide as
+    the elements. The mask is periodic, [channels + G] long, so that a group that begins at any channel reads a
+    contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
@@ -130,7 +131,7 @@ def encode_groups(
 
 
 def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor: float) -> None:
-    """Decode codes [rows, G] and the groups' peaks [A] into a contiguous tensor."""
+    """Decode codes [rows, G] and the groups' peaks [A] into `out_N`, a contiguous tensor."""
     rows, group_size = codes.shape
     _functions().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
@@ -139,14 +140,14 @@ def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor
 
 
 def gather_channels(x_RC: Tensor, indices: Tensor) -> Tensor:
-    """Return [R, K]: the channels of a contiguous matrix with these int32 indices."""
+    """Return [R, K]: a copy of the columns of a contiguous matrix at `indices`, int32 [K]."""
     raw = torch.empty(x_RC.shape[0], indices.shape[0], dtype=x_RC.dtype, device="cpu")
     _copy_channels(x_RC, raw, indices, gather=True)
     return raw
 
 
 def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
-    """Write raw channels [R, K] to their columns in a contiguous matrix."""
+    """Write `raw` [R, K] to the columns of a contiguous matrix at `indices`, int32 [K]."""
     _copy_channels(out_RC, raw, indices, gather=False)
 
 
@@ -160,7 +161,10 @@ def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> 
 def encode_asymmetric(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes uint8 [A/2, G], offsets [A] and half ranges [A], as `asymmetric_int4.encode_ref` does."""
+    """Encode a contiguous tensor in A groups, each with an offset and a range of its own.
+
+    Return packed codes uint8 [A/2, G], offsets [A] and half ranges [A], equal to `asymmetric_int4.encode_ref`.
+    """
     groups = even_groups(flat_N.numel(), group_size)
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
     offsets = torch.empty(groups, dtype=flat_N.dtype, device="cpu")
@@ -175,7 +179,7 @@ def encode_asymmetric(
 def decode_asymmetric(
     out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float
 ) -> None:
-    """Fill a contiguous tensor from codes [A/2, G], offsets and half ranges."""
+    """Decode packed codes [A/2, G], offsets [A] and half ranges [A] into `out_N`, a contiguous tensor."""
     rows, group_size = codes.shape
     _functions().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
@@ -184,7 +188,7 @@ def decode_asymmetric(
 
 
 def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in groups of G rows of a column: return codes uint8 [A/2, G, C] and peaks [A, C]."""
+    """Encode a contiguous matrix in groups of G rows of one column. Return codes uint8 [A/2, G, C] and peaks [A, C]."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
@@ -207,7 +211,10 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 
 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix as `fp8.encode_ref` does: return codes uint8 [R, C] and the groups' peaks [A]."""
+    """Encode a contiguous matrix in FP8.
+
+    Return codes uint8 [R, C] and the groups' peaks [A], equal to `fp8.encode_ref`.
+    """
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
@@ -228,9 +235,9 @@ def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, fa
 
 
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Pack one bit per element: return uint8 [ceil(N / 8)] and, if `with_pattern`, the bit pattern [1] of set elements.
+    """Pack one bit per element, 1 for a nonzero element. Return uint8 [ceil(N / 8)], equal to `bitmask.encode_ref`.
 
-    Equals `bitmask.encode_ref`.
+    If `with_pattern`, also return the bit pattern [1] of the nonzero elements, which are all equal.
     """
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if the elements fill their span of memory without gap or overlap."""
+    """Return True if a tensor of this size and stride fills its span of memory without gap or overlap."""
     expected = 1
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step != expected:
@@ -31,13 +31,16 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def has_dense_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if the elements are dense and the last dimension is the innermost one in memory."""
+    """Return True if a tensor of this size and stride is dense, and its last dimension is the innermost in memory."""
     return is_dense(size, stride) and (not size or size[-1] == 1 or stride[-1] == 1)
 
 
 @lru_cache(maxsize=4096)
 def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if elements may share memory: a dimension's step is within the reach of dimensions with less step."""
+    """Return True if elements of a tensor of this size and stride may share memory.
+
+    This is possible if the stride of a dimension is smaller than the span of the dimensions with smaller strides.
+    """
     reach = 0
     for step, length in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step <= reach:
@@ -47,25 +50,28 @@ def is_overlapping(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return [R, C]: the last dimension has the columns, all others the rows; a scalar is [1, 1]."""
+    """Return (R, C) of a tensor seen as a matrix: C is the last dimension, R the product of the others.
+
+    A scalar is (1, 1).
+    """
     columns = shape[-1] if shape else 1
     return prod(shape[:-1]), columns
 
 
 def even_groups(count: int, group_size: int) -> int:
-    """Return the number of groups for `count` elements, padded to an even number."""
+    """Return the number of groups that `count` elements fill, rounded up to an even number."""
     return -(-count // (2 * group_size)) * 2
 
 
 def peak_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the 16-bit dtype in which the peaks of a tensor's groups (elements of largest magnitude) are stored."""
+    """Return the 16-bit dtype in which codecs store peaks (elements of largest magnitude) of a tensor of this dtype."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
-    """Return [N] contiguous: a view in memory order if possible, else a contiguous copy.
+    """Return the elements as a contiguous tensor [N]: a view in memory order if possible, else a copy.
 
-    With keep_rows, elements of a row (the last dimension) stay together, for row-wise and channel-wise codecs.
+    If `keep_rows`, elements of a row (the last dimension) stay together, for row-wise and channel-wise codecs.
     """
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -76,15 +82,20 @@ def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Return [R, C] contiguous, in the order of `as_flat` with keep_rows: a view if possible."""
+    """Return the tensor as a contiguous matrix [R, C], whose rows are its last dimension: a view if possible, else a
+    copy.
+
+    The rows are in the order of `as_flat` with `keep_rows`.
+    """
     shape = rows_and_columns(tensor.shape)
     return tensor.view(shape) if tensor.is_contiguous() else as_flat(tensor, keep_rows=True).view(shape)
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
-    """Return a new tensor of the payload's layout, filled by `fill`.
+    """Return a new tensor with the dtype, size and stride of the encoded one, whose elements `fill` writes.
 
-    `fill` writes into [N] in the order of `as_flat`, or with keep_rows into [R, C] in the order of `as_matrix`.
+    `fill(out)` gets a contiguous tensor: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C] in the order of
+    `as_matrix`.
     """
     size, stride, dtype, device = payload.size, payload.stride, payload.dtype, payload.tensors[0].device
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -104,7 +115,7 @@ def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = 
 
 
 def memory_positions(size: tuple[int, ...], stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int64 [N]: the memory offset, in elements, of every element in dimension order."""
+    """Return int64 [N]: for every element in the order of dimensions, its offset in memory, counted in elements."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for length, step in zip(size, stride, strict=True):
         positions = positions[..., None] + torch.arange(length, device=device) * step

@@ -3,11 +3,11 @@
 Shapes: a tensor is seen as x_AGB, A groups of G elements in each of B columns, with one peak per [A, B]. Group-wise
 codecs have B = 1, token_int4 has one row per group, channel_int4 has B = channels.
 
-A group is stored as its peak and one code per element. The peak is the group's element of largest magnitude, in 16
-bits (no relation to peak memory). A code is the
-element in steps of the scale, shifted to be non-negative: 4-bit codes are 0..15 with 8 for zero, 8-bit codes 1..255
-with 128 for zero. A byte holds the 4-bit codes of group a (low) and group a + A/2 (high), with A padded to an even
-number. Packing therefore joins two contiguous halves and never shuffles neighbours.
+A group is stored as its peak and one code per element. The peak is the group's element of largest magnitude, in 16 bits
+(no relation to peak memory). A code is the element divided by the scale, rounded, and shifted to be non-negative: 4-bit
+codes are 0..15 with 8 for zero, 8-bit codes 1..255 with 128 for zero. A byte holds the 4-bit codes of group a (low) and
+group a + A/2 (high), with A padded to an even number. Packing therefore joins two contiguous halves and never shuffles
+neighbours.
 
 Peaks have 16 bits. A float16 or bfloat16 peak is an element of the tensor, so it is exact. A float32 peak is truncated
 towards zero to bfloat16, which keeps its range (up to 3e38) and never decodes to more than the peak, so nothing
@@ -33,11 +33,11 @@ TINY_PEAK = 2.0**-100
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 EncodeGroups = Callable[[Tensor, "Tensor | float"], tuple[Tensor, ...]]
-"""Function from groups [A, G, B] and the offset added to their steps, to codes uint8 [A, G, B] and further tensors."""
+"""Function from (groups [A, G, B], offset added before truncation) to (codes uint8 [A, G, B], further tensors)."""
 
 
 def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: int, scales: tuple[str, ...]) -> None:
-    """Raise ValueError naming the option that is out of range."""
+    """Raise ValueError if an option of a codec is out of range. `scales` are the codec's allowed values of `scale`."""
     if group_size not in GROUP_SIZES:
         raise ValueError(f"codec {codec!r}: group_size={group_size!r} is not one of {GROUP_SIZES}")
     if scale not in scales:
@@ -49,7 +49,7 @@ def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: 
 
 
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
-    """Append zeros, or copies of the last element, along the first dimension of `x` up to `length`."""
+    """Extend the first dimension of `x` to `length`, with zeros, or with copies of the last element if `with_last`."""
     missing = length - x.shape[0]
     if isinstance(missing, int) and missing == 0:  # a symbolic size is padded always, because it may be 0 or not
         return x
@@ -76,7 +76,10 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
 
 
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
-    """Return float32 reciprocals of the scales. For tiny or non-finite peaks return 0, so that all codes are zero's."""
+    """Return 1 / (peak * `factor`) in float32 for each peak: the factor from an element to its code.
+
+    Return 0 for tiny and non-finite peaks, so that all elements of the group get the code of zero.
+    """
     peaks = peaks.float()
     magnitude = peaks.abs()
     is_usable = (magnitude >= TINY_PEAK) & (magnitude <= FLOAT32_MAX)
@@ -84,7 +87,9 @@ def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
 
 
 def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
-    """Return float32 [count] in [0, 1): a hash of the element's index and the seed, so that no generator is used.
+    """Return noise for stochastic rounding, float32 [count] in [0, 1).
+
+    The noise is a hash of the element's index and the seed, so that no random generator is used:
 
     u(i) = lowbias32(i + seed mod 2^32) >> 8, times 2^-24.
     """
@@ -96,14 +101,17 @@ def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
 
 
 def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Tensor | float:
-    """Return the offset added to steps before truncation: the code of zero, plus one half or noise in [0, 1)."""
+    """Return the offset that is added to scaled elements before they are truncated to codes.
+
+    It is `zero`, the code of zero, plus one half, or plus noise in [0, 1) for stochastic `rounding`.
+    """
     if rounding == "nearest":
         return 0.5 + zero
     return noise_ref(x.numel(), seed, x.device).view(x.shape) + zero
 
 
 def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return (codes, peaks) of `x_AGB`, A groups of G elements in each of B columns.
+    """Encode `x_AGB`, A groups of G elements in each of B columns, with plain torch. Return (codes, peaks).
 
     Codes are uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8 bits. Peaks are [A, B] in 16 bits: a group's
     element of largest magnitude, or only the magnitude if `factor` is positive. Codes of non-finite elements are
@@ -117,21 +125,30 @@ def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int
 
 
 def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Return 4-bit codes packed two per byte, [A/2, G, B], and the other tensors that `encode` returns."""
+    """Run `encode(x_AGB, offset)` and pack its 4-bit codes, two per byte.
+
+    Return the packed codes [A/2, G, B], and the other tensors that `encode` returns.
+    """
     is_strided = x_AGB.dim() > 2  # Inductor computes peaks and codes of strided groups in separate kernels anyway
     encode_all = packed_at_once if is_strided or x_AGB.device.type == "cpu" else packed_side_by_side
     return encode_all(encode, x_AGB, offset)
 
 
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Pack all groups at once. Fastest on a CPU; a GPU would need two kernels that read all of x."""
+    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return them and the other tensors.
+
+    This is fastest on a CPU. A compiled graph on a GPU would need two kernels that read all of x.
+    """
     codes, *rest = encode(x_AGB, offset)
     half = codes.shape[0] // 2
     return codes[:half] | (codes[half:] << 4), *rest
 
 
 def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Pack with both halves of the groups encoded side by side, which Inductor compiles to one kernel for a GPU."""
+    """Encode both halves of the groups side by side with `encode`, and pack the 4-bit codes, two per byte.
+
+    Return the packed codes and the other tensors. Inductor compiles this to one kernel for a GPU.
+    """
     half = x_AGB.shape[0] // 2
     offsets = (offset[:half], offset[half:]) if isinstance(offset, Tensor) else (offset, offset)
     low, *rest_of_low = encode(x_AGB[:half], offsets[0])
@@ -147,11 +164,14 @@ def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) 
 
 
 def decode_ref(codes: Tensor, peaks_AB: Tensor, bits: int, factor: float, dtype: torch.dtype) -> Tensor:
-    """Return [A, G, B] from codes and peaks. Every element of a group with a non-finite peak is non-finite."""
+    """Decode the codes and peaks of `encode_ref` with plain torch, to [A, G, B] in `dtype`.
+
+    Every element of a group with a non-finite peak is non-finite.
+    """
     steps = (unpack_ref(codes) if bits == 4 else codes).float() - CODE_RANGES[bits][0]
     return (steps * (peaks_AB.float() * factor)[:, None]).to(dtype)
 
 
 def unpack_ref(packed: Tensor) -> Tensor:
-    """Return uint8 codes [A, ...] from packed uint8 [A/2, ...]."""
+    """Unpack 4-bit codes, two per byte, from uint8 [A/2, ...] to uint8 [A, ...]."""
     return torch.cat([packed & 15, packed >> 4])

@@ -35,8 +35,9 @@ jit = triton.jit(
 
 
 runners: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[str, ...]]] = {}
-"""Launched kernels, with the names of their constants in the kernel's order. The key is everything that Triton selects
-a compiled kernel by: see `launch`."""
+"""Cache of compiled kernels: (function that starts the kernel, names of its constants in order).
+
+The key contains everything by which Triton selects a compiled kernel (`launch`)."""
 
 
 def launch(
@@ -48,11 +49,12 @@ def launch(
     thread_elements: int = THREAD_ELEMENTS,
     **constants: Any,
 ) -> None:
-    """Start `kernel(x, *arguments, **constants)` on x's device, unless the grid is empty. `tile` is its elements.
+    """Start the Triton kernel `kernel(x, *arguments, **constants)` on the device of `x`, unless the grid is empty.
 
-    A repeated launch skips Triton's inspection of every argument, which takes longer than a GPU needs to encode 16 MiB.
-    The cache key has the dtypes, numbers and constants that a kernel was compiled for. Cached kernels assume addresses
-    that are multiples of 16; tensors at other addresses are launched by Triton itself.
+    `tile` is the number of elements per program, and `thread_elements` the number per thread. A repeated launch uses a
+    cached kernel, and skips Triton's inspection of every argument, which takes longer than a GPU needs to encode 16
+    MiB. The cache key has the dtypes, numbers and constants that a kernel was compiled for. Cached kernels assume
+    addresses that are multiples of 16. For tensors at other addresses, Triton launches the kernel itself.
     """
     if 0 in grid:
         return
@@ -81,18 +83,18 @@ def launch(
 
 
 def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS) -> int:
-    """Return the number of warps of a program with `tile` elements, within the 1024 threads of a block."""
+    """Return the number of warps of a program with `tile` elements, limited to 1024 threads per program."""
     return min(max(tile // (thread_elements * warp_threads), 1), 1024 // warp_threads)
 
 
 def groups_per_program(group_size: int, tile: int = TILE_ELEMENTS) -> int:
-    """Return the number of groups in a program's tile."""
+    """Return the number of groups that one program handles, if its tile has `tile` elements."""
     return max(1, tile // group_size)
 
 
 # Triton's functions of the same names can be used in kernels too, but take ten times as long on the host.
 def cdiv(number: int, divisor: int) -> int:
-    """Return the quotient, rounded up."""
+    """Return `number` / `divisor`, rounded up."""
     return -(-number // divisor)
 
 
@@ -103,7 +105,10 @@ def next_power_of_2(number: int) -> int:
 
 @triton.jit
 def peak_keys(x, SIGNED: tl.constexpr):
-    """Return uint32 float bits with the sign rotated to the lowest bit. They order by magnitude, with NaN largest."""
+    """Return uint32 keys that sort the elements of x by magnitude, with NaN largest.
+
+    A key is the bits of a float32, with the sign moved to the lowest bit, or dropped unless SIGNED.
+    """
     bits = widened(x).to(tl.uint32, bitcast=True)
     keys = bits << 1
     if SIGNED:
@@ -113,7 +118,10 @@ def peak_keys(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def stored_peak(key, dtype: tl.constexpr):
-    """Return the float32 magnitude that a sorting key encodes, truncated to bfloat16 if the tensor is float32."""
+    """Return the float32 peak that belongs to a key of `peak_keys`.
+
+    Truncate it to bfloat16 if the tensor is float32.
+    """
     bits = (key >> 1) | (key << 31)
     if dtype == tl.float32:
         bits = bits & 0xFFFF0000
@@ -122,13 +130,13 @@ def stored_peak(key, dtype: tl.constexpr):
 
 @triton.jit
 def upper_half(bits):
-    """Return bfloat16 from the upper halves of uint32 float bits: truncated towards zero, exact for denormals too."""
+    """Convert the uint32 bits of float32 numbers to bfloat16, truncated towards zero, also for denormals."""
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def in_16_bits(peak, dtype: tl.constexpr):
-    """Return a group's largest magnitude as float16, or as bfloat16 for other dtypes."""
+    """Convert a group's float32 peak to the 16-bit dtype that is stored: float16 for float16 tensors, else bfloat16."""
     return peak.to(tl.float16) if dtype == tl.float16 else upper_half(peak.to(tl.uint32, bitcast=True))
 
 
@@ -143,7 +151,11 @@ def inverse_of(peak, factor):
 
 @triton.jit
 def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
-    """Return float32: the code of zero, plus one half or noise in [0, 1) hashed from the element's index and seed."""
+    """Return the float32 offset that is added to scaled elements before they are truncated to codes.
+
+    It is `zero`, the code of zero, plus one half, or plus noise in [0, 1) if STOCHASTIC. The noise is a hash of the
+    element's index and the seed.
+    """
     fraction = 0.5
     if STOCHASTIC:
         x = index.to(tl.uint32) + seed.to(tl.uint32)
@@ -156,17 +168,17 @@ def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def codes_up_to(shifted, most):
-    """Return int32 codes: fractions truncated, NaN mapped to the largest code. `shifted` must be above -1.
+    """Truncate `shifted`, numbers above -1, to int32 codes of at most `most`. NaN becomes `most`.
 
-    Symmetric 4-bit codes meet this bound: no element exceeds 1 + 2^-7 times its group's stored peak, which is 8.07
-    steps, and zero has code 8. A comparison without effect would make encoding slower than memory.
+    Symmetric 4-bit codes meet the lower bound: no element exceeds 1 + 2^-7 times its group's stored peak, which is 8.07
+    steps, and zero has code 8. So codes are not clipped from below, which would make encoding slower than memory.
     """
     return tl.minimum(shifted, most).to(tl.int32)
 
 
 @triton.jit
 def clipped_codes(shifted, least, most):
-    """Return int32 codes: fractions truncated, NaN mapped to the least code."""
+    """Truncate `shifted` to int32 codes from `least` to `most`. NaN becomes `least`."""
     return tl.minimum(tl.maximum(shifted, least), most).to(tl.int32)
 
 

@@ -24,7 +24,7 @@ OFFSET_CODES = {"range15": 0.0, "paper": 8.0}
 
 
 def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed codes uint8 [A/2, G], offsets [A] in the tensor's dtype, and half ranges bfloat16 [A].
+    """Encode with plain torch. Return packed codes uint8 [A/2, G], offsets [A] of x's dtype, half ranges bfloat16 [A].
 
     The N elements are cut into A groups of G = `group_size` elements. A is padded to an even number, because a byte
     holds two 4-bit codes. Copies of the last element complete the groups. Codes of non-finite elements are unspecified.
@@ -47,7 +47,7 @@ def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor
 
 
 def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:
-    """Return [N] from the tensors of `encode_ref`."""
+    """Decode the tensors of `encode_ref` with plain torch, to [N] elements, N = `numel`."""
     half_scale_A = half_ranges.float() * SCALE_FACTORS[scale]
     steps = _symmetric.unpack_ref(codes).float() - OFFSET_CODES[scale]
     x_AG = (steps * half_scale_A[:, None] + offsets.float()[:, None] * 0.5) * 2.0
@@ -56,7 +56,7 @@ def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_rang
 
 @register
 class AsymmetricInt4(Codec):
-    """INT4 in groups with an offset and a scale each."""
+    """Codec asymmetric_int4: INT4 in groups, each with its own offset and scale."""
 
     name = "asymmetric_int4"
     suits = frozenset({"softmax"})

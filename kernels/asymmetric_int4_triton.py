@@ -23,13 +23,13 @@ from adacc_hf.kernels._triton import (
 
 @triton.jit
 def _least(a, b):
-    """Return the lesser of two, NaN if either is: one instruction, whereas `tl.min` loses NaN."""
+    """Return the smaller of two numbers, or NaN if either is NaN. `tl.min` would ignore NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _greatest(a, b):
-    """Return the greater of two, NaN if either is."""
+    """Return the greater of two numbers, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -49,7 +49,10 @@ def _encode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Store the offsets and half ranges of T groups from first_group on, and return their int32 codes [T, G]."""
+    """Encode T groups from first_group on. Store their offsets and half ranges, and return int32 codes [T, G].
+
+    A byte packs the codes of two groups, so that the caller encodes the two halves of the groups one after the other.
+    """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -84,6 +87,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups of each half of the tensor, and pack their codes two per byte."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     low = _encode_half(
@@ -151,6 +155,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups of each half of the tensor from codes packed two per byte."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     group = tl.arange(0, T)[:, None]
@@ -165,7 +170,10 @@ def _decode_kernel(
 def encode(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode as `asymmetric_int4.encode_ref` does. `zero` is the code that decodes to the group's offset."""
+    """Encode a contiguous tensor on a GPU. Return packed codes, offsets and half ranges.
+
+    The result equals `asymmetric_int4.encode_ref`, bit for bit. `zero` is the code that decodes to the group's offset.
+    """
     numel = flat_N.shape[0]
     groups = even_groups(numel, group_size)
     codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)
@@ -180,7 +188,7 @@ def encode(
 
 
 def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float) -> None:
-    """Fill a contiguous tensor from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_N`, a contiguous tensor on a GPU."""
     rows, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(

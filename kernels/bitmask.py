@@ -1,8 +1,8 @@
 """One bit per element, lossless: boolean masks, and masks of two values 0 and c such as dropout's 0 and 1/(1-p).
 
-Bit j of byte k is element k + j * bytes of the flat tensor, so packing joins eight contiguous eighths. An element is
-set if its bit pattern is not 0, so c may be negative, infinite or NaN (an additive attention mask). The one pattern c
-is stored with the bits.
+Bit j of byte k is element k + j * (number of bytes) of the flat tensor, so packing joins eight contiguous eighths. An
+element is set if its bit pattern is not 0, so c may be negative, infinite or NaN (an additive attention mask). The one
+pattern c is stored with the bits.
 """
 
 from math import prod
@@ -45,14 +45,14 @@ def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
-    """Return [N] patterns; without a pattern, uint8 0 and 1."""
+    """Decode packed bits to [N]: 0 where a bit is 0, `pattern` where a bit is 1. Without a pattern, uint8 0 and 1."""
     bits = torch.cat([(packed >> j) & 1 for j in range(8)])[:numel]
     return bits.to(pattern[0].dtype) * pattern[0] if pattern else bits
 
 
 @register
 class Bitmask(Codec):
-    """Codec with 1 bit per element plus the set elements' value. Lossless on tensors that `accepts` allows."""
+    """Codec bitmask: 1 bit per element, and the one value of the nonzero elements. Lossless if `accepts` is True."""
 
     name = "bitmask"
     lossless = True
@@ -65,7 +65,10 @@ class Bitmask(Codec):
 
     @torch.no_grad()
     def accepts(self, tensor: Tensor) -> bool:
-        """Return True if there are at most two distinct values, one of them 0. Synchronises. -0.0 is not 0."""
+        """Return True if all nonzero elements have the same bit pattern. -0.0 counts as nonzero.
+
+        Synchronise with the device.
+        """
         if not self.supports(tuple(tensor.shape), tensor.dtype):
             return False
         if tensor.dtype == torch.bool or tensor.numel() == 0:
@@ -95,11 +98,11 @@ class Bitmask(Codec):
 
 
 def _mask_in_memory(tensor: Tensor) -> Tensor:
-    """Return [N] elements of a mask. A compiled graph for a GPU writes them to memory before packing.
+    """Return the elements of a mask as [N]. In a compiled graph for a GPU, write them to memory before packing.
 
-    A byte is packed from eight distant elements. If the mask were not in memory, Inductor would read its inputs at
-    these places, random numbers of four bytes, and would write these to memory instead. On a CPU masks are recomputed,
-    because writing bytes is slow there.
+    A byte is packed from eight distant elements. If the mask were not in memory, Inductor would compute the elements
+    from its inputs, random numbers of four bytes, and would write these to memory instead. A compiled graph for a CPU
+    recomputes the mask, because writing bytes is slow there.
     """
     if tensor.device.type == "cpu" or not tensor.is_contiguous():
         return tensor.reshape(-1)
@@ -107,5 +110,5 @@ def _mask_in_memory(tensor: Tensor) -> Tensor:
 
 
 def _patterns(flat_N: Tensor) -> Tensor:
-    """Return [N] bit patterns as signed integers of the elements' width."""
+    """View the elements as signed integers of the same width, which are their bit patterns, [N]."""
     return flat_N.view(PATTERN_DTYPES[flat_N.element_size()])

@@ -17,7 +17,7 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes uint8 [A/2, G, C] and 16-bit peaks [A, C] of `x_RC`, R rows of C channels.
+    """Encode `x_RC`, R rows of C channels, with plain torch. Return codes uint8 [A/2, G, C] and 16-bit peaks [A, C].
 
     The rows are cut into A groups of G = `group_size` rows. A is padded to an even number, because a byte holds two
     4-bit codes. Each group has one peak per channel: the channel's element of largest magnitude in the group's rows.
@@ -29,14 +29,14 @@ def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Return [R, C] from the tensors of `encode_ref`."""
+    """Decode the tensors of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype).view(-1, columns)[:rows]
 
 
 @register
 class ChannelInt4(Codec):
-    """Symmetric INT4 with one scale per channel and `group_size` rows."""
+    """Codec channel_int4: symmetric INT4 with one scale for `group_size` rows of a channel."""
 
     name = "channel_int4"
     suits = frozenset({"qkv"})

@@ -35,7 +35,7 @@ ENCODED_ELEMENTS = 64
 
 @triton.jit
 def _first_places(columns, COLUMNS: tl.constexpr):
-    """Return a program's pair of groups and its first column."""
+    """Return (index of the pair of groups, first column) that the running program handles."""
     blocks = (columns + COLUMNS - 1) // COLUMNS
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks * COLUMNS
 
@@ -45,7 +45,10 @@ def _encode_half(
     x_ptr, peaks_ptr, group, first_column, rows, columns, factor, seed, STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr,
     G: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store each column's peak (element of largest magnitude) in a group of rows. Return int32 codes [G, COLUMNS]."""
+    """Encode one group of rows. Store each column's peak (element of largest magnitude).
+
+    Return int32 [G, COLUMNS] codes.
+    """
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
     index = row.to(tl.int64) * columns + column[None, :]
@@ -72,6 +75,7 @@ def _encode_kernel(
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Encode one group of rows of each half, in COLUMNS columns, and pack their codes two per byte."""
     pair, first_column = _first_places(columns, COLUMNS)
     low = _encode_half(
         x_ptr, peaks_ptr, pair, first_column, rows, columns, factor, seed, STOCHASTIC, SIGNED, G, COLUMNS
@@ -116,6 +120,7 @@ def _decode_kernel(
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Decode one group of rows of each half, in COLUMNS columns, from codes packed two per byte."""
     pair, first_column = _first_places(columns, COLUMNS)
     row = pair * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]
@@ -126,7 +131,7 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode as `channel_int4.encode_ref` does."""
+    """Encode a contiguous matrix on a GPU. Return packed codes and peaks, equal to `channel_int4.encode_ref`."""
     rows, columns = x_RC.shape
     groups = even_groups(rows, group_size)
     codes = x_RC.new_empty(groups // 2, group_size, columns, dtype=torch.uint8)
@@ -141,7 +146,7 @@ def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: in
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Fill a contiguous matrix from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
     rows, columns = out_RC.shape
     pairs, group_size, _ = codes.shape
     width = min(max(TILE_ELEMENTS // group_size, LEAST_COLUMNS), ENCODED_COLUMNS)

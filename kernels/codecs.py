@@ -69,26 +69,28 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels of a codec for one device type. A module with these two functions can be used instead."""
+    """Pair of functions with a codec's kernels for one device type. A module with these two functions serves too."""
 
     encode: Callable[..., tuple[Tensor, ...]]
-    """Encodes a contiguous tensor to the stored tensors."""
+    """Function that encodes a contiguous tensor, and returns the tensors to store."""
     decode: Callable[..., None]
-    """Fills a contiguous tensor from the stored tensors."""
+    """Function that fills a contiguous tensor from the stored tensors."""
 
 
 class Coder(Protocol):
-    """Interface of codecs and of objects that wrap a codec for a while."""
+    """Object that encodes and decodes tensors: a codec, or a wrapper around a codec that measures errors."""
 
     def encode(self, tensor: Tensor) -> Payload:
-        """See `Codec.encode`."""
+        """Return a payload from which `decode` restores `tensor`."""
 
     def decode(self, payload: Payload) -> Tensor:
-        """See `Codec.decode`."""
+        """Return the tensor that `payload` encodes, in new storage."""
 
 
 class Codec:
-    """Base class of all codecs. `encode` and `decode` never synchronise with the device; their shapes are static.
+    """Base class of all codecs, which encode a tensor to a smaller payload and decode it again.
+
+    `encode` and `decode` never synchronise with the device. The shapes of a payload depend only on the tensor's shape.
 
     A codec defines at least `supports` and `predicted_bytes`, and either `encode_traceable` and `decode_traceable` or
     `encode` and `decode`. A codec with `triton` or `cpu` kernels also defines `_encode_by` and `_decode_by`.
@@ -101,24 +103,27 @@ class Codec:
     suits: ClassVar[frozenset[str]] = frozenset()
     """Roles, among ROLES, whose tensors may be stored with this codec unless the settings name other codecs."""
     settings: ClassVar[frozenset[str]] = frozenset()
-    """Options that take their values from the settings of the same name."""
+    """Names of the codec's options that take their values from the user's settings of the same name."""
     keeps_outliers: ClassVar[bool] = False
-    """True if the option `num_outliers` is the number of channels stored raw, as counted by `count_outliers`."""
+    """True if the codec stores outlier channels raw. Its option `num_outliers` is their number (`count_outliers`)."""
     stands_in: ClassVar[bool] = False
-    """True for the precise codec, which is used where the codecs of a role are too coarse. One codec has True."""
+    """True for the precise codec, which is used where the codecs of a role cause too large errors. One codec has
+    True."""
     instead_of: ClassVar[str | None] = None
-    """Name of the codec that this one replaces on tensors where this one's round trip is more exact, unless the
-    settings name codecs. `adacc plan` and compiled graphs leave this codec out, because they have no data to decide by.
-    None for a codec that is available for all roles it suits."""
+    """Name of the codec that this codec replaces on tensors on which its error is smaller. None for most codecs.
+
+    A codec with such a name is not used otherwise, unless the settings name it. `adacc plan` and compiled graphs never
+    use it, because they have no data to compare the errors on."""
     is_baseline: ClassVar[bool] = False
     """True for the codec of the paper's "Quantization" baseline. One codec has True."""
 
     triton: ClassVar[str | None] = None
     """File of this folder with the GPU kernels, imported when a GPU tensor is first encoded or decoded."""
     cpu: ClassVar[Kernels | None] = None
-    """Kernels in C++."""
+    """C++ kernels for CPU tensors, or None."""
     keeps_rows: ClassVar[bool] = False
-    """True if the kernels take tensors as [R, C], rows of the last dimension; else they take [N] in memory order."""
+    """True if kernels get tensors as matrices [R, C], whose rows are the last dimension. Else they get [N] in memory
+    order."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -128,31 +133,47 @@ class Codec:
     @classmethod
     @cache
     def option_names(cls) -> tuple[str, ...]:
-        """Return the names of the codec's options. Inspecting them takes as long as encoding a small tensor."""
+        """Return the names of the codec's options.
+
+        The names are cached, because inspecting a class takes as long as encoding a small tensor.
+        """
         return tuple(inspect.signature(cls).parameters)
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Return True if tensors of this shape and dtype can be encoded. Does not read data."""
+        """Return True if the codec can encode tensors of this shape and dtype."""
         raise NotImplementedError
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Return True if this tensor can be encoded. May read the data, so call it only while profiling."""
+        """Return True if the codec can encode this tensor.
+
+        Call this only while profiling, because it may read the data.
+        """
         return self.supports(tuple(tensor.shape), tensor.dtype)
 
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return `encode(tensor).nbytes` for a tensor of this shape and dtype exactly, padding and scales included."""
+        """Return the exact size in bytes of the payload of a tensor of this shape and dtype, with padding and
+        scales."""
         raise NotImplementedError
 
     def fit(self, tensor: Tensor) -> None:
-        """Set the state that depends on the data, at tracking iterations only. Most codecs are stateless."""
+        """Set the codec's state that depends on data, such as the outlier channels, from `tensor`.
+
+        This is called in tracking steps only. Most codecs have no state.
+        """
 
     def count_outliers(self, tensor: Tensor, threshold: float) -> int:
-        """Count the channels with a Z-score above `threshold`. Synchronises: for tracking iterations only."""
+        """Return the number of channels of `tensor` whose Z-score is above `threshold`.
+
+        Call this in tracking steps only, because it synchronises with the device.
+        """
         raise NotImplementedError(f"codec {self!r} stores no outliers")
 
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
-        """Return a payload from which `decode` restores `tensor`. Keeps no reference to `tensor` or its storage."""
+        """Return a payload from which `decode` restores `tensor`.
+
+        The payload does not refer to the tensor or its storage.
+        """
         self._require(tensor)
         x = as_matrix(tensor) if self.keeps_rows else as_flat(tensor)
         kernels = self._kernels_for(x)
@@ -161,7 +182,7 @@ class Codec:
 
     @without_gradients
     def decode(self, payload: Payload) -> Tensor:
-        """Return the tensor in new storage, with the dtype, size and stride of the encoded one."""
+        """Return the tensor that `payload` encodes, in new storage, with the original dtype, size and stride."""
 
         def fill(out: Tensor) -> None:
             kernels = self._kernels_for(out)
@@ -173,28 +194,34 @@ class Codec:
         return restore(fill, payload, self.keeps_rows)
 
     def _kernels_for(self, tensor: Tensor) -> Kernels | None:
-        """Return Triton kernels on a GPU, C++ kernels on a CPU if they can be built, or None for plain torch."""
+        """Return the kernels for the device of `tensor`: Triton on a GPU, C++ on a CPU if it can be built.
+
+        Return None if there are no kernels, so that plain torch is used.
+        """
         if tensor.is_cuda:
             return None if self.triton is None else _triton_kernels(self.triton)
         return self.cpu if _cpu.is_usable(tensor) else None
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        """Encode [N], or [R, C] if `keeps_rows`, by `kernels`."""
+        """Encode `x` with `kernels`, and return the tensors to store. `x` is [N], or [R, C] if `keeps_rows`."""
         raise NotImplementedError
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        """Fill [N], or [R, C] if `keeps_rows`, by `kernels`."""
+        """Decode the stored `tensors` into `out` with `kernels`. `out` is [N], or [R, C] if `keeps_rows`."""
         raise NotImplementedError
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Encode [N], or [R, C] if `keeps_rows`, by plain torch, as a reference for all kernels."""
+        """Encode `x` with plain torch, and return the tensors to store. This is the reference for all kernels.
+
+        `x` is [N], or [R, C] if `keeps_rows`.
+        """
         return self.encode_traceable(x)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Encode a contiguous tensor by plain torch operators that can be traced into a compiled graph.
+        """Encode a contiguous tensor with plain torch operators that can be traced into a compiled graph.
 
-        Control flow is static and no operator works in place. The result equals `encode` right after `fit` bit for bit.
-        Raises NotImplementedError for a codec with state beyond the state that `fit` computes from the tensor.
+        Control flow is static and no operator works in place. The result equals, bit for bit, the tensors that `encode`
+        stores directly after `fit(tensor)`. Raise NotImplementedError for a codec with other state.
         """
         raise NotImplementedError(f"codec {self!r} cannot be used in a compiled graph")
 
@@ -208,7 +235,7 @@ class Codec:
         return cls.encode_traceable is not Codec.encode_traceable
 
     def _require(self, tensor: Tensor) -> None:
-        """Raise TypeError if `tensor` cannot be encoded."""
+        """Raise TypeError if the codec does not support the shape and dtype of `tensor`."""
         if not self.supports(tuple(tensor.shape), tensor.dtype):
             raise TypeError(
                 f"codec {self.name!r} with options {self.options} cannot encode shape {tuple(tensor.shape)} and "
@@ -224,7 +251,7 @@ C = TypeVar("C", bound=type[Codec])
 
 
 def register(codec_class: C) -> C:
-    """Register a codec class under its `name`, as a decorator. Raises ValueError if its attributes are inconsistent."""
+    """Decorate a codec class to register it under its `name`. Raise ValueError if its attributes are inconsistent."""
     name, unknown = codec_class.name, sorted(codec_class.suits.difference(ROLES))
     if unknown:
         raise ValueError(f"codec {name!r}: suits={unknown} are unknown: choose from {', '.join(ROLES)}")
@@ -265,7 +292,10 @@ def list_codecs() -> list[str]:
 
 
 def get_codec(name: str, **options: Any) -> Codec:
-    """Build a codec. Raises ValueError for an unknown name, an unknown option or a value out of range."""
+    """Return a codec, built from its name and options.
+
+    Raise ValueError for an unknown name, an unknown option or a value out of range.
+    """
     cls = codec_type(name)
     option_names = cls.option_names()
     for option in options:
@@ -289,13 +319,13 @@ def codecs_suiting(role: str) -> list[str]:
 
 
 def replacements(name: str, role: str) -> list[str]:
-    """Return the names of the codecs that replace codec `name` on tensors of `role` if they are more exact."""
+    """Return the names of the codecs that replace codec `name` on tensors of `role` on which their error is smaller."""
     return [other for other in codecs_suiting(role) if registry[other].instead_of == name]
 
 
 @cache
 def precise_codec() -> str:
-    """Return the name of the codec that is used where others are too coarse."""
+    """Return the name of the codec that is used where the others cause too large errors (`Codec.stands_in`)."""
     return next(name for name in list_codecs() if registry[name].stands_in)
 
 

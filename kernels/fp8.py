@@ -31,7 +31,9 @@ HALF_SCALE = 2.0**8  # the bits of a code, moved into a float16, represent 2^-8 
 
 
 def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
-    """Return uint8 E4M3 codes of float32 elements of at most 452, rounded to nearest even or stochastically by noise.
+    """Convert scaled float32 elements, at most 452 in magnitude, to uint8 E4M3 codes.
+
+    Round to nearest even, or, if `noise` in [0, 1) is given, stochastically.
 
     Elements beyond 448 take the code of 448. Codes of non-finite elements are unspecified.
     """
@@ -46,13 +48,13 @@ def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def numbers_ref(codes: Tensor) -> Tensor:
-    """Return the float32 numbers of E4M3 codes, divided by `HALF_SCALE`: exact."""
+    """Convert E4M3 codes exactly to float32 numbers. The numbers are divided by `HALF_SCALE`."""
     wide = codes.to(torch.int32)
     return (((wide & 128) << 8) | ((wide & 127) << 7)).to(torch.int16).view(torch.float16).float()
 
 
 def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [R, C] and 16-bit peaks [A] of `x_RC`, R rows of C columns.
+    """Encode `x_RC`, R rows of C columns, with plain torch. Return codes uint8 [R, C] and 16-bit peaks [A].
 
     Each row is cut into groups of `group_size` elements, the last of which may be shorter. A is the number of groups of
     all rows. The peak of a group is its largest magnitude.
@@ -69,19 +71,22 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
 
 
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Return [R, C] from the tensors of `encode_ref`. Every element of a group with a non-finite peak is non-finite."""
+    """Decode the tensors of `encode_ref` with plain torch, to [R, C] in `dtype`.
+
+    Every element of a group with a non-finite peak is non-finite.
+    """
     numbers_AG = numbers_ref(_groups(codes, group_size))
     scales_A = peaks.float() * FACTOR * HALF_SCALE
     return _rows((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape)
 
 
 def _missing(columns: int, group_size: int) -> int:
-    """Return the number of elements that complete the last group of a row."""
+    """Return the number of elements by which the last group of a row is too short."""
     return -columns % group_size
 
 
 def _groups(x_RC: Tensor, group_size: int) -> Tensor:
-    """Return [A, G]: the groups of each row, the last one completed with zeros."""
+    """Return the groups of all rows, [A, G]. The last group of each row is padded with zeros."""
     rows, columns = x_RC.shape
     missing = _missing(columns, group_size)
     padded_RW = x_RC if _is_zero(missing) else torch.nn.functional.pad(x_RC, (0, missing))
@@ -89,7 +94,7 @@ def _groups(x_RC: Tensor, group_size: int) -> Tensor:
 
 
 def _rows(x_AG: Tensor, rows: int, columns: int) -> Tensor:
-    """Return [R, C] in separate memory: the groups of each row side by side, without the padding of the last one."""
+    """Return the rows [R, C] that `_groups` has cut into groups, without the padding, in new memory."""
     missing = _missing(columns, x_AG.shape[1])
     x_RW = x_AG.reshape(rows, columns + missing)
     return x_RW if _is_zero(missing) else x_RW[:, :columns].clone()
@@ -110,7 +115,7 @@ def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -
 
 @register
 class Fp8(Codec):
-    """FP8 (E4M3) in groups of a row. Each group's largest magnitude is scaled to 448."""
+    """Codec fp8: FP8 (E4M3) in groups of a row. The largest magnitude of each group is scaled to 448."""
 
     name = "fp8"
     suits = frozenset({"input"})

@@ -28,7 +28,10 @@ from adacc_hf.kernels.fp8 import FACTOR
 
 @triton.jit
 def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
-    """Return the program's groups [T], the int64 indices of their elements [T, G], and a mask of valid elements."""
+    """Return the groups [T] that the running program handles, the int64 indices of their elements [T, G], and a mask.
+
+    The mask is False beyond the end of a row. RAGGED is True if rows end in a shorter group.
+    """
     first_group = tl.program_id(0) * T
     group = first_group + tl.arange(0, T)
     if RAGGED:
@@ -47,7 +50,7 @@ def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.conste
 
 @triton.jit
 def _codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
-    """Return uint8 codes as `fp8.codes_ref` does, with the same variable names."""
+    """Convert scaled float32 elements to uint8 E4M3 codes, as `fp8.codes_ref` does with the same variable names."""
     bits = scaled.to(tl.int32, bitcast=True)
     above = tl.maximum((bits & 0x7F800000) - (121 << 23), 0)
     steps = tl.abs(scaled) * ((136 << 23) - above).to(tl.float32, bitcast=True)
@@ -74,6 +77,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups in FP8, and store their codes and peaks."""
     group, index, is_valid = _places(groups, columns, RAGGED, T, G)
     x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
@@ -94,6 +98,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups from their FP8 codes and peaks."""
     group, index, is_valid = _places(groups, columns, RAGGED, T, G)
     codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
@@ -104,14 +109,17 @@ def _decode_kernel(
 
 
 def _shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
-    """Return columns and groups as the kernels see them, and True if rows end in a group of fewer elements."""
+    """Return (columns, groups, True if rows end in a shorter group), as arguments of the kernels.
+
+    If all groups are whole, the matrix counts as one long row.
+    """
     rows, columns = x_RC.shape
     is_ragged = columns % group_size != 0 and rows != 1
     return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged
 
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode as `fp8.encode_ref` does."""
+    """Encode a contiguous matrix in FP8 on a GPU. Return codes and peaks, equal to `fp8.encode_ref`."""
     columns, groups, is_ragged = _shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
@@ -124,7 +132,7 @@ def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Ten
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
-    """Fill a contiguous matrix from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
     columns, groups, is_ragged = _shape(out_RC, group_size)
     tile = groups_per_program(group_size)
     launch(

@@ -13,7 +13,7 @@ FACTOR = _symmetric.INT8_SCALE_FACTOR
 
 
 def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [A, G], where 128 stands for zero, and 16-bit peaks [A].
+    """Encode with plain torch. Return codes uint8 [A, G], where 128 stands for zero, and 16-bit peaks [A].
 
     The N elements are cut into A groups of G = `group_size` elements, the last completed with zeros. The peak of a
     group is its largest magnitude.
@@ -24,7 +24,7 @@ def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tup
 
 
 def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Return [N] from the tensors of `encode_ref`."""
+    """Decode the tensors of `encode_ref` with plain torch, to [N] elements in `dtype`, N = `numel`."""
     return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[:numel]
 
 
@@ -38,7 +38,7 @@ def _decode_cpu(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> N
 
 @register
 class Int8(Codec):
-    """Symmetric INT8 in groups. Each group's largest magnitude is scaled to 127."""
+    """Codec int8: symmetric INT8 in groups. The largest magnitude of each group is scaled to 127."""
 
     name = "int8"
     # A block input reaches every gradient of its block, so it gets 8 bits.

@@ -34,6 +34,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups in INT8, and store their codes and peaks."""
     first_group = tl.program_id(0) * T
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -58,6 +59,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups from their INT8 codes and peaks."""
     first_group = tl.program_id(0) * T
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -70,7 +72,7 @@ def _decode_kernel(
 
 
 def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode as `int8.encode_ref` does."""
+    """Encode a contiguous tensor in INT8 on a GPU. Return codes and peaks, equal to `int8.encode_ref`."""
     numel = flat_N.shape[0]
     groups = cdiv(numel, group_size)
     codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)
@@ -84,7 +86,7 @@ def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: 
 
 
 def decode(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Fill a contiguous tensor from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_N`, a contiguous tensor on a GPU."""
     groups, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(

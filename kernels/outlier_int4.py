@@ -21,7 +21,7 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """Channels that are stored raw, in the forms that the kernels read."""
+    """Outlier channels, which the codec stores raw, in the forms that the kernels read."""
 
     channels: int
     """C, the number of all channels."""
@@ -35,13 +35,13 @@ class Outliers:
 
 
 SUMMED_ELEMENTS = 2**16
-"""Elements whose magnitudes a CPU computes at once. They stay in the cache: 0.6 ms instead of 11 for 1024 x 3072
-float32 elements, and no second tensor of the input's size is allocated."""
+"""Number of elements whose magnitudes a CPU computes at once. They fit into the processor's cache, so that 1024 x 3072
+float32 elements take 0.6 ms instead of 11, and no second tensor of the input's size is allocated."""
 
 
 @torch.no_grad()
 def channel_sums(tensor: Tensor) -> Tensor:
-    """Return float32 [C], the sum of magnitudes of every channel: S_h in the paper's eq. 1."""
+    """Return float32 [C]: for each channel (last dimension), the sum of its magnitudes, S_h in the paper's eq. 1."""
     x_RC = as_matrix(tensor)
     if x_RC.is_cuda:
         from adacc_hf.kernels import outlier_int4_triton
@@ -55,18 +55,24 @@ def channel_sums(tensor: Tensor) -> Tensor:
 
 
 def zscores(sums_C: Tensor) -> Tensor:
-    """Return float32 [C], each channel's sum in standard deviations above the mean (eq. 1); 0 if all are equal."""
+    """Return the Z-score of each channel, float32 [C]: its sum in standard deviations above the mean (eq. 1).
+
+    Return 0 for all channels if all sums are equal.
+    """
     deviation = sums_C.std(correction=0)
     return torch.where(deviation > 0, (sums_C - sums_C.mean()) / deviation, 0.0)
 
 
 def count_outliers(tensor: Tensor, threshold: float = 3.0) -> int:
-    """Count the channels with a Z-score above `threshold`. Synchronises: for tracking iterations only."""
+    """Return the number of channels of `tensor` whose Z-score is above `threshold`.
+
+    Call this in tracking steps only, because it synchronises with the device.
+    """
     return int((zscores(channel_sums(tensor)) > threshold).sum())
 
 
 def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: int) -> Outliers:
-    """Return the `count` channels with the largest sums. Does not synchronise."""
+    """Return the `count` channels with the largest sums as outliers. This does not synchronise with the device."""
     channels = sums_C.shape[0]
     indices = sums_C.topk(count).indices.sort().values
     keep = torch.full((channels,), -1, dtype=torch.int16 if element_bytes == 2 else torch.int32, device=sums_C.device)
@@ -78,13 +84,13 @@ def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: 
 def encode_ref(
     x_RC: Tensor, indices: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
 ) -> tuple[Tensor, ...]:
-    """Return packed codes uint8 [A/2, G] and 16-bit peaks [A] of `x_RC`, R rows of C channels.
+    """Encode `x_RC`, R rows of C channels, with plain torch. Return codes uint8 [A/2, G] and 16-bit peaks [A].
 
     The elements are cut into A groups of G = `group_size` elements, row by row. A is padded to an even number, because
     a byte holds two 4-bit codes. The peak of a group is its element of largest magnitude.
 
-    With the `indices` [K] of the outlier channels, these channels count as zeros in the groups. Then also return the
-    channels themselves [R, K], and a copy of the indices.
+    If `indices` [K] of outlier channels are given, the elements of these channels count as zeros in the groups. Then
+    also return the raw channels [R, K] and a copy of the indices.
     """
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
@@ -98,7 +104,7 @@ def encode_ref(
 def decode_ref(
     shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor
 ) -> Tensor:
-    """Return [R, C] from the tensors of `encode_ref`."""
+    """Decode the tensors of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
     x_AG = _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)
     x_RC = x_AG.view(-1)[: rows * columns].view(rows, columns)
@@ -110,9 +116,9 @@ def decode_ref(
 
 
 def _is_at(indices: Tensor, columns: int) -> Tensor:
-    """Return bool [K, C], True where the column is the k-th index.
+    """Return a mask [K, C] that is True where column c is the k-th of `indices`.
 
-    In a compiled graph, selecting by this mask fuses with neighbouring operators; writing at indices does not.
+    In a compiled graph, selecting by this mask fuses with neighbouring operators. Writing at indices does not.
     """
     return indices[:, None] == torch.arange(columns, device=indices.device)
 
@@ -135,9 +141,9 @@ def _decode_cpu(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *ra
 
 @register
 class OutlierInt4(Codec):
-    """INT4 in groups, with `num_outliers` raw channels; num_outliers=0 is plain symmetric group-wise INT4.
+    """Codec outlier_int4: symmetric INT4 in groups, with `num_outliers` channels stored raw.
 
-    `zscore_threshold` is an option for callers that choose num_outliers by `count_outliers`. Encoding does not read it.
+    `zscore_threshold` is for callers that choose `num_outliers` by `count_outliers`. Encoding does not read it.
     """
 
     name = "outlier_int4"
@@ -182,7 +188,7 @@ class OutlierInt4(Codec):
 
     @torch.no_grad()
     def fit(self, tensor: Tensor) -> None:
-        """Choose the `num_outliers` channels with the largest absolute sums. Does not synchronise."""
+        """Choose the `num_outliers` channels of `tensor` with the largest absolute sums, without a synchronisation."""
         self._require(tensor)
         if self.num_outliers:
             sums_C = channel_sums(tensor)
@@ -205,7 +211,10 @@ class OutlierInt4(Codec):
         return encode_ref(x, indices, self.group_size, self._factor, self.rounding, self.seed)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Encode as `encode` does right after `fit`. Graphs are stateless, so outliers are chosen from every tensor."""
+        """Encode a contiguous tensor in a compiled graph. The outlier channels are chosen from this tensor.
+
+        The result equals `encode` directly after `fit`, bit for bit. Graphs have no state, so `fit` is not used.
+        """
         x_RC = tensor.reshape(rows_and_columns(tuple(tensor.shape)))
         indices = None
         if self.num_outliers:
@@ -217,7 +226,10 @@ class OutlierInt4(Codec):
         return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
 
     def _fitted(self, tensor: Tensor) -> Outliers | None:
-        """Return the raw channels, chosen from `tensor` if not chosen before; None if num_outliers is 0."""
+        """Return the outlier channels that `fit` has chosen. If it was not called, choose them from `tensor`.
+
+        Return None if `num_outliers` is 0.
+        """
         if not self.num_outliers:
             return None
         if self._outliers is None:

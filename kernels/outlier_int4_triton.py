@@ -35,7 +35,10 @@ LEAST_PADDED = 16  # least number of outliers that kernels are compiled for, bec
 
 @triton.jit
 def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexpr):
-    """Return the int64 row and int32 column of a group's first element. Avoids slow 64-bit division if possible."""
+    """Return the int64 row and the int32 column of a group's first element.
+
+    If groups divide rows (ROW_OF_GROUPS), no slow 64-bit division is needed.
+    """
     if ROW_OF_GROUPS:
         groups = (channels // G).to(tl.uint32)
         row, column = group.to(tl.uint32) // groups, (group.to(tl.uint32) % groups).to(tl.int32) * G
@@ -47,7 +50,7 @@ def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _half_a_tensor_on(row, column, half_rows, half_columns, channels):
-    """Return the row and the column of the element half the tensor further on."""
+    """Return (row, column) of the element that is half the tensor after the one at `row` and `column`."""
     column += half_columns
     wraps = (column >= channels).to(tl.int32)
     return row + half_rows + wraps, column - wraps * channels
@@ -58,9 +61,10 @@ def _outliers_cleared(
     x, keep_ptr, first_column, channels, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, T: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """Return x [T, G], starting at a column, with every bit of outlier channels cleared.
+    """Return x [T, G] with the elements of outlier channels set to 0. The first element is in column first_column.
 
-    ROW_OF_GROUPS is True if groups divide rows. Then no group wraps around, and `keep` is read 128 bits at a time.
+    ROW_OF_GROUPS is True if groups divide rows. Then no group continues in the next row, and `keep` is read 128 bits at
+    a time.
     Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64, ...
     """
     within = tl.arange(0, G)[None, :]
@@ -82,7 +86,7 @@ def _raw_places(
     indices_ptr, first_group, low_row, low_column, high_row, high_column, rows, numel, channels,
     num_outliers, PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Return the outliers' offsets in the tensor, their offsets among the raw values, and a mask of valid outliers.
+    """Return, for the outliers in a program's groups, offsets in the tensor, offsets among the raw values, and a mask.
 
     All are [2, TILE_ROWS, PADDED_OUTLIERS], for both halves of the tensor. Each program handles the outliers of its own
     groups, because their elements are in its cache and no other program writes there.
@@ -104,7 +108,10 @@ def _encode_half(
     PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Store the peaks (elements of largest magnitude) of T groups from first_group on. Return int32 codes [T, G]."""
+    """Encode T groups from first_group on. Store their peaks (elements of largest magnitude).
+
+    Return int32 codes [T, G].
+    """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
     local = group[:, None] * G + tl.arange(0, G)[None, :]
@@ -142,6 +149,7 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Encode T groups of each half, pack their codes two per byte, and copy the outliers in these groups."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
@@ -206,6 +214,7 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
+    """Decode T groups of each half from codes packed two per byte, and write the outliers in these groups."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     group = tl.arange(0, T)[:, None]
@@ -234,6 +243,7 @@ def _sums_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Store, for each of COLUMNS columns, the sum of magnitudes over the rows of this program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x = tl.load(x_ptr + row * columns + column, mask=(row < rows) & (column < columns), other=0.0)
@@ -251,7 +261,10 @@ def encode(
     rounding: str,
     seed: int,
 ) -> tuple[Tensor, ...]:
-    """Encode as `outlier_int4.encode_ref` does. `indices` and `keep` are as in `outlier_int4.Outliers`."""
+    """Encode a contiguous matrix on a GPU. Return codes and peaks; with outliers, also raw channels and their indices.
+
+    The result equals `outlier_int4.encode_ref`. `indices` and `keep` are those of `outlier_int4.Outliers`, or None.
+    """
     rows_R, channels = x_RC.shape
     groups = even_groups(x_RC.numel(), group_size)
     codes = x_RC.new_empty(groups // 2, group_size, dtype=torch.uint8)
@@ -274,7 +287,7 @@ def encode(
 
 
 def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
-    """Fill a contiguous matrix from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
     rows, group_size = codes.shape
     channels = out_RC.shape[1]
     tile = groups_per_program(group_size)
@@ -286,7 +299,10 @@ def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Te
 
 
 def channel_sums(x_RC: Tensor) -> Tensor:
-    """Return float32 [C], sums of magnitudes in a fixed order, so that equal tensors get equal outliers."""
+    """Return float32 [C]: the sum of magnitudes of each column of a matrix on a GPU.
+
+    The order of additions is fixed, so that equal tensors get equal outliers.
+    """
     rows, columns = x_RC.shape
     programs = cdiv(rows, SUM_ROWS)
     partial = x_RC.new_empty(programs, columns, dtype=torch.float32)
@@ -296,7 +312,10 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
-    """Return the compile-time constants of the kernels. TILE_ROWS is the most rows that a program's groups touch."""
+    """Return the compile-time constants of the kernels by name. `raw` has tensors if there are outliers.
+
+    TILE_ROWS is the greatest number of rows in which the groups of one program lie.
+    """
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}
     if raw:
         constants["ROW_OF_GROUPS"] = channels % group_size == 0

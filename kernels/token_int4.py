@@ -14,7 +14,7 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes uint8 [A/2, C] and 16-bit peaks [A] of `x_RC`, R rows of C elements.
+    """Encode `x_RC`, R rows of C elements, with plain torch. Return codes uint8 [A/2, C] and 16-bit peaks [A].
 
     A is R, padded to an even number, because a byte holds two 4-bit codes. Each row is a group: its peak is the row's
     element of largest magnitude.
@@ -24,7 +24,7 @@ def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[T
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Return [R, C] from the tensors of `encode_ref`."""
+    """Decode the tensors of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)[: shape[0]]
 
 
@@ -38,7 +38,7 @@ def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> 
 
 @register
 class TokenInt4(Codec):
-    """Symmetric INT4 with one scale per row, by default the paper's scale."""
+    """Codec token_int4: symmetric INT4 with one scale per row, by default the paper's scale."""
 
     name = "token_int4"
     is_baseline = True

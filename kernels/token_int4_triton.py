@@ -33,7 +33,12 @@ MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 @triton.jit
 def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Return [T, BLOCK] elements from row `first` and column `start` on, 0 beyond the edges, and their flat indices."""
+    """Load [T, BLOCK] elements from row `first` and column `start` on.
+
+    Return them and their indices in the flat tensor.
+
+    Elements beyond the edges of the matrix are 0.
+    """
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
     index = row.to(tl.int64) * columns + column
@@ -42,9 +47,9 @@ def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
-    """Store the peaks (elements of largest magnitude) of rows below `last`. Return float32 [T] reciprocal scales.
+    """Compute the peaks (elements of largest magnitude) of T rows, and store those of rows below `last`.
 
-    Both are computed from keys [T, BLOCK].
+    `keys` [T, BLOCK] are the results of `peak_keys`. Return the reciprocal scales, float32 [T].
     """
     peak = stored_peak(tl.max(keys, axis=1), dtype)
     row = first + tl.arange(0, T)
@@ -54,7 +59,7 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 
 @triton.jit
 def _codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
-    """Return int32 codes of x [T, BLOCK]."""
+    """Return int32 codes of the elements x [T, BLOCK]. `inverse` has the reciprocal scale of each row."""
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
     return codes_up_to(widened(x) * inverse[:, None] + offset, 15.0)
 
@@ -82,6 +87,7 @@ def _encode_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Encode T rows of each half, of at most BLOCK elements, and pack their codes two per byte."""
     low = tl.program_id(0) * T
     high = low + pairs
     x, index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
@@ -108,6 +114,7 @@ def _encode_long_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Encode T rows of each half in chunks of BLOCK elements, and pack their codes two per byte."""
     low = tl.program_id(0) * T
     high = low + pairs
     low_x, low_index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
@@ -163,6 +170,7 @@ def _decode_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Decode T rows of each half, in BLOCK columns, from codes packed two per byte."""
     low = tl.program_id(0) * T
     start = tl.program_id(1) * BLOCK
     row = low + tl.arange(0, T)[:, None]
@@ -174,7 +182,10 @@ def _decode_kernel(
 
 
 def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode as `token_int4.encode_ref` does."""
+    """Encode a contiguous matrix on a GPU, one scale per row.
+
+    Return codes and peaks, equal to `token_int4.encode_ref`.
+    """
     rows, columns = x_RC.shape
     pairs = cdiv(rows, 2)
     codes = x_RC.new_empty(pairs, columns, dtype=torch.uint8)
@@ -192,7 +203,7 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Fill a contiguous matrix from the tensors of `encode`."""
+    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
     rows, columns = out_RC.shape
     pairs = codes.shape[0]
     block = min(max(next_power_of_2(columns), LEAST_BLOCK), TILE_ELEMENTS)

@@ -22,18 +22,19 @@ from adacc_hf.torch_glue.private import version_of
 
 PROJECTIONS = ("gaussian", "orthonormal")
 CORE = "core"
-"""Name of the parameter that a compact layer has in addition."""
+"""Name of the additional parameter of a compact layer."""
 
 
 @torch.library.custom_op("adacc_hf::projection", mutates_args=())
 def projection(
     seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the projection P [inputs, rank] for `seed`, two integers on the CPU: the layers' seed and the period.
+    """Return the random projection P [inputs, rank] of a group of compact layers.
 
-    E[P P^T] is the identity. P has Gaussian entries of variance 1 / rank, or orthonormal columns times
-    sqrt(inputs / rank). It is a custom operator, so compiled and replayed code draws P again. torch's default
-    generators are not used.
+    `seed` has two integers on the CPU: the seed of the group, and the number of the subspace (period). P has Gaussian
+    entries of variance 1 / rank, or, if `orthonormal`, orthonormal columns times sqrt(inputs / rank). E[P P^T] is the
+    identity. This is a custom operator, so that compiled and replayed code draws P again. torch's default generators
+    are not used.
     """
     generator = torch.Generator(device).manual_seed(derive_seed(*seed.tolist()))
     matrix = torch.randn(inputs, rank, generator=generator, device=device)
@@ -52,16 +53,22 @@ def _(seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtyp
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a seed whose bits all depend on all `parts`, because the CPU's generator uses the lower 32 bits alone."""
+    """Return a seed computed as a hash of `parts`.
+
+    Its lower 32 bits, which the CPU's generator uses, depend on all parts.
+    """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 class InputGroup:
-    """Group of layers in one module with the same number of inputs. They share P, and z if they read the same input."""
+    """Group of compact layers in one module with the same number of inputs, such as q, k and v.
+
+    They share the projection P. If they read the same input x, they also share z = x P.
+    """
 
     def __init__(self, seed: int, orthonormal: bool) -> None:
         self.seed = torch.tensor([seed, 0])
-        """Seed of the group and period, int64, on the CPU. A tensor, so replayed code reads the present values."""
+        """(seed of the group, period), int64 on the CPU. A tensor, so that replayed code reads the present period."""
         self.orthonormal = orthonormal
         self._period = 0
         self._last_projection: _Projection | None = None
@@ -71,7 +78,7 @@ class InputGroup:
 
     @property
     def period(self) -> int:
-        """Number of changes of the subspace so far."""
+        """Number of the current subspace. It increases each time another subspace is drawn."""
         return self._period
 
     @period.setter
@@ -79,11 +86,14 @@ class InputGroup:
         self._period = self.seed[1] = period
 
     def projection(self, inputs: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return P [inputs, rank] of this period."""
+        """Return the projection P [inputs, rank] of the current period."""
         return projection(self.seed, inputs, rank, self.orthonormal, dtype, device)
 
     def project(self, x: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-        """Return z [tokens, rank] of the input `x`, computed in `dtype`: one tensor for all layers that read `x`."""
+        """Return the projected input z = x P [tokens, rank], computed in `dtype`.
+
+        All layers of the group that read the same `x` get the same tensor.
+        """
         if torch.compiler.is_compiling():  # the compiler merges equal computations
             return self._compute(x, rank, dtype)
         key, last = (version_of(x), self.period, rank, dtype), self._last_projection
@@ -94,7 +104,7 @@ class InputGroup:
         return z
 
     def _forget(self, x: weakref.ref[Tensor]) -> None:
-        """Free the reference to z when `x` has died. From then on only backward holds z."""
+        """Drop the cached z when its input `x` is freed. From then on only autograd keeps z alive."""
         if self._last_projection is not None and self._last_projection.x is x:
             self._last_projection = None
 
@@ -104,7 +114,7 @@ class InputGroup:
 
 
 class _Projection(NamedTuple):
-    """Input of a group's layers, and its projection z."""
+    """Cache entry of a group: an input x of its layers, and the projection z of x."""
 
     key: tuple[Any, ...]
     x: weakref.ref[Tensor]
@@ -112,7 +122,7 @@ class _Projection(NamedTuple):
 
 
 class _CompactProduct(torch.autograd.Function):
-    """Product y = x W^T + b, whose backward reads W and z instead of x."""
+    """Product y = x W^T + b of a compact layer. It saves W and the projection z for backward, instead of x."""
 
     @staticmethod
     def forward(
@@ -142,12 +152,12 @@ class _CompactProduct(torch.autograd.Function):
 
 
 class CompactLayer(nn.Module):
-    """Mix-in for linear layers that saves a projection of the input, and computes a gradient only for `core`.
+    """Mix-in for linear layers that saves a projection of the input, and computes a gradient for `core` only.
 
-    `core` [outputs, rank] is an additional parameter, whose value is always zero when a forward runs. Its gradient is
-    the weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step
-    to the weight. `core` is not in the state_dict. It has memory of its own before the first step, because DDP
-    broadcasts parameters, and during optimizer steps. Otherwise it is an expanded zero without memory.
+    `core` [outputs, rank] is an additional parameter, which is zero whenever a forward runs. Its gradient is the
+    weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step to
+    the weight. `core` is not in the state_dict. It has memory before the first step, because DDP broadcasts parameters,
+    and during optimizer steps. At all other times it is an expanded zero, which takes no memory.
     """
 
     weight: Tensor
@@ -157,12 +167,12 @@ class CompactLayer(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """Weight as [outputs, inputs]."""
+        """The weight as a matrix [outputs, inputs]."""
         return self.weight
 
     @property
     def rank(self) -> int:
-        """Dimension of the subspace."""
+        """Dimension of the subspace in which the weight is trained."""
         return self.core.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,7 +189,7 @@ class CompactLayer(nn.Module):
 
     @torch.no_grad()
     def apply_core(self, scale: float) -> None:
-        """Add scale * core P^T to the weight after an optimizer step, and set `core` to zero."""
+        """After an optimizer step, add `scale` * core P^T to the weight, and set `core` to zero."""
         matrix, core = _local(self.matrix), _local(self.core)
         p = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
         matrix.addmm_(core, p.t(), alpha=scale)
@@ -202,11 +212,11 @@ class CompactLayer(nn.Module):
 
 
 class CompactLinear(CompactLayer, nn.Linear):
-    """Compact `nn.Linear`."""
+    """`nn.Linear` that trains in a subspace (`CompactLayer`)."""
 
 
 class CompactConv1D(CompactLayer, Conv1D):
-    """Compact `Conv1D`, GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    """`Conv1D`, GPT-2's linear layer with a weight [inputs, outputs], that trains in a subspace (`CompactLayer`)."""
 
     @property
     def matrix(self) -> Tensor:
@@ -215,11 +225,14 @@ class CompactConv1D(CompactLayer, Conv1D):
 
 Plain = nn.Linear | Conv1D
 CLASSES: dict[type[nn.Module], type[CompactLayer]] = {nn.Linear: CompactLinear, Conv1D: CompactConv1D}
-"""Compact class of each supported class of layers. Subclasses are not supported."""
+"""By supported class of linear layers, the compact class. Subclasses of the supported classes are not supported."""
 
 
 def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:
-    """Make `layer` train in subspaces of dimension `rank`, and return it. Its weight gets no gradient any more."""
+    """Convert `layer` to a compact layer in place, and return it.
+
+    It trains in subspaces of dimension `rank`, with the projection of `group`. Its weight no longer gets a gradient.
+    """
     layer.weight.requires_grad_(False)
     layer.__class__ = CLASSES[type(layer)]  # type: ignore[assignment]
     compact = cast(CompactLayer, layer)

@@ -1,4 +1,4 @@
-"""AdamW in the subspaces of compact layers (CompAct, algorithms 2 and 3), and its factory for the Trainer."""
+"""AdamW that trains compact layers in subspaces (CompAct, algorithms 2 and 3), and its factory for the Trainer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class CompactAdamW(torch.optim.AdamW):
-    """AdamW that adds the step of a compact layer's `core` [m, r] to the layer's weight [m, n].
+    """AdamW for models with compact layers.
 
-    The moments are in the subspace, with 2 m r numbers per layer. They are not changed when another subspace is drawn,
-    every `update_proj_gap` steps. Weight decay applies to the weight. Parameter groups with a "scale" contain the cores
-    of `layers`, in order, and count their "steps". The step is fused, and so allocates no temporaries, unless `fused`,
-    `foreach`, `capturable` or `differentiable` is set.
+    It steps each layer's `core` [m, r], and adds the step to its weight [m, n].
+
+    The moments of `core` have 2 m r numbers per layer. Another subspace is drawn every `update_proj_gap` steps, and the
+    moments are kept. Weight decay applies to the weight. The parameter group of the cores has a "scale", and counts its
+    "steps". The step is fused, and so allocates no temporaries, unless `fused=False`, `foreach`, `capturable` or
+    `differentiable` is set.
     """
 
     def __init__(
@@ -88,22 +90,25 @@ class CompactAdamW(torch.optim.AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, and continue in the subspace of the saved step."""
+        """Load the state of the optimizer, and continue in the subspace that was in use when the state was saved."""
         super().load_state_dict(state_dict)
         self._begin_periods()
 
     def remove(self) -> None:
-        """Convert the layers back to plain ones. Further calls have no effect."""
+        """Convert the compact layers back to plain layers. Further calls have no effect."""
         while self.layers:
             make_plain(self.layers.pop())
 
     def _begin_periods(self) -> None:
-        """Set the period of the next step in all groups, which determines their subspaces."""
+        """Set the number of the subspace (period) that each group of layers uses in the next step."""
         for group, layer in self._grouped_layers():
             layer.group.period = group.get("steps", 0) // self.update_proj_gap
 
     def _grouped_layers(self) -> Iterator[tuple[dict[str, Any], CompactLayer]]:
-        """Yield each layer with the parameter group of its core. Nothing for a copy with other parameters."""
+        """Yield (parameter group of its core, layer) for each compact layer whose core this optimizer trains.
+
+        A copy of the optimizer that trains other parameters yields nothing.
+        """
         by_core = {id(layer.core): layer for layer in self.layers}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -112,7 +117,7 @@ class CompactAdamW(torch.optim.AdamW):
 
 
 def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raise ValueError if layers would not train, because their cores are not the optimizer's parameters."""
+    """Hook before each step: raise ValueError if cores of compact layers are not among the optimizer's parameters."""
     parameter_ids = {id(core) for group in optimizer.param_groups for core in group["params"]}
     num_missing = sum(id(layer.core) not in parameter_ids for layer in optimizer.layers)
     if num_missing:
@@ -138,13 +143,14 @@ ATTENTION_OUTPUT = re.compile(
     r"(.*\.)?((self_attn|attn|attention|self_attention)\.(o_proj|out_proj|c_proj|dense|out_lin)|"
     r"attention\.output\.dense|(SelfAttention|EncDecAttention)\.o)"
 )
-"""Names of attention's output projection in Transformers' models. Fused attention saves its input in any case."""
+"""Pattern of the names of attention's output projection in Transformers' models. This layer is not made compact,
+because fused attention saves its input in any case."""
 
 
 class CompactFactory:
-    """Factory that makes a model's linear layers compact, and returns the optimizer for the whole model.
+    """Factory of CompAct's optimizer: makes linear layers of a model compact, and returns the optimizer for the model.
 
-    `Trainer(optimizer_cls_and_kwargs=(CompactFactory, {"target_modules": "all-linear", "rank": 0.25}))`.
+    Usage: `Trainer(optimizer_cls_and_kwargs=(CompactFactory, {"target_modules": "all-linear", "rank": 0.25}))`.
     """
 
     def __call__(
@@ -206,6 +212,7 @@ def parse_rank(text: str) -> float | int:
 
 
 def _check(rank: float | int, gap: int, scale: float, projection: str) -> None:
+    """Raise ValueError if a setting of the factory is out of range."""
     if isinstance(rank, bool) or not (0 < rank <= 1 if isinstance(rank, float) else isinstance(rank, int) and rank > 0):
         raise ValueError(
             f"rank={rank!r} must be a fraction of a layer's inputs, above 0.0 and at most 1.0, or a number of inputs"
@@ -219,7 +226,10 @@ def _check(rank: float | int, gap: int, scale: float, projection: str) -> None:
 
 
 def _targets(model: nn.Module, target_modules: str | Collection[str]) -> Iterator[tuple[str, Plain]]:
-    """Yield the names and layers to make compact. Raise ValueError for a layer whose weight is not supported."""
+    """Yield (name, layer) of each linear layer that `target_modules` selects.
+
+    Raise ValueError for a layer whose weight is not supported.
+    """
     if any(hasattr(module, "peft_config") for module in model.modules()):
         raise ValueError("CompAct trains full weights, but the model has PEFT adapters: use one or the other")
     is_all = isinstance(target_modules, str) and target_modules.replace("_", "-") == ALL_LINEAR
@@ -271,6 +281,7 @@ def _inputs(layer: Plain) -> int:
 
 
 def _rank_of(name: str, layer: Plain, rank: float | int) -> int:
+    """Return the dimension of the subspace of a layer, for a rank as a fraction or a number of inputs."""
     inputs = _inputs(layer)
     if isinstance(rank, float):
         return max(1, round(rank * inputs))
@@ -284,9 +295,9 @@ def _rank_of(name: str, layer: Plain, rank: float | int) -> int:
 def _parameter_groups(
     model: nn.Module, layers: list[CompactLayer], scale: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return a group of the cores, and the Trainer's two groups of the other parameters.
+    """Return the parameter groups of the optimizer, as the Trainer would make them, and one more for the cores.
 
-    Biases and norms have no weight decay.
+    The others are matrices with weight decay, and biases and norms without.
     """
     cores = [layer.core for layer in layers]
     core_ids = {id(core) for core in cores}

@@ -111,7 +111,7 @@ class FakeModel:
         self.autocast = None if sharding.is_deepspeed else precision.autocast
         weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
-        self.model = _model(workload, dtype)
+        self.model = empty_model(workload, dtype)
         _disable_caches(self.model)
         self.model.train()
         if workload.compact_rank is not None:
@@ -180,7 +180,8 @@ def _disable_caches(model: nn.Module) -> None:
             module.config.use_cache = False
 
 
-def _model(workload: Workload, dtype: str) -> PreTrainedModel:
+def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
+    """Return the model of `workload`, with new weights of `dtype`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
     return fresh_model(workload.config, workload.attention, dtype)

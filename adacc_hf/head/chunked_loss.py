@@ -23,8 +23,10 @@ from adacc_hf.torch_glue.compat import adds_into_wider
 from adacc_hf.torch_glue.tensors import is_fake, is_plain
 
 COLUMNS = 64
-"""Number of columns to a multiple of which rows of logits are padded: 128 bytes in half precision. cuBLAS' kernels for
-Hopper need rows that start at multiples of 16 bytes, but rows of 50257 halves start at any even address."""
+"""Rows of logits are padded to a multiple of this number of columns, which are 128 bytes in half precision.
+
+cuBLAS' kernels for Hopper need rows that start at multiples of 16 bytes. Rows of 50257 half-precision numbers, for
+example, would start at any even address."""
 MIN_CHUNK_ROWS = 64
 """Least number of rows per chunk. With fewer rows the products are slow, because each chunk reads and writes the
 weight's gradient once."""
@@ -34,10 +36,10 @@ _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 @contextmanager
 def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
-    """Compute only the first `num_chunks` chunks until the context ends; None computes all.
+    """While open, compute only the first `num_chunks` chunks of each chunked loss, or all chunks if None.
 
-    For traces of memory. The tensors of a chunk are freed during the next one, so all chunks from the third on use the
-    same memory.
+    This is for measurements of memory, not for training. The tensors of a chunk are freed during the next one, so all
+    chunks from the third on use the same memory.
     """
     token = _most_chunks.set(num_chunks)
     try:
@@ -47,7 +49,7 @@ def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
 
 
 def chunk_rows(width: int) -> int:
-    """Return the number of rows per chunk for a weight with `width` columns.
+    """Return the number of rows of logits per chunk, for an output layer whose weight has `width` columns.
 
     A chunk's float logits then take half the memory of the weight's gradient, which is needed in any case.
     """
@@ -65,11 +67,15 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     num_rows: int | None = None,
 ) -> Tensor:
-    """Return `F.cross_entropy(F.linear(rows, weight, bias), target)`, with products in `dtype`, the rest in float32.
+    """Return `F.cross_entropy(F.linear(rows, weight, bias), target)`, computed in chunks of rows.
 
     Args:
-        rows: [N, D]. target: [N] of class numbers. reduction: "mean" or "sum".
-        num_rows: number of rows per chunk; None uses `chunk_rows`.
+        rows: [N, D], the input of the output layer.
+        target: [N], class numbers.
+        dtype: dtype of the matrix products. Everything else is computed in float32, or wider if `dtype` is.
+        ignore_index: class number of the rows that do not count.
+        reduction: "mean" or "sum".
+        num_rows: number of rows per chunk. None uses `chunk_rows`.
 
     Only one backward is possible, because it passes the gradients computed in forward to autograd without a copy.
     """
@@ -82,7 +88,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the losses of all rows whose label is not `ignore_index`."""
+    """Autograd function of the chunked loss: the sum of the losses of rows whose label is not `ignore_index`."""
 
     @staticmethod
     def forward(
@@ -124,7 +130,10 @@ def _forward(
     num_rows: int,
     needed: list[bool],
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Return the gradients of rows, weight and bias, each if `needed`, and the sum of the losses."""
+    """Compute the loss in chunks of `num_rows` rows. Return (gradients, sum of the losses).
+
+    `gradients` are those of rows, weight and bias. A gradient is None if it is not `needed`.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
@@ -160,7 +169,7 @@ def _forward(
 
 
 def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the linear layer's outputs, padded with columns of -inf if rows would not be aligned.
+    """Return the logits of one chunk. If rows would not be aligned in memory, columns of -inf are appended.
 
     The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes the outputs are not padded,
     because most of a row would be padding.
@@ -180,7 +189,10 @@ def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
-    """Add `outputs.T @ inputs` to `total`. On a GPU the product's kernel adds, which reads and writes `total` once."""
+    """Add `outputs.T @ inputs` to `total` in place.
+
+    If the GPU supports it, the kernel of the product adds to the wider `total`, which reads and writes it only once.
+    """
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)
     elif (is_plain(total) or is_fake(total)) and adds_into_wider(total.device, outputs.dtype, is_fake(total)):

@@ -21,22 +21,22 @@ _NEXT_STEP = 'train with AdaccConfig(head="plain") or "auto"'
 
 
 class ChunkedHead:
-    """Output layer of `model`, chunked until `remove()` is called.
+    """Chunked output layer of `model`: returns lazy logits until `remove()` is called, and the loss runs in chunks.
 
     Raises ChunkedHeadError, with the reason, if the model has no output layer that can be chunked.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.is_on = True
-        """If False, the layer runs plainly."""
+        """True while the layer returns lazy logits. If False, the layer runs plainly."""
         self.is_trial = False
-        """If True, no warning is logged, because this run only tries whether the head can be chunked."""
+        """True during a trial run that finds out if the head can be chunked. No warning is logged then."""
         self.num_losses = 0
         """Number of losses that were computed in chunks."""
         self.num_full_logits = 0
         """Number of times that the full logits were computed, because code other than the loss read them."""
         self.on_loss: Callable[[LossCall], None] | None = None
-        """Function to call for each chunked loss, or None."""
+        """Callback for each loss that is computed in chunks, or None."""
         self._layer: nn.Linear | None = output_layer(model)
         self._layer.__dict__["forward"] = HeadForward(self, self._layer)
 
@@ -47,7 +47,7 @@ class ChunkedHead:
         self._layer = None
 
     def check_used(self) -> None:
-        """Raise ChunkedHeadError unless all logits so far were used in chunked losses only."""
+        """Raise ChunkedHeadError unless the model has computed a chunked loss, and never its full logits."""
         if self.num_full_logits or not self.num_losses:
             raise ChunkedHeadError(
                 f"the model computes something else from its logits than a cross entropy: {_NEXT_STEP}"
@@ -71,7 +71,10 @@ class ChunkedHead:
 
 
 class HeadForward:
-    """Replacement of an output layer's forward. A copied or unpickled one runs plainly."""
+    """Replacement of an output layer's forward, which returns lazy logits in training.
+
+    If the layer is copied or pickled, the copy runs plainly.
+    """
 
     def __init__(self, head: ChunkedHead | None, layer: nn.Linear) -> None:
         self.head = head
@@ -88,6 +91,7 @@ class HeadForward:
 
 
 def _can_defer(layer: nn.Linear, rows: Tensor) -> bool:
+    """Return True if the output layer can return lazy logits for the input `rows`."""
     if not layer.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     # If the input does not fit the layer, let the layer's own forward raise its error.

@@ -21,36 +21,36 @@ from adacc_hf.torch_glue.private import DisableTorchFunctionSubclass, keeps_grap
 
 
 class LogitsListener(Protocol):
-    """Interface for notifications of how lazy logits are used."""
+    """Object that is notified when lazy logits are used."""
 
     def note_loss(self, loss: LossCall) -> None:
-        """Handle a loss that is computed in chunks."""
+        """Handle a cross entropy of lazy logits, which is computed in chunks."""
 
     def note_full_logits(self) -> None:
-        """Handle a computation of the full logits."""
+        """Handle a use of lazy logits that needs the full logits."""
 
 
 @dataclass(frozen=True)
 class HeadCall:
-    """Inputs of one call of the output layer."""
+    """Inputs of one call of the output layer, from which its logits can be computed later."""
 
     rows: Tensor
     """[..., D]: input of the layer."""
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    """Dtype of the layer's product."""
+    """Dtype of the layer's matrix product."""
     listener: LogitsListener
 
     def full_logits(self) -> Tensor:
-        """Compute the logits with their autograd graph, as the layer itself does."""
+        """Compute the logits with their autograd graph, as the plain layer does, and notify the listener."""
         self.listener.note_full_logits()
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(self.rows.device.type, enabled=False):
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def full_logits_from(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the logits from other tensors."""
+        """Compute the logits as `full_logits` does, from other tensors."""
         return replace(self, rows=rows, weight=weight, bias=bias).full_logits()
 
 
@@ -60,13 +60,13 @@ class LossCall:
 
     call: HeadCall
     rows: Tensor
-    """[N, D]: view of the layer's input."""
+    """[N, D]: the rows of the layer's input whose logits are in the loss."""
     target: Tensor
     ignore_index: int
     reduction: str
 
     def on(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> LossCall:
-        """Return the same loss for other tensors."""
+        """Return a copy of this loss with other rows, weight and bias."""
         return replace(self, rows=rows, call=replace(self.call, weight=weight, bias=bias))
 
     def chunked(self) -> Tensor:
@@ -94,7 +94,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class LazyLogits(Tensor):
-    """Tensor without memory that represents `compute()`: the logits of `rows`, or a view or cast of them.
+    """Tensor without memory in place of the logits of `rows`, or of a view or cast of them. `compute()` returns them.
 
     The tensor is an output of an autograd function, so C++ code that reads its graph (DDP, other autograd functions)
     finds the way back to the layer.
@@ -104,7 +104,7 @@ class LazyLogits(Tensor):
     rows: Tensor
     compute: Callable[[], Tensor]
     real_logits: Tensor | None
-    """Computed tensor, or None before."""
+    """The real tensor, or None if it was not computed yet."""
     is_function_output: bool = False
     """True if an autograd function returned this tensor. Its loss cannot be chunked, because the gradient must pass
     through that function."""
@@ -126,19 +126,20 @@ class LazyLogits(Tensor):
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
+        """Create lazy logits. `recompute(*sources)` computes them again for a backward through C++ code."""
         lazy = _Placeholder.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
         return lazy
 
     def materialize(self) -> Tensor:
-        """Return the real tensor, computed at the first call."""
+        """Return the real tensor. Compute it at the first call."""
         if self.real_logits is None:
             with torch.enable_grad():
                 self.real_logits = _Values.apply(self.compute(), self) if self.is_function_output else self.compute()
         return self.real_logits
 
     def as_function_output(self) -> LazyLogits:
-        """Return a copy of this object as the result of an autograd function, which must not return its input."""
+        """Return a lazy copy, as the output of another autograd function. Such a function must not return its input."""
         lazy = make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
         lazy.call, lazy.rows, lazy.real_logits = self.call, self.rows, None
         lazy.compute = lambda: self.materialize().detach()
@@ -146,7 +147,10 @@ class LazyLogits(Tensor):
         return lazy
 
     def derive(self, function: Callable[[Tensor], Tensor], rows: Tensor, dtype: torch.dtype) -> LazyLogits:
-        """Return the lazy result of `function`, which keeps the vocabulary dimension. `rows` are the result's rows."""
+        """Return the lazy result of `function(logits)`, for a function that keeps the vocabulary dimension.
+
+        `rows` are the rows of the layer's input that belong to the result.
+        """
         shape = (*rows.shape[:-1], self.shape[-1])
         return LazyLogits._build(self.call, rows, lambda: function(self.materialize()), function, shape, dtype, (self,))
 
@@ -183,9 +187,9 @@ class LazyLogits(Tensor):
 
 
 class _Placeholder(torch.autograd.Function):
-    """Autograd function that creates lazy logits, and passes a gradient of them on to their sources.
+    """Autograd function that creates lazy logits. Its backward computes the gradients of rows, weight and bias.
 
-    A gradient arrives only from C++ code, such as DDP or another autograd function.
+    Lazy logits get a gradient only from C++ code, such as DDP or another autograd function.
     """
 
     @staticmethod
@@ -213,17 +217,17 @@ class _Placeholder(torch.autograd.Function):
 
 
 def _free_sources(ctx: Any) -> None:
-    """Free the sources of lazy logits, at the time when autograd frees saved tensors.
+    """Free the tensors that lazy logits are computed from, when autograd frees saved tensors.
 
-    The sources are not saved for backward, because a source may be lazy logits, which saved-tensor hooks would read and
-    so compute.
+    They are attributes of `ctx` and not saved tensors, because one may be lazy logits itself. Saved-tensor hooks would
+    read these, and so compute the full logits.
     """
     if not keeps_graph():
         ctx.recompute, ctx.sources = None, ()
 
 
 class _Values(torch.autograd.Function):
-    """Autograd function that gives computed logits the place of the lazy ones in the graph."""
+    """Autograd function that returns computed logits, but passes their gradient to the lazy logits in the graph."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lazy: LazyLogits) -> Tensor:
@@ -243,7 +247,10 @@ def _materialize_detached(leaf: Any) -> Any:
 
 
 def _is_of_deepspeed(hook: Any) -> bool:
-    """Return True for the hook that DeepSpeed puts on a model's outputs. It can be ignored: the loss has one too."""
+    """Return True for the hook that DeepSpeed puts on a model's outputs.
+
+    It can be ignored, because the loss has one.
+    """
     return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # a builtin method has None
 
 
@@ -288,7 +295,7 @@ def _reshape(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(lazy: LazyLogits, index: Any) -> Any:
-    """Return lazy slices of all dimensions except the last, else NotImplemented."""
+    """Return `lazy[index]` as lazy logits if `index` slices dimensions other than the last, else NotImplemented."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
         return NotImplemented
@@ -308,9 +315,10 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Return the loss in chunks for class numbers, without class weights and smoothing, else NotImplemented.
+    """Compute `F.cross_entropy` of lazy logits in chunks. Return NotImplemented if the arguments are not supported.
 
-    The loss is computed in float32, also for bfloat16 logits.
+    Targets must be class numbers, without class weights and label smoothing. The loss is computed in float32, also for
+    bfloat16 logits.
     """
     is_supported = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     is_supported = is_supported and reduction in ("mean", "sum") and not isinstance(target, LazyLogits)
@@ -345,4 +353,4 @@ _METADATA = frozenset(
     | {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
        Tensor.is_complex, Tensor.get_device, Tensor.__len__, Tensor.element_size}
 )  # fmt: skip
-"""Functions that return properties of a tensor without its values."""
+"""Functions that return properties of a tensor without reading its elements."""

@@ -1,6 +1,6 @@
-"""Strategy of one block under its plan: each call is recorded, validated, or only executed.
+"""Execution of one block under its plan: each call is recorded, validated against its tape, or only executed.
 
-The rules are in the NOTE of policy_handle.py.
+Rules R1 to R14, which this code refers to, are in the NOTE of policy_handle.py.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from adacc_hf.tape.tape_cache import TapeCache
 log = logging.getLogger(__name__)
 
 MAX_DIVERGENCES = 3
-"""Number of times that calls of one key may diverge from their tape and be recorded again, before torch's checkpoint is
-used."""
+"""Number of times that a call key may be recorded again because a call diverged from its tape. After that, calls with
+this key run under torch's checkpoint."""
 
 
 class Observer(Protocol):
-    """Observer of one call of a block."""
+    """Object that runs the next call of a block in the executor's place, to measure it."""
 
     def run(
         self,
@@ -55,12 +55,18 @@ class Observer(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Remove the observer from `plan`, let `plan` run the call, and return the result. `fn` already has `kwargs`
-        bound."""
+        """Run one call of `block` and return its result.
+
+        The observer must remove itself from the executor `plan`, and then let `plan` run the call. `fn` already has
+        `kwargs` bound.
+        """
 
 
 class BlockExecutor:
-    """Strategy that runs one block under its plan."""
+    """Strategy that runs the calls of one block under its plan.
+
+    `known_shapes` and `earlier` (execution plans) come from the executor of the block's previous plan, if there is one.
+    """
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class BlockExecutor:
         self.plan = plan
         self._is_plain = plan.is_plain
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
-        """For a checkpointed block, (value, codec) of each input that the block compresses, by the input's place."""
+        """For a checkpointed block: (value, codec) of each input that is stored compressed, by the input's place."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
             _is_checkpointed_on_all_ranks(shape.tape) for shape in (known_shapes or {}).values()
         )
@@ -83,17 +89,20 @@ class BlockExecutor:
         """Known shapes of the block, shared by all its plans."""
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """Function that wraps each activation's codec, or None."""
+        """Function of (value, codec) that returns the coder to use in place of the codec, for measurements, or None."""
         self.observer: Observer | None = None
-        """Observer of the next call, or None."""
+        """Observer that runs the next call of the block, or None."""
 
     @property
     def tapes(self) -> dict[Any, Tape]:
-        """The block's tapes by shape."""
+        """The block's recorded tapes by call key."""
         return {key: known_shape.tape for key, known_shape in self.known_shapes.items()}
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of `block` as the plan says, and return the result. `fn` already has `kwargs` bound."""
+        """Run one call of `block` under the plan, and return the result of `fn(*args)`.
+
+        `fn` already has `kwargs` bound.
+        """
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)
         if self.plan.is_checkpointed:
@@ -106,7 +115,7 @@ class BlockExecutor:
         return self._run_as(self.known_shapes.key(block, fn, args, kwargs), block, fn, args, kwargs)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of `key` under the plan, or record the call if there is no tape for it."""
+        """Run the call with this key under the plan. If there is no tape for the key, record the call."""
         entry = self.entries.find(key)
         if entry is None and self.known_shapes.has_new_data(key):
             self.tape_cache.fallbacks[NEW_DATA] += 1
@@ -132,8 +141,10 @@ class BlockExecutor:
         return result
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call once more, to observe it. The call is not counted, because the count decides which calls are
-        validated."""
+        """Run a call once more under the plan, to observe it.
+
+        The call is not counted, because the count of calls decides which calls are validated.
+        """
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
         key = self.known_shapes.key(block, fn, args, kwargs)
@@ -149,7 +160,10 @@ class BlockExecutor:
         return self._validated_call(entry, externals).run(block, fn, args, kwargs)
 
     def _is_due(self, entry: Entry) -> bool:
-        """Return True if the call is due for validation."""
+        """Return True if the call must be validated against its tape while it runs.
+
+        Raise PolicyMismatchError if each call must be validated, but a CUDA graph is being captured.
+        """
         if entry.plan.is_plain:
             return False
         is_trusted = entry.plan.tape.due_check is None and self.known_shapes.untraced is None
@@ -186,13 +200,16 @@ class BlockExecutor:
 
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call that has no tape. Other ranks may have one, so no collective may run again (rule R13)."""
+        """Run a call without a tape: under torch's checkpoint, or plainly if the block has collectives.
+
+        Other ranks may have a tape for their call, so no collective may run again in backward (rule R13).
+        """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
     def _call(
         self, entry: Entry, externals: list[tuple[int, torch.Tensor]], block: nn.Module, fn: Any, args: tuple[Any, ...]
     ) -> Any:
-        """Run one call under the plan."""
+        """Run one call under the execution plan of its entry, without validation."""
         plan = entry.plan
         if plan.is_plain:  # nothing to compare: autograd keeps all saved tensors
             return fn(*args)
@@ -213,7 +230,7 @@ class BlockExecutor:
         return ValidatedCall(self.name, entry.plan, self._codecs(entry), externals, checks_bits)
 
     def _learn(self, key: CallKey, entry: Entry, call: ValidatedCall) -> None:
-        """Update an entry, its symbolic tape and its key after a validated call."""
+        """Update the entry, its symbolic tape and the known shapes with the outcome of a validated call."""
         tape, symbolic_tape = entry.plan.tape, entry.symbolic_tape
         if call.divergence is None:
             entry.unpacked_slots = call.unpacked_slots
@@ -256,7 +273,7 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Record the order of unpacks of the last backward."""
+        """Give the order in which the last backward unpacked slots to the tape cache."""
         if entry.unpacked_slots:
             self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None
@@ -264,6 +281,11 @@ class BlockExecutor:
     def _first_call(
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Run the first call with this key.
+
+        If a profile or another block has recorded a tape for the key, validate the call against this tape. Else record
+        the call.
+        """
         key = self.known_shapes.with_current_layout(key, block)
         expected_entry = self.entries.expected_entry(key, args, kwargs)
         if expected_entry is None and self._is_too_large_to_record(key):
@@ -306,11 +328,10 @@ class BlockExecutor:
         return result
 
     def _is_too_large_to_record(self, key: CallKey) -> bool:
-        """Return True if the budget has no room to record a call, which keeps every intermediate of the block alive.
+        """Return True if the budget has no room to record the call. Recording keeps all intermediates of a block alive.
 
-        Some calls are recorded in any case: calls of a block without any record, whose plan could never be followed
-        otherwise; calls at a size that a symbolic tape covers, whose record is compared (rule R7); and calls with
-        collectives (rule R13).
+        Return False for calls that must be recorded in any case. These are the first call of a block, calls at a size
+        that a symbolic tape covers (rule R7), and calls of a block with collectives (rule R13).
         """
         tapes = self.tapes.values()
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
@@ -318,6 +339,7 @@ class BlockExecutor:
         return not self.tape_cache.may_record()
 
     def _end_expected_call(self, key: CallKey, expected_entry: Entry, call: ValidatedCall) -> None:
+        """Keep `expected_entry` for the key if the validated first call ran the operators of its tape. Else drop it."""
         if call.divergence is None:
             expected_entry.unpacked_slots = call.unpacked_slots
             self.tape_cache.remember(expected_entry.known_shape.tape, key, self.name)
@@ -329,8 +351,10 @@ class BlockExecutor:
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if torch's checkpoint must run the block under every plan, because plans may differ between ranks
-    (rule R13)."""
+    """Return True if a block with this tape must run under torch's checkpoint, whatever its plan is (rule R13).
+
+    This holds for untrusted tapes with collectives, because other ranks may have another plan.
+    """
     return tape.untrusted is not None and tape.has_collectives
 
 
@@ -340,10 +364,10 @@ def is_being_captured() -> bool:
 
 
 def is_checked_call(num_calls: int) -> bool:
-    """Return True if the n-th call of a key is validated again, to detect operators that vary (rule R8).
+    """Return True if call number `num_calls` of a call key is validated again, to detect varying operators (rule R8).
 
-    These are the second call, and then the 24th, 48th, 96th and so on. Powers of two are left out, because outliers are
-    tracked in these steps, and validation takes additional time.
+    These are the 2nd call, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because tracking steps,
+    which take additional time too, are at powers of two.
     """
     thirds, rest = divmod(num_calls, 3)
     return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

@@ -1,8 +1,8 @@
-"""Discovery of a model's transformer blocks, and removable functions around the blocks.
+"""Search for a model's transformer blocks, and removable functions around the blocks.
 
-The entry point is Transformers' own: a GradientCheckpointingLayer whose flag is set passes its forward to a function.
-Each block gets its own function object, which therefore knows its block. Classes that the user names in
-`AdaccConfig.block_classes` get the function around their `forward` instead, even if other code replaced the `forward`.
+The functions use an entry point of Transformers: a GradientCheckpointingLayer whose flag is set passes its forward to a
+function. Each block gets its own function object, which therefore knows its block. For classes that the user names in
+`AdaccConfig.block_classes`, the function is put around `forward` instead, even if other code replaced the `forward`.
 """
 
 from __future__ import annotations
@@ -50,41 +50,41 @@ _CALLS = ("forward", "__call__")
 
 
 class Strategy(Protocol):
-    """Execution of a block's forward while gradients are enabled."""
+    """Way to run the calls of a block while gradients are enabled: plainly, checkpointed, or under a plan."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of `block` and return its result, that of `fn(*args)`.
+        """Run one call of `block` and return the result of `fn(*args)`.
 
-        `fn` already has the call's keyword arguments bound (`functools.partial`). `kwargs` has them too, only for
-        strategies that inspect the arguments.
+        `fn` already has the keyword arguments bound (`functools.partial`). `kwargs` repeats them for strategies that
+        inspect the arguments.
         """
 
 
 class PlainStrategy:
-    """Strategy that runs the forward unchanged."""
+    """Strategy that runs a block's forward unchanged."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn(*args)
 
 
 class CheckpointStrategy:
-    """Strategy of full recomputation with torch's own checkpoint, for the steps before there is a policy."""
+    """Strategy that runs a block under torch's own checkpoint, for example in the steps before the first policy."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return checkpoint_call(fn, *args, block=block)
 
 
 class TrainingFlag:
-    """Checkpointing flag that is true within a block's call while gradients are enabled. generate() in train mode keeps
-    its cache.
+    """Replacement of a layer's checkpointing flag, so that Transformers calls the block function during training.
 
-    For code outside of blocks, the flag has the value that it had before. TRL checks whether a model is checkpointed
-    before it generates, switches checkpointing off, and on again afterwards.
+    Within a block's call, the flag is true if gradients are enabled. So generate() in train mode still uses its cache.
+    For other code, the flag has the value that it had before the installation: TRL reads it before it generates,
+    switches checkpointing off, and on again afterwards.
     """
 
     def __init__(self, was_on: bool = False) -> None:
         self.was_on = was_on
-        """True if other code had switched checkpointing on."""
+        """True if checkpointing was on before the installation."""
 
     def __bool__(self) -> bool:
         # Compiled code has no frames. Only blocks check the flag there.
@@ -94,7 +94,7 @@ class TrainingFlag:
 
 
 class LaterCall:
-    """Strategy of a block's second or later call in a step."""
+    """Name and strategy of a block's second or later call in a step, for blocks that run several times per step."""
 
     def __init__(self, name: str, strategy: Strategy) -> None:
         self.name = name
@@ -102,13 +102,13 @@ class LaterCall:
 
 
 class CallThread:
-    """The thread that is inside a call of a model's blocks."""
+    """Check that the blocks of a model are called by one thread at a time."""
 
     def __init__(self) -> None:
         self._ident: int | None = None
 
     def enter(self, block: str) -> int | None:
-        """Record that this thread calls `block`. Return the argument for `leave`.
+        """Note that this thread begins a call of `block`. Return the argument for `leave`.
 
         Raise ConcurrentCallError if another thread is inside a call.
         """
@@ -123,22 +123,26 @@ class CallThread:
         return previous
 
     def leave(self, previous: int | None) -> None:
-        """Record that the call has returned."""
+        """Note that the call has returned. `previous` is the result of its `enter`."""
         self._ident = previous
 
 
 class BlockFunction:
-    """Function around one block. It can be pickled and copied; a copy calls its block plainly."""
+    """Function around one block, which runs each call of the block under a strategy.
+
+    It can be pickled and copied with its model. A copy runs its block plainly.
+    """
 
     def __init__(self, name: str, block: nn.Module, strategy: Strategy, thread: CallThread | None = None) -> None:
         self.name = name
         self._thread = thread or CallThread()
         self.block: nn.Module | None = block
         self.strategy = strategy
-        """Strategy of all calls without an own strategy in `later`."""
+        """Strategy of the first call in a step, and of all calls if `later` is empty."""
         self.later: list[LaterCall] = []
         """The block's second and later calls in a step."""
         self.num_calls = 0
+        """Number of calls with gradients enabled."""
         self._has_warned_of_transform = False
         self.step = StepCount()
 
@@ -170,6 +174,7 @@ class BlockFunction:
             self._thread.leave(previous)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a call of the block under the strategy of this call in the step."""
         block = self.block
         assert block is not None  # checked in `__call__`
         if not self.later:
@@ -194,11 +199,11 @@ class BlockFunction:
         return is_transformed
 
     def calls(self) -> list[BlockFunction | LaterCall]:
-        """Return the owners of the strategies of the block's calls in a step, in call order."""
+        """Return, for each call of the block in a step, the object with the call's name and strategy, in call order."""
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:
-        """Set the number of later calls in a step. A new call starts with the strategy of the first."""
+        """Set the number of calls in a step after the first. New calls start with the first call's strategy."""
         self.step.reset()
         names = [call_name(self.name, 2 + place) for place in range(number)]
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
@@ -230,7 +235,9 @@ def _inert(name: str) -> BlockFunction:
 
 
 class Installation:
-    """Functions around a model's blocks. They survive other code that switches checkpointing off and on again.
+    """Functions around the blocks of a model, installed until `remove`.
+
+    The functions are installed again if other code switches checkpointing off and on.
 
     Raise NoBlocksError if the model has no block, and NestedHooksError if a checkpoint wrapper is around or inside a
     block.
@@ -244,10 +251,10 @@ class Installation:
         thread = CallThread()
         self.blocks = {name: BlockFunction(name, block, PlainStrategy(), thread) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
-        """Owner of the strategy of each call in a step, keyed by call name. Initially, each block has one call."""
+        """Object with the strategy of each call in a step, by call name. Initially, each block has one call."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self.on_step: Callable[[], object] | None = None
-        """Callback at the beginning of each step, or None."""
+        """Callback at the beginning of each step (`begin_step`), or None."""
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
         for name, block in blocks:
@@ -263,7 +270,10 @@ class Installation:
         return {name: function.block for name, function in self.blocks.items() if function.block is not None}
 
     def remove(self) -> None:
-        """Restore the original state of the model. Calling this again has no effect."""
+        """Remove the functions from the blocks, and restore all attributes of the model.
+
+        Calling this again has no effect.
+        """
         while self._undo:
             module, name, original = self._undo.pop()
             if original is _ABSENT:
@@ -277,8 +287,10 @@ class Installation:
         self._caching_warning.remove()
 
     def expect(self, calls: Iterable[str]) -> None:
-        """Set `functions` to these calls, in this order. The calls must include all blocks. The next call begins a
-        step."""
+        """Set the names of the block calls in a step, in call order, and begin a step.
+
+        All blocks must be included. A block that is called several times per step has several call names.
+        """
         calls = list(calls)
         if calls != list(self.functions):
             for block, number in calls_per_block(calls).items():
@@ -288,7 +300,7 @@ class Installation:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Treat the next call of each block as its first in a step."""
+        """Begin a step: the next call of each block counts as its first call in the step."""
         if self.on_step is not None:
             self.on_step()
         for name, function in self.blocks.items():
@@ -297,7 +309,7 @@ class Installation:
                 function.step.reset()
 
     def reinstall(self) -> None:
-        """Set the blocks' functions again after other code has replaced them."""
+        """Install the functions on the blocks again, after other code has replaced them."""
         for function in self.blocks.values():
             block = function.block
             if block is None:  # the functions were removed
@@ -311,23 +323,26 @@ class Installation:
                 inner.__dict__[FLAG] = False
 
     def uncalled(self) -> list[str]:
-        """Return the blocks whose function was never called with gradients enabled. Return none with layerdrop, which
-        is random."""
+        """Return the names of the blocks whose function was never called with gradients enabled.
+
+        Return an empty list if the model uses layerdrop, which skips blocks at random.
+        """
         if layerdrop_rates(self.model):
             return []
         return [name for name, function in self.blocks.items() if function.num_calls == 0]
 
     def skipped_blocks(self) -> list[str]:
-        """Return the blocks that the last step did not call with gradients enabled, such as a vision tower in a step on
-        text.
+        """Return the names of the blocks that the last step did not call with gradients enabled.
 
-        Return none with layerdrop, which is random.
+        An example is a vision tower in a step on text. Return an empty list if the model uses layerdrop, which skips
+        blocks at random.
         """
         if layerdrop_rates(self.model):
             return []
         return [name for name, function in self.blocks.items() if function.num_calls == self._num_calls_before[name]]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
+        """Install `function` on `block`: through its checkpointing flag, or around its forward."""
         for inner in _inner_layers(block):  # would be checkpointed inside the block under any plan
             self._set(inner, FLAG, False)
         if not self._wraps_forward:
@@ -347,15 +362,16 @@ class Installation:
 
 
 def _is_on_for_adacc(layer: nn.Module) -> bool:
-    """Return True if the flag of `layer` is on only because a block function is installed."""
+    """Return True if the checkpointing flag of `layer` is on only because a block function is installed."""
     flag = layer.__dict__.get(FLAG)
     return isinstance(flag, TrainingFlag) and not flag.was_on
 
 
 class WrappedForward:
-    """Replacement of a block's `forward`: calls the block function in train mode, and the original `forward` otherwise.
+    """Replacement of a block's `forward`, for classes that the user names.
 
-    The block function runs the block under its strategy.
+    In train mode it calls the block function, which runs the block under its strategy. Otherwise it calls the original
+    `forward`.
     """
 
     def __init__(self, function: BlockFunction, forward: Callable[..., Any]) -> None:
@@ -370,7 +386,7 @@ class WrappedForward:
 
 
 class Reinstaller:
-    """Replacement of a model's `_set_gradient_checkpointing` that reinstalls the block functions when others enable it.
+    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions again when enabled.
 
     TRL switches checkpointing off around reference forwards and on again, which would silently drop the functions.
     """
@@ -444,6 +460,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
+    """Raise NestedHooksError if a module is wrapped for activation checkpointing."""
     wrapped = [name for name, module in model.named_modules() if is_checkpoint_wrapper(module)]
     if wrapped:
         raise NestedHooksError(
@@ -456,10 +473,11 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 class StepCount:
-    """Counter of one block's calls since the step began. The step ends when backward reaches any of the calls.
+    """Counter of one block's calls since the step began.
 
-    A step may end without a backward, for example by an exception. So the count also restarts if the graph of every
-    call is gone, after the expected number of calls, and with `reset`.
+    The count restarts when backward reaches the result of a call. A step may end without a backward, for example by an
+    exception. So the count also restarts if the autograd graphs of all calls are freed, after the expected number of
+    calls, and with `reset`.
     """
 
     def __init__(self) -> None:
@@ -467,21 +485,24 @@ class StepCount:
         self._hooks: list[RemovableHandle] = []
 
     def next_of(self, expected: int) -> int:
-        """Return the number, from 0, of the call that begins now, out of the `expected` calls in a step."""
+        """Return the number, from 0, of the call that begins now.
+
+        `expected` is the number of the block's calls in a step.
+        """
         are_graphs_gone = bool(self._hooks) and all(hook.hooks_dict_ref() is None for hook in self._hooks)
         if are_graphs_gone or self._number >= expected:
             self.reset()
         return self._number
 
     def returned(self, result: Any) -> None:
-        """Count a call that returned `result`, and restart the count when backward reaches the result."""
+        """Count a call that returned `result`. A gradient hook restarts the count when backward reaches the result."""
         self._number += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self._hooks.append(leaf.register_hook(self._reached))
 
     def reset(self) -> None:
-        """Restart the count, and remove all hooks from the graph. This is safe at any time."""
+        """Restart the count, and remove the gradient hooks. This is safe at any time."""
         self._number = 0
         hooks, self._hooks = self._hooks, []
         for hook in hooks:

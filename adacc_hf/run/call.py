@@ -1,4 +1,4 @@
-"""One call of a block: under a plan, or recorded (rule R8).
+"""State of one call of a block: a call under a plan (`Call`), or a recorded call (`Recording`).
 
 NOTE [State of a call]
 1. Autograd's packed object is `(slot, content, version, spec)`. It owns everything that its slot needs: the tensor
@@ -42,11 +42,11 @@ from adacc_hf.torch_glue.tensors import (
 PackedSlot = tuple[int, Any, "int | None", Any]
 
 _NOTHING = ReplayProgram((), (), (), ())
-"""The program of a slot for which autograd gets the saved tensor itself back."""
+"""Replay program of a slot whose saved tensor autograd keeps: nothing to run."""
 
 
 class Cell:
-    """A stored value of one call: its base tensor, or its payload."""
+    """Storage of one value of the tape in one call, until backward: its base tensor, or its payload."""
 
     __slots__ = ("payload", "saved", "tensor", "version")
 
@@ -54,13 +54,16 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """The tensor that autograd saved. Its version counts changes in place, which do not affect the version of a
-        DTensor's local part."""
+        """The tensor that autograd saved, whose version counts changes in place. For a DTensor this is not `tensor`:
+        changes do not affect the version of its local part."""
         self.version = 0
 
 
 class Call:
-    """The state of one call of a block. `pack` and `unpack` are its saved-tensor hooks."""
+    """State of one call of a block under a plan. `pack` and `unpack` are its saved-tensor hooks.
+
+    `externals` are (value, tensor) of the inputs, parameters and other existing tensors that replay reads.
+    """
 
     __slots__ = (
         "_cells",
@@ -82,7 +85,7 @@ class Call:
         self.plan = plan
         self.block = block
         self.unpacked_slots: list[int] | None = None
-        """If a list, each unpacked slot is appended to it."""
+        """List to which the index of each unpacked slot is appended. None if the order is already known."""
         self._codecs = codecs
         self._cells: dict[int, Cell] = {value: Cell() for value in plan.roots}
         self._environment: list[torch.Tensor | None] = [None] * plan.num_values
@@ -102,14 +105,17 @@ class Call:
         self._in_order = True
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Return `fn(*args)`, and take over the tensors that autograd saves in it."""
+        """Run the block's forward and return `fn(*args)`. Store the tensors that autograd saves as the plan says."""
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = fn(*args)
         self.finish()
         return result
 
     def pack(self, tensor: torch.Tensor) -> PackedSlot:
-        """Pack the next tensor that autograd saves."""
+        """Saved-tensor hook: return the object that autograd stores instead of the next saved tensor.
+
+        Raise SavedTensorMismatchError if the tensor differs from the next slot of the tape.
+        """
         slot = self._slot
         self._slot = slot + 1
         if slot >= self.plan.num_slots:
@@ -139,7 +145,10 @@ class Call:
         return slot, [cells[value] for value in expected.needs], None, None if local is tensor else spec_of(tensor)
 
     def finish(self) -> None:
-        """End the forward. Afterwards, only the packed objects own the stored values."""
+        """End the forward. Afterwards, only the packed objects own the stored values.
+
+        Raise SavedTensorMismatchError if autograd saved fewer tensors than the tape has slots.
+        """
         if self._slot != self.plan.num_slots:
             raise SavedTensorMismatchError(
                 f"block {self.block}: autograd saved {self._slot} tensors, but the tape has {self.plan.num_slots}; the "
@@ -153,9 +162,9 @@ class Call:
         return cell.tensor is not None or cell.payload is not None
 
     def _store_state(self, value: int, device: torch.device) -> None:
-        """Store the current state of the generator of `device`, from which replay draws.
+        """Store the current state of the default generator of `device`. Replay draws random numbers from it.
 
-        If the cell is filled already, the call is over and its recording has the state.
+        Do nothing if the cell is filled: then a finished recording of the call has provided the state.
         """
         if not self.has(value):
             cell = self._cells[value]
@@ -163,9 +172,10 @@ class Call:
             cell.version = version_of(cell.saved)
 
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """Store all of `bases`, tensors by value index, for replay of the slots packed so far. No further slots follow.
+        """Handle a call that diverges from its tape now: store all that replay of the slots packed so far reads.
 
-        The tensors are copied, because later changes in place are not on a tape.
+        `bases` are tensors by value index. They are copied, because no tape describes later changes in place. No
+        further slots are packed.
         """
         for value, base in bases.items():
             if not self.has(value):
@@ -174,7 +184,10 @@ class Call:
         self._cells = {}
 
     def unpack(self, packed: PackedSlot) -> torch.Tensor:
-        """Return the tensor of a slot to autograd, recomputed if necessary."""
+        """Saved-tensor hook for backward: return the saved tensor of a packed slot, decoded or recomputed if necessary.
+
+        Raise RuntimeError if a stored tensor was changed in place since it was saved.
+        """
         slot, content, version, spec = packed
         if self.unpacked_slots is not None:
             self.unpacked_slots.append(slot)
@@ -195,6 +208,7 @@ class Call:
         return recomputed if spec is None else to_dtensor(recomputed, spec)
 
     def _next_program(self, slot: int) -> ReplayProgram:
+        """Return the replay program for unpacking `slot`, in the order of the schedule or out of order."""
         schedule = self._schedule
         if self._in_order and schedule.order[self._rank] == slot:
             program = schedule.programs[self._rank]
@@ -206,6 +220,7 @@ class Call:
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
+        """Run a replay program, and return the tensor of the slot. `cells` hold the stored values that it reads."""
         environment = self._environment
         # Check only these: an optimizer may step inside backward, on weights that are no longer needed.
         for value in program.reads:
@@ -227,8 +242,10 @@ class Call:
         return copy_with_storage(result) if is_read_again and _may_be_overwritten() else result
 
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
-        """Put a stored value into the environment. A compressed value is decoded unless its decoded tensor is still
-        there."""
+        """Put a stored value into the environment of the replay.
+
+        Decode a compressed value, unless it is still decoded.
+        """
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:
             if version_of(cell.saved) != cell.version:
@@ -240,9 +257,10 @@ class Call:
             self._environment[value] = decoded.as_strided(*ref.geometry) if is_same else view(decoded, ref)
 
     def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """Fill the cell of `value` from `tensor`, which is on its storage. `local` is this rank's part of the tensor.
+        """Fill the cell of `value`: store the base tensor, or its payload if the plan compresses the value.
 
-        The value is encoded once, even if several slots share it (rule R3).
+        `tensor` is a tensor on the value's storage, and `local` is this rank's part of it. A value is encoded once,
+        even if several slots share it (rule R3).
         """
         cell, is_coded = self._cells[value], value in self._codecs
         with torch.no_grad():
@@ -259,6 +277,7 @@ class Call:
                 cell.tensor = base
 
     def _check_unchanged(self, value: int) -> None:
+        """Raise RuntimeError if a tensor that replay reads was changed in place after the forward."""
         tensor, version = self._versions[value]
         if version_of(tensor) != version:
             raise RuntimeError(
@@ -279,7 +298,9 @@ class Call:
 
 
 def _may_be_overwritten() -> bool:
-    """Return True if an autograd function written in Python, or an unknown caller, gets the unpacked tensor.
+    """Return True if the backward that unpacks a tensor may write to it.
+
+    Return True for an `autograd.Function` written in Python, and for an unknown caller.
 
     A Python function's backward may write to its saved tensors (rule R6). torch's own backwards never do.
     """
@@ -289,7 +310,7 @@ def _may_be_overwritten() -> bool:
 
 
 def changed_in_place(block: str, tensor_name: str) -> RuntimeError:
-    """Return the error for a tensor that was changed in place before backward."""
+    """Return the error to raise if a saved tensor of `block` was changed in place before backward."""
     return RuntimeError(
         f"block {block}: {tensor_name}, needed for backward, was changed in place after the forward; plain autograd "
         f"refuses this too: change it after backward, or change a copy"
@@ -313,7 +334,10 @@ class RecordedSlot:
 
 
 class Recording:
-    """One recorded call of a block. Afterwards, its saved tensors can be handed over to an execution plan."""
+    """One call of a block while its tape is recorded.
+
+    After the call, the saved tensors can be handed over to an execution plan (`hand_over`) or freed (`discard`).
+    """
 
     def __init__(
         self,
@@ -342,8 +366,11 @@ class Recording:
         return result
 
     def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
-        """Store the values that the plan stores, and free the others. Return the list that collects the unpacked
-        slots."""
+        """Treat the saved tensors as `plan` says from now on: keep them, encode them, or free them.
+
+        `codecs` has the coder of each compressed value. Return the list to which backward appends the indices of
+        unpacked slots.
+        """
         externals = [(value, self._external(value, source)) for value, source in plan.externals]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
         self._call = Call(plan, self.name, codecs, externals)
@@ -358,9 +385,9 @@ class Recording:
         return self._call.unpacked_slots
 
     def discard(self) -> list[weakref.ref[RecordedSlot]]:
-        """Free everything including the saved tensors, because there will be no backward.
+        """Free the recorder and the saved tensors of a call that will have no backward.
 
-        Return one weak reference per slot, which is dead once autograd has freed the slot.
+        Return one weak reference per slot. It is dead as soon as autograd has freed the slot.
         """
         for packed in self._packed:
             packed.content = (packed.content[0], None, None, None)
@@ -369,7 +396,7 @@ class Recording:
         return references
 
     def close(self) -> None:
-        """Free everything except the content of the packed objects."""
+        """Free the recorder and the arguments. Only the objects that autograd holds keep saved tensors alive."""
         del self.recorder
         self._arguments = ((), {})
         self._parameters = {}
@@ -380,10 +407,9 @@ class Recording:
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
     def _has_hidden_change(self, packed: RecordedSlot) -> bool:
-        """Return True if the block changed its own saved tensor without autograd's knowledge, for example through
-        `.data`.
+        """Return True if the block changed a saved tensor that it made through `.data`, which autograd does not notice.
 
-        Backward reads the changed tensor. This is neither the saved tensor nor the result of a replay.
+        Plain backward reads the changed tensor, and replay cannot reproduce it.
         """
         slot, tensor, version, _ = packed.content
         return version_of(tensor) == version and self.recorder.was_written_later(self.recorder.slots[slot])

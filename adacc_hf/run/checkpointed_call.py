@@ -25,11 +25,11 @@ def run_checkpointed(
     kwargs: dict[str, Any],
     codecs: Mapping[Place, tuple[Codec, Coder]],
 ) -> Any:
-    """Run `fn(*args)` under torch's checkpoint. The inputs at the places of `codecs` are stored as payloads.
+    """Run a block's call `fn(*args)` under torch's checkpoint, and store some of its inputs as payloads until backward.
 
-    Each place has a codec, and the coder to use: the codec itself, or in a tracking step a wrapper that measures. An
-    input is stored as it is if its codec does not support it or the call changed it. `kwargs` are the arguments bound
-    in `fn`.
+    `codecs` has (codec, coder) for each of these inputs, by its place among the arguments. The coder is the codec
+    itself, or in a tracking step a wrapper that measures. An input is stored as it is if the codec does not support it,
+    or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`.
     """
     inputs = {place: tensor for place in codecs if (tensor := _at(place, args, kwargs)) is not None}
     compressible = {place: tensor for place, tensor in inputs.items() if _can_encode(codecs[place][0], tensor)}
@@ -50,7 +50,7 @@ def run_checkpointed(
 
 
 class _RepeatableCall:
-    """A call to repeat in backward. Some of its arguments are encoded."""
+    """Call of a block that torch's checkpoint repeats in backward, with some arguments stored as payloads."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fn = fn
@@ -59,7 +59,7 @@ class _RepeatableCall:
         self._decoders: dict[Place, Decode] = {}
 
     def encode(self, place: Place, tensor: torch.Tensor, coder: Coder) -> None:
-        """Replace an argument by its encoded payload."""
+        """Encode `tensor`, the argument at `place`, with `coder`. Keep the payload instead of the tensor."""
         payload, requires_grad, device_type = coder.encode(tensor.detach()), tensor.requires_grad, tensor.device.type
 
         def decode() -> torch.Tensor:
@@ -71,12 +71,12 @@ class _RepeatableCall:
         self.fn, self.args, self._kwargs = self._with({place: None})
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the function to call and its arguments."""
+        """Decode the payloads, and return (function, arguments) to run the call again."""
         fn, args, _ = self._with({place: decode() for place, decode in self._decoders.items()})
         return fn, args
 
     def _with(self, arguments: Mapping[Place, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the call with the arguments at some places replaced."""
+        """Return (fn, args, kwargs) of the call with the given `arguments` by place in place of the present ones."""
         args, kwargs, fn = list(self.args), dict(self._kwargs), self.fn
         for (first,), argument in arguments.items():
             if isinstance(first, int):
@@ -89,7 +89,7 @@ class _RepeatableCall:
 
 
 def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the plain tensor at `place`, a position or a name, among the arguments, or None."""
+    """Return the argument at `place`, a position or a keyword, if it is a plain tensor. Else return None."""
     if len(place) != 1:
         return None
     arguments_by_place: dict[int | str, Any] = dict(enumerate(args))

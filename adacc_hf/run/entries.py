@@ -1,4 +1,4 @@
-"""Cache of one block's entries under one plan: for each call key, the execution plan to run and its state."""
+"""Cache of one block under one plan: for each call key, an entry with the execution plan to run."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ UNRECORDED = (
 OUT_OF_PLACE = "a tensor that a plan reads was replaced or removed, for example an adapter merged for a call"
 UNTRAINED = "blocks train that the profiled batch ran without gradients, run under torch's checkpoint"
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
-"""Reasons why a call did not run under its plan."""
+"""Reasons why a call of a block did not run under its plan, counted in `TapeCache.fallbacks`."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """Execution plan of a block for one key, or torch's checkpoint if the tape is not trusted."""
+    """Instructions to run a block's calls with one call key: an execution plan, or torch's checkpoint."""
 
     known_shape: KnownShape
     execution_plan: ExecutionPlan | None
-    """None for torch's checkpoint."""
+    """None if the calls run under torch's checkpoint."""
     codecs: dict[int, Codec]
+    """Codec of each value that the plan compresses."""
     unpacked_slots: list[int] | None = None
     """Slots in the order in which a backward unpacked them, until the tape cache records the order."""
     symbolic_tape: SymbolicTape | None = None
     """The symbolic tape that the tape was evaluated from. None for a recorded tape."""
     base: Tape | None = None
-    """`symbolic_tape.base` when the tape was evaluated. It changes if values are excluded from replay."""
+    """`symbolic_tape.base` when the entry was made. If it has changed since, the entry is out of date."""
     fallback: str | None = None
     """The reason why the block does not follow its plan, or None."""
 
     @property
     def plan(self) -> ExecutionPlan:
-        """`execution_plan`, not None. Use this only for entries that do not run under torch's checkpoint."""
+        """The execution plan, which must exist. Do not use this for an entry that runs under torch's checkpoint."""
         assert self.execution_plan is not None
         return self.execution_plan
 
@@ -62,7 +63,7 @@ class Entry:
 
 
 class PlanEntries:
-    """All entries of a block under one plan. Each is created at the first call with its key."""
+    """Entries of a block under one plan, by call key. An entry is created at the first call with its key."""
 
     def __init__(
         self,
@@ -78,8 +79,8 @@ class PlanEntries:
         self.known_shapes = known_shapes
         """Known shapes of the block, shared by all its plans."""
         self._earlier = earlier
-        """Execution plans of the previous plan, kept until the block's first call, so that a plan with equal actions
-        shares them."""
+        """Execution plans under the block's previous plan. They are kept alive until the first call, so that a plan
+        with equal actions uses them again."""
         known_shapes.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
         """Entries of recorded calls."""
@@ -88,7 +89,7 @@ class PlanEntries:
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
         """By symbolic tape, the entry from which the entries of all its sizes are derived."""
         self.differs_from_record = False
-        """True if a first call ran other operators than the record of another block of the kind."""
+        """True if the block's first call ran other operators than the tape recorded for another block of its kind."""
 
     @property
     def are_empty(self) -> bool:
@@ -100,19 +101,19 @@ class PlanEntries:
         return [known_shape.tape for known_shape in self.known_shapes.values()]
 
     def programs(self) -> tuple[ExecutionPlan | None, ...]:
-        """Return the block's execution plans.
-
-        Before its first call, return the execution plans of the previous policy.
-        """
+        """Return the execution plans of all entries. Before the first call, return those under the previous policy."""
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry of a call. Return None if the call must be recorded, or compared with an earlier record."""
+        """Return the entry for a call with this key. Create it if a tape is known for the key.
+
+        Return None if the call must be recorded, or validated against a tape from a profile or another block.
+        """
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
     def latest(self, key: CallKey) -> Entry | None:
-        """Return the entry of the last call with this key."""
+        """Return the existing entry for this key, or None."""
         return self.recorded.get(key) or self.sized.get(key)
 
     def add(self, key: CallKey, known_shape: KnownShape) -> Entry:
@@ -120,7 +121,7 @@ class PlanEntries:
         return self.keep(key, self._entry(known_shape))
 
     def keep(self, key: CallKey, entry: Entry) -> Entry:
-        """Cache the entry of a call that ran as its tape predicts."""
+        """Cache `entry` for calls with this key, because such a call ran the operators of its tape. Return `entry`."""
         self.recorded[self.known_shapes.add(key, entry.known_shape)] = entry
         return entry
 
@@ -154,7 +155,7 @@ class PlanEntries:
         return entry
 
     def _entry_at(self, symbolic_tape: SymbolicTape, tape: Tape) -> Entry:
-        """Return the entry for the size that `tape` was evaluated for."""
+        """Return the entry for `tape`, which was evaluated from `symbolic_tape` at a size that was not recorded."""
         base = self.bases.get(symbolic_tape)
         if base is None or base.base is not symbolic_tape.base:
             base = self.bases[symbolic_tape] = self._entry(
@@ -173,7 +174,10 @@ class PlanEntries:
         )
 
     def expected_entry(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """Return an entry with the tape that a profile or another block has recorded for a key, or None."""
+        """Return an entry with the tape that a profile or another block has recorded for this key, or None.
+
+        The first call with the key is validated against this tape. `args` and `kwargs` are the arguments of the call.
+        """
         if self.differs_from_record or any(known_key.shape == key.shape for known_key in self.known_shapes):
             return None
         tape = self.tape_cache.expected_tape(self.plan.kind, key, self.name)
@@ -188,7 +192,7 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Return the entry for the tape of `known_shape`, or for its tape at another size."""
+        """Create the entry for `known_shape`. `tape` replaces its tape, if the call has another size."""
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
             self.tape_cache.warn_untrusted(self.name, tape)
@@ -203,9 +207,9 @@ class PlanEntries:
         return Entry(known_shape, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
 
     def _fallback_of(self, tape: Tape) -> str | None:
-        """Return the reason why torch's checkpoint runs a call that has no usable tape.
+        """Return the reason why calls with this unusable `tape` run under torch's checkpoint.
 
-        Return None if the plan itself demands the checkpoint or a plain run.
+        Return None if this is no deviation, because the plan itself asks for the checkpoint or for a plain run.
         """
         if tape.untrusted is None:
             return VARYING
@@ -219,8 +223,9 @@ class PlanEntries:
         the plan's choices are transferred to the matching values, and all other values get the choice with the least
         memory.
 
-        Raise PolicyMismatchError if the tape has other operators than the same call had in the profile. Once the block
-        has fitted its plan, other operators come from a change during training, such as frozen weights.
+        Raise PolicyMismatchError if the tape has other operators than the same call had in the profile. Do not raise if
+        the block has run the planned operators before: then the operators changed during training, for example because
+        weights were frozen.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
@@ -261,8 +266,11 @@ class PlanEntries:
 
 
 def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
-    """Return the codec of `value` at another size, or None. It keeps the same channels raw if their number is the
-    same."""
+    """Return the codec of `value` for the size of the plan `sized`, or None if the codec does not support this size.
+
+    `codec` is the one for the plan `base`. It is used again, with its outlier channels, if the number of channels is
+    the same.
+    """
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):
         return None

@@ -1,4 +1,4 @@
-"""Warning for loops with one fixed policy: a batch is larger than the batch that the policy was made for."""
+"""Warning for training with one fixed policy: a batch is larger than the batch that the policy was made for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class LargerBatches:
-    """Hook on a model that warns once, at the first batch with more elements than the policy's predictions assume.
+    """Forward hook on a model that warns once, at the first batch with more elements than the profiled batch.
 
     A fixed policy is correct at any batch size, but its predicted peak, and so the budget, applies to one size.
     """
@@ -37,6 +37,7 @@ class LargerBatches:
             self._hook = None
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the batch of a training forward with the profiled batch, and warn if it is larger."""
         if not module.training or not torch.is_grad_enabled():
             return
         batch_shapes = {
@@ -52,8 +53,10 @@ class LargerBatches:
             self.remove()
 
     def _warn(self, shapes: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
-        """Log the predicted peak of a batch with `ratio` times as many elements. Stored bytes grow at least in
-        proportion."""
+        """Log the predicted peak of a batch with `ratio` times as many elements as the profiled one.
+
+        The prediction assumes that stored bytes grow in proportion. They grow at least that fast.
+        """
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes
         log.warning(

@@ -81,14 +81,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlans:
-    """A policy prepared to run: a strategy for every block, by name."""
+    """A policy prepared to run: the executor of each block call, by call name."""
 
     policy: Policy
     strategies: dict[str, BlockExecutor]
 
 
 class PolicyHandle:
-    """A policy applied to a model. `remove()`, or leaving the context manager, restores the model completely."""
+    """A policy applied to a model: the model's blocks run under it until `remove()`.
+
+    `remove()`, or leaving the handle as a context manager, restores the model completely.
+    """
 
     def __init__(
         self,
@@ -105,10 +108,10 @@ class PolicyHandle:
             self.tape_cache.expect_orders(profile.kinds)
         self.policy = policy
         self.plans: BlockPlans
-        """The strategies that were followed last."""
+        """The executors that `follow` installed last."""
         self._head: ChunkedHead | None = None
         self.larger_batches: LargerBatches | None = None
-        """Warning about batches larger than the policy's. None if each size has its own policy."""
+        """Hook that warns about batches larger than the policy's. None if each size has its own policy."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -116,14 +119,17 @@ class PolicyHandle:
             raise
 
     def replace(self, policy: Policy) -> None:
-        """Follow another policy from the next forward on."""
+        """Run the blocks under another policy from the next forward on."""
         self.follow(self.prepare(policy, self.plans))
         if self.larger_batches is not None:
             self.larger_batches.remove()
             self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
-        """Return the strategies of `policy`, to be followed later. They share the known shapes of `earlier`."""
+        """Return the executors for `policy`, for a later `follow`. They share known shapes with those of `earlier`.
+
+        Raise PolicyMismatchError if the policy was made for other blocks.
+        """
         _check_blocks(policy, list(self.installation.blocks), type(self.installation.model).__name__)
         earlier_strategies = {} if earlier is None else earlier.strategies
         strategies = {}
@@ -137,7 +143,10 @@ class PolicyHandle:
         return BlockPlans(policy, strategies)
 
     def follow(self, plans: BlockPlans | None) -> None:
-        """Run the blocks under `plans` from the next forward on. If None, run them under torch's checkpoint."""
+        """Run the blocks under `plans`, the result of `prepare`, from the next forward on.
+
+        If `plans` is None, run the blocks under torch's checkpoint.
+        """
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
             function.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
@@ -146,6 +155,7 @@ class PolicyHandle:
             self.plans, self.policy = plans, plans.policy
 
     def _chunk_head(self, is_on: bool) -> None:
+        """Switch the chunked output layer on or off, as the policy says."""
         if self._head is None and is_on:
             try:
                 self._head = ChunkedHead(self.installation.model)
@@ -156,7 +166,10 @@ class PolicyHandle:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Remove this handle from the model while open, for a profile during a run. Restore it afterwards."""
+        """While open, remove the policy from the model, so that a profile can run.
+
+        Apply the policy again afterwards.
+        """
         previous, head = self.installation, self._head
         self._uninstall()
         self._head = None
@@ -173,7 +186,7 @@ class PolicyHandle:
                 block.num_calls = previous.blocks[name].num_calls
 
     def remove(self) -> None:
-        """Remove the policy from the model. This has no effect if it is removed already."""
+        """Remove the policy from the model. Further calls have no effect."""
         Applied.forget(self.installation.model, self)
         if self.larger_batches is not None:
             self.larger_batches.remove()
@@ -185,8 +198,10 @@ class PolicyHandle:
             self._head.remove()
 
     def uncalled(self) -> list[str]:
-        """Return the blocks whose function was never called with gradients enabled, because other code replaced their
-        forward."""
+        """Return the names of the blocks that never ran under the policy with gradients enabled.
+
+        This happens if other code replaced a block's forward.
+        """
         return self.installation.uncalled()
 
     def __repr__(self) -> str:
@@ -205,18 +220,21 @@ class PolicyHandle:
 
 
 APPLIED = "_adacc_applied"
-"""Attribute of a model that refers to its policy handle or session."""
+"""Name of a model's attribute with an `Applied`, the reference to its policy handle or session."""
 
 
 class Applied:
-    """Reference from a model to the owner of its policy. A copy is empty, because a copy of a model has no policy."""
+    """Reference from a model to the policy handle or session that controls the model.
+
+    If the model is copied or pickled, the copy's reference is empty, because no policy is applied to the copy.
+    """
 
     def __init__(self, owner: Any = None, remove: Callable[[], object] | None = None) -> None:
         self.owner, self.remove = owner, remove
 
     @staticmethod
     def forget(model: nn.Module, owner: object) -> None:
-        """Remove the reference from `model` to `owner`, if there is one."""
+        """Remove the reference that `model` has to `owner`, if any."""
         applied = model.__dict__.get(APPLIED)
         if applied is not None and applied.owner is owner:
             del model.__dict__[APPLIED]
@@ -256,7 +274,7 @@ def remove_policy(model: nn.Module) -> bool:
 
 
 def _check_blocks(policy: Policy, blocks: list[str], model_class: str) -> None:
-    """Compare the names of the policy's calls with the model's blocks, and raise PolicyMismatchError if they differ.
+    """Raise PolicyMismatchError if the call names of the policy do not match `blocks`, the names of the model's blocks.
 
     The order may differ: blocks are called in forward order and installed in module order (CLIP).
     """

@@ -1,4 +1,4 @@
-"""Position of a running call in its tape: the next operator, and the value in each storage.
+"""Position of a validated call in its tape: the next operator, and the value in each storage.
 
 Values are identified by their storages, as in a recording. A tensor matches the tape's if it has the tape's geometry,
 and its storage contains the tape's value.
@@ -23,47 +23,48 @@ from adacc_hf.torch_glue.tensors import is_fake, local_of
 _DROPPED = torch.ops.aten.native_dropout_backward.default
 _FULL = torch.ops.aten.full.default
 _NOT_RUN = (_FULL, _DROPPED)
-"""Operators that a tape may contain although a call does not run them by this name: constants from Python, dropout's
-result."""
+"""Targets of operators that are on a tape but do not run under this name in a call: constants from Python, and
+dropout's result."""
 
 
 class TapePosition:
-    """Comparison of a call with a tape: its arguments, operators and saved tensors, in the tape's order.
+    """Position of a running call in its tape. Compares arguments, operators and saved tensors in the tape's order.
 
-    At the first difference, `on_divergence` is called with a dict from value to tensor: the values in `stored` that
-    autograd has not saved so far. Later operators are not compared.
+    At the first difference, `on_divergence` is called with the tensors of the values in `stored` that autograd has not
+    saved yet, as a dict by value. Later operators are not compared.
     """
 
     def __init__(
         self, tape: Tape, stored: frozenset[int], on_divergence: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
         self.divergence: str | None = None
-        """The difference at which the call diverged from the tape, or None."""
+        """Description of the first difference from the tape, or None."""
         self.num_saved = 0
+        """Number of tensors that autograd has saved so far in the call."""
         self.values = tape.values
         self._operators, self._slots = tape.operators, tape.slots
         self._stored = stored
-        self._on_leaving = on_divergence
+        self._on_divergence = on_divergence
         self._next = 0
         self._stored_bases: dict[int, torch.Tensor] = {}
         self._owners: dict[int, int] = {}
         """The current value of each storage, by storage key."""
         self._casts: dict[tuple[int, torch.dtype], int] = {}
-        """Values of the casts that autocast caches, by the parameter's id and the dtype."""
+        """Value of each cast that autocast may cache, by (id of the parameter, dtype)."""
 
     @property
     def has_diverged(self) -> bool:
         return self.divergence is not None
 
     def diverge(self, reason: str) -> None:
-        """Stop comparing, with a reason. Later reasons are ignored."""
+        """Mark the call as diverged from its tape, with the reason. Have no effect if it has diverged before."""
         if not self.has_diverged:
             self.divergence = reason
             stored_bases, self._stored_bases = self._stored_bases, {}
-            self._on_leaving(stored_bases)
+            self._on_divergence(stored_bases)
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the arguments of a call, and the tensors attached to its block, with the tape's externals."""
+        """Compare the call's arguments, and the block's parameters, buffers and attached tensors, with the tape."""
         for value in self.values:
             if value.source is None or value.source.place in ("unknown", "generator"):
                 continue
@@ -80,7 +81,7 @@ class TapePosition:
                 self._casts[id(parameter), self.values[operator.results()[0]].ref.dtype] = operator.results()[0]
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape. Return True if the tape has it."""
+        """Compare the next tensor that autograd saves with the tape's next slot. Return True if they match."""
         slot = self.num_saved
         self.num_saved += 1
         if slot >= len(self._slots) or not self.is_ref(self._slots[slot], local_of(tensor)):
@@ -90,7 +91,10 @@ class TapePosition:
         return True
 
     def finish(self) -> None:
-        """Check that all of the tape's operators ran. Call this after the block."""
+        """Diverge unless the call ran all operators of the tape and saved all tensors.
+
+        Use this after the block returned.
+        """
         missing = next((op for op in self._operators[self._next :] if not self._may_be_missing(op)), None)
         if missing is not None:
             self.diverge(f"{missing.name} does not run")
@@ -100,8 +104,10 @@ class TapePosition:
     # Operators.
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeOperator | None:
-        """Return the tape's next operator and advance, if the call runs it with the same numbers and tensors. Else
-        return None."""
+        """If the operator that the call runs next is the tape's next one, advance and return the tape's operator.
+
+        The numbers and tensors among the arguments must match too. Otherwise return None.
+        """
         if func.namespace in COLLECTIVES:  # the tape has only their tensor arguments
             args, kwargs = tuple([leaf for leaf in leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]), {}
         for place, operator in self._candidates():
@@ -115,7 +121,10 @@ class TapePosition:
         return None
 
     def take_function(self, function: type[Function]) -> TapeOperator | None:
-        """Return the tape's next operator and advance, if it is this `autograd.Function`. Else return None."""
+        """If the tape's next operator is this `autograd.Function`, advance and return the operator.
+
+        Else return None.
+        """
         target = FunctionTarget(function)
         for place, operator in self._candidates():
             if operator.target == target:
@@ -124,7 +133,7 @@ class TapePosition:
         return None
 
     def take_number(self, tensor: torch.Tensor) -> None:
-        """Compare a constant from Python with the tape's next constant, if there is one."""
+        """Compare a tensor made from a Python number with the tape's next constant, if there is one, and advance."""
         candidates = ((place, operator) for place, operator in self._candidates() if operator.target is _FULL)
         place, operator = next(candidates, (0, None))
         if operator is None or tensor.numel() != 1 or tensor.is_meta:
@@ -137,7 +146,10 @@ class TapePosition:
         self.own(operator.results()[0], tensor)
 
     def take_dropout(self, input_tensor: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
-        """Match dropout's result with the product that the tape has instead, and return that operator (rule R5)."""
+        """Compare a dropout's result with the tape's product input * mask * scale, and advance (rule R5).
+
+        Return the tape's operator for the product. If another operator is next, diverge and return None.
+        """
         product = self._operators[self._next] if self._next < len(self._operators) else None
         if product is None or product.target is not _DROPPED:
             self.diverge("dropout runs, but is not next on the tape")
@@ -150,7 +162,7 @@ class TapePosition:
         return product
 
     def _candidates(self) -> Iterator[tuple[int, TapeOperator]]:
-        """Yield (place, operator) of each operator that the call may run next."""
+        """Yield (index, operator) of each operator of the tape that the call may run next."""
         for place in range(self._next, len(self._operators)):
             operator = self._operators[place]
             yield place, operator
@@ -158,9 +170,10 @@ class TapePosition:
                 return
 
     def _may_be_missing(self, operator: TapeOperator) -> bool:
-        """Return True if the call need not run the operator.
+        """Return True if the tape's operator may be missing in the call.
 
-        Autocast caches casts of parameters; they are registered at their first read.
+        Casts of parameters may be missing, because autocast caches them. Constants and dropout's results run under
+        other names.
         """
         if _is_cacheable_cast(operator):
             source = self.values[operator.args[0].value].source
@@ -170,24 +183,24 @@ class TapePosition:
     # Tensors.
 
     def own(self, value: int, tensor: torch.Tensor) -> None:
-        """Register that the storage of `tensor` contains `value` now."""
+        """Note that the storage of `tensor` now contains the tape's `value`."""
         self._owners[storage_key(tensor.untyped_storage())] = value
         if value in self._stored:
             self._stored_bases[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:
-        """Register that a storage is new. It may have the key of a freed storage."""
+        """Forget the value of the storage with key `storage`. The storage is new, and reuses the key of a freed one."""
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
-        """Register the value of a cast that autocast may have cached in an earlier call, which no operator shows."""
+        """If `tensor` is a parameter's cast that autocast cached in an earlier call, note which value it is."""
         if self._casts and has_storage(tensor) and storage_key(tensor.untyped_storage()) not in self._owners:
             value = self._casts.get((id(cast_source(tensor)), tensor.dtype))
             if value is not None:
                 self.own(value, tensor)
 
     def is_ref(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` matches the tape's `ref`, in geometry and value."""
+        """Return True if `tensor` of the call corresponds to `ref` of the tape: same geometry, and same value."""
         if not has_geometry(ref, tensor):
             return False
         key = storage_key(tensor.untyped_storage())
@@ -200,12 +213,12 @@ class TapePosition:
         return owner == ref.value
 
     def _has_unknown_source(self, value: int) -> bool:
-        """Return True for a value of unknown source. Nothing is replayed from these values."""
+        """Return True if the tape does not know where the value comes from. Replay never reads these values."""
         source = self.values[value].source
         return source is not None and source.place == "unknown"
 
     def same(self, expected: Any, argument: Any) -> bool:
-        """Return True if an operator's argument matches the tape's."""
+        """Return True if `argument` of an operator in the call matches `expected`, the argument on the tape."""
         if expected is argument:
             return True
         if isinstance(expected, TensorRef):
@@ -233,7 +246,7 @@ def is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def have_memory(*trees: Any) -> bool:
-    """Return False if a tensor has no memory. DTensors infer shapes on such tensors."""
+    """Return False if a tensor in `trees` is a meta or fake tensor. DTensors infer shapes on these tensors."""
     return not any(isinstance(leaf, torch.Tensor) and (leaf.is_meta or is_fake(leaf)) for leaf in leaves(*trees))
 
 

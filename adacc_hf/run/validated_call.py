@@ -21,7 +21,7 @@ from adacc_hf.torch_glue.private import version_of
 
 
 class KeptTensor:
-    """Packed object for a saved tensor that the tape does not have: the tensor itself, and its version."""
+    """Object that autograd stores for a tensor that is saved after the call diverged from its tape."""
 
     __slots__ = ("tensor", "version")
 
@@ -31,7 +31,10 @@ class KeptTensor:
 
 
 class DeferredPack:
-    """Packed object for a tensor that a Function saved. The tensor is packed after the Function was compared."""
+    """Object that autograd stores for a tensor that an `autograd.Function` saved.
+
+    Its content follows after the Function was compared with the tape.
+    """
 
     __slots__ = ("packed",)
 
@@ -40,7 +43,7 @@ class DeferredPack:
 
 
 class ValidatedCall:
-    """One call of a block under its plan, compared with the plan's tape while it runs."""
+    """One call of a block under its plan, validated: each operator is compared with the plan's tape while it runs."""
 
     def __init__(
         self,
@@ -50,10 +53,13 @@ class ValidatedCall:
         externals: list[tuple[int, torch.Tensor]],
         checks_bits: bool = False,
     ) -> None:
-        """Initialize. If `checks_bits`, the bits of replay are compared too."""
+        """Initialize for the block `name`. If `checks_bits`, also compare the bits of replay (rule R7).
+
+        `externals` are (value, tensor) of the existing tensors that replay reads.
+        """
         self.name = name
         self.divergence: str | None = None
-        """The difference at which the call diverged from the plan's tape, or None."""
+        """Description of the first difference from the plan's tape, or None."""
         self.mismatched_values: frozenset[int] = frozenset()
         """Values that replay did not recompute bit for bit."""
         self._begin = partial(Call, plan, name, codecs, externals)
@@ -63,11 +69,11 @@ class ValidatedCall:
 
     @property
     def unpacked_slots(self) -> list[int] | None:
-        """The list that collects the unpacked slots. None if the call diverged from the plan's tape."""
+        """List to which backward appends the indices of unpacked slots. None if the call diverged from its tape."""
         return None if self._call is None or self.divergence is not None else self._call.unpacked_slots
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `fn(*args)`."""
+        """Run the call, compare it with the tape, and return `fn(*args)`. Set `divergence` if they differ."""
         validator = self._validator
         validator.begin(block, args, kwargs)
         if not validator.has_diverged:
@@ -100,6 +106,7 @@ class ValidatedCall:
             return self._call.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        """Saved-tensor hook for backward: return the saved tensor of a packed object."""
         if isinstance(packed, DeferredPack):
             packed = packed.packed
         if not isinstance(packed, KeptTensor):

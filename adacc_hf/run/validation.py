@@ -1,10 +1,10 @@
 """Validation of a call: it must run the tape's operators, with the same numbers and wiring (rules R7, R8).
 
-The tensors that autograd saves depend on few of a tape's numbers. A difference in an argument that only replay reads, a
-stride, or the dimension of a sum would change a gradient unnoticed. So calls that no guard or earlier call confirms run
-under a dispatch mode that compares each operator with the tape before it runs: the first call at a size, some later
-calls, and every call of a block whose Python cannot be traced (`tape/guards.py`). The mode keeps only the tensors that
-the plan would store, and takes about ten microseconds per operator.
+The saved tensors alone do not show that a call matches its tape. A different stride, a different dimension of a sum, or
+a different argument that only replay reads would change a gradient unnoticed. So calls that no guard or earlier call
+confirms run under a dispatch mode that compares each operator with the tape before it runs. These are the first call at
+a size, some later calls, and every call of a block whose Python cannot be traced (`tape/guards.py`). The mode keeps
+only the tensors that the plan would store, and takes about ten microseconds per operator.
 
 At some new sizes, each operator that a replay may run is run once more immediately, and the bits are compared. This
 takes the memory of one operator's results, not of all intermediates of the block.
@@ -45,7 +45,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class Validator(TorchDispatchMode):
-    """Dispatch mode that compares each operator of a call with the tape's next operator before it runs.
+    """Dispatch mode that compares each operator of a block's call with the tape's next operator before it runs.
 
     At the first difference, `on_divergence` gets the tensors that the plan stores and autograd has not saved yet, as a
     dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must be
@@ -55,7 +55,7 @@ class Validator(TorchDispatchMode):
     def __init__(
         self, plan: ExecutionPlan, checks_bits: bool, on_divergence: Callable[[Mapping[int, torch.Tensor]], None]
     ) -> None:
-        """Initialize. If `checks_bits`, run operators once more, to compare the bits of replay."""
+        """Initialize for the tape of `plan`. If `checks_bits`, run each operator once more, to compare the bits."""
         super().__init__()
         tape = plan.tape
         self.mismatched_values: set[int] = set()
@@ -67,10 +67,10 @@ class Validator(TorchDispatchMode):
             num_saved: (value, device) for num_saved, value, device in tape.generator_states() if checks_bits
         }
         self._states: dict[int, torch.Tensor | None] = {}
-        """Generator states from which replay of the random operators would draw."""
+        """Generator states, by value, from which replay of the random operators would draw."""
         self._is_paused = False
         self.is_in_function = False
-        """True while the call is inside a Function that is one operator of the tape."""
+        """True while the call is inside an `autograd.Function` that is one operator of the tape."""
         self.saved_inside: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
         """Tensors that this Function has saved, each with the function that packs it after the comparison."""
 
@@ -84,12 +84,12 @@ class Validator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep compiled code inside a block compiled, as `Recorder` does."""
+        """Return True, so that torch.compile's code inside a block stays compiled under this mode."""
         return True
 
     @property
     def divergence(self) -> str | None:
-        """The difference at which the call diverged from the tape, or None."""
+        """Description of the first difference from the tape, or None."""
         return self._position.divergence
 
     @property
@@ -97,12 +97,12 @@ class Validator(TorchDispatchMode):
         return self._position.has_diverged
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the arguments of a call, and the tensors attached to its block, with the tape."""
+        """Compare the call's arguments, and the block's parameters, buffers and attached tensors, with the tape."""
         self._store_state()
         self._position.begin(block, args, kwargs)
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape. Return True if the tape has it."""
+        """Compare the next tensor that autograd saves with the tape's next slot. Return True if they match."""
         if self.has_diverged:
             return False
         is_expected = self._position.saves(tensor)
@@ -111,7 +111,7 @@ class Validator(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, operators are not compared, because the block does not run them."""
+        """While open, do not compare operators, because the validator, not the block, runs them."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -119,12 +119,17 @@ class Validator(TorchDispatchMode):
             self._is_paused = before
 
     def finish(self) -> None:
-        """Check that all of the tape's operators ran. Call this after the block."""
+        """Diverge unless the call ran all operators of the tape and saved all tensors.
+
+        Use this after the block returned.
+        """
         self._position.finish()
 
     def _store_state(self) -> None:
-        """Store the generator's state at the moments at which a plan does, so that the comparison draws from the same
-        state."""
+        """Store the generator's state if a call under the plan would capture it at this moment.
+
+        The second run of a random operator draws from this state, as replay would.
+        """
         if self._position.num_saved in self._states_to_store:
             value, device = self._states_to_store[self._position.num_saved]
             self._states[value] = generator_state(device)
@@ -163,13 +168,17 @@ class Validator(TorchDispatchMode):
         return result
 
     def _is_compared(self, operator: TapeOperator) -> bool:
-        """Return True if the operator is run once more, because replay may run it."""
+        """Return True if the operator must be run once more, to compare the bits, because replay may run it."""
         return self._checks_bits and operator.may_run_again and not self._recomputable.isdisjoint(operator.results())
 
     def _register_results(
         self, operator: TapeOperator, results: Sequence[Any], written: Sequence[torch.Tensor]
     ) -> bool:
-        """Register the values that an operator made. If the tape has different ones, diverge and return False."""
+        """Compare the results of an operator with the tape, and note their values.
+
+        `written` are the tensors that the operator changed in place. If the tape has different results, diverge and
+        return False.
+        """
         position = self._position
         if len(written) != len(operator.mutations):
             position.diverge(f"{operator.name} writes to different tensors")
@@ -206,8 +215,9 @@ class Validator(TorchDispatchMode):
     ) -> None:
         """Run an operator once more, and diverge if a value that replay recomputes has different bits.
 
-        Only these values are compared: the seed of cuDNN's attention, for example, stays uninitialized without dropout.
-        `copies` are the tensors that the second run writes to.
+        `results` and `written` are from the first run: the returned tensors, and the tensors changed in place. The
+        second run changes `copies` instead. Other values are not compared: the seed of cuDNN's attention, for example,
+        stays uninitialized without dropout.
         """
         state = None if operator.generator is None else self._states.pop(operator.generator)
         device = self._position.values[operator.results()[0]].device
@@ -229,8 +239,8 @@ class Validator(TorchDispatchMode):
     def _run_unexpected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that is not next on the tape, and return its result.
 
-        If the operator changes a tensor or makes a new storage, the call diverges from the tape. A cast of a parameter
-        may make a storage.
+        If the operator changes a tensor or makes a new storage, the call diverges from the tape. The exception is a
+        cast of a parameter, whose result may be new.
         """
         position = self._position
         if schema_of(func).is_mutable and have_memory(args, kwargs):
@@ -249,7 +259,10 @@ class Validator(TorchDispatchMode):
     # Functions that are one operator of the tape.
 
     def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run an `autograd.Function`, and compare it with the tape's next operator if that is the same Function."""
+        """Run an `autograd.Function` of the call and return its result. `run` runs it.
+
+        If the tape's next operator is this Function, compare the two. Else the operators inside are compared.
+        """
         if self._is_paused or self.has_diverged or self.is_in_function:
             return run()
         expected = self._position.take_function(function)
@@ -283,7 +296,7 @@ class Validator(TorchDispatchMode):
         return result
 
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
-        """Return the decomposed arguments of a Function. If the tape has different ones, diverge and return None."""
+        """Return the decomposed arguments of a Function. If they differ from the tape's, diverge and return None."""
         try:
             parts = decompose_arguments(args)
         except NotReplayableError as reason:
@@ -296,7 +309,7 @@ class Validator(TorchDispatchMode):
         return parts
 
     def _returns(self, expected: Any, result: Any) -> bool:
-        """Return True if the results of a Function, without tensors, equal the tape's."""
+        """Return True if the non-tensor results of a Function equal `expected`, those on the tape."""
         try:
             return self._position.same(expected, results_of(result))
         except NotReplayableError:
@@ -319,9 +332,10 @@ def _as_leaves(result: Any) -> Any:
 def _copied(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operator: TapeOperator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that replay would pass to an operator.
+    """Return (args, kwargs) for a second run of an operator, as replay would run it.
 
-    Tensors that the operator writes to are copied. Tensors of which it reads no element are replaced by stand-ins.
+    Tensors that the operator writes to are copied. Tensors whose elements it does not read are replaced by
+    uninitialized ones.
     """
     pairs = zip(args, operator.args, strict=True)
     args = tuple([stand_in(blank, blank.device) if isinstance(blank, Blank) else argument for argument, blank in pairs])
@@ -330,6 +344,6 @@ def _copied(
 
 
 def _stored(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors that have memory. DTensors are represented by their local tensors."""
+    """Return the tensors in `trees` that have memory. DTensors are represented by their local tensors."""
     tensors = [local_of(leaf) for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if not tensor.is_meta and not is_fake(tensor) and has_storage(tensor)]

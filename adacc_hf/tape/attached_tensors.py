@@ -1,4 +1,5 @@
-"""Attached tensors: neither parameters nor buffers of a block, such as the scales of a quantized weight."""
+"""Attached tensors of a block: tensors stored on its modules or parameters without being registered as parameters or
+buffers, such as the scales of a quantized weight."""
 
 from __future__ import annotations
 
@@ -18,14 +19,18 @@ from adacc_hf.torch_glue.private import (
 from adacc_hf.torch_glue.tensors import runs_on_parts
 
 PLACES = ("attached", "module")
-"""Places (`Source.place`) of attached tensors: on a parameter, and on a module."""
+"""Values of `Source.place` for attached tensors: "attached" for a tensor on a parameter, "module" for one on a
+module."""
 _DEPTH = 2
-"""Greatest number of containers and objects between a module or parameter and an attached tensor."""
+"""Search depth: the greatest number of containers and objects between a module or parameter and an attached tensor."""
 _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
 def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
-    """Yield (source, tensor) of each attached tensor, with its current contents."""
+    """Yield (source, tensor) of each tensor attached to the block's modules and parameters.
+
+    Attached tensors are not registered as parameters or buffers, such as the scales of a quantized weight.
+    """
     for name, parameter in block.named_parameters(remove_duplicate=False):
         if not runs_on_parts(type(parameter)):  # a DTensor is represented by its local tensor
             for path, tensor in _tensors_in(vars(parameter), _DEPTH):
@@ -37,9 +42,9 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the attached tensor at `path` below `owner`, a parameter or module, without its autograd graph.
+    """Return the tensor attached to `owner`, a parameter or module, detached from its autograd graph.
 
-    Return None if there is no such tensor any more.
+    `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
     """
     try:
         tensor = reduce(_step, path, owner)
@@ -49,10 +54,12 @@ def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def _step(owner: Any, name: Any) -> Any:
+    """Return the item or attribute `name` of `owner`, one step of a path."""
     return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
 
 
 def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield (path, tensor) of each plain tensor in `owner`, a dict or sequence, searched to the given depth."""
     items = owner.items() if isinstance(owner, dict) else enumerate(owner)
     for name, item in items:
         if _is_plain(item):

@@ -1,4 +1,4 @@
-"""Keys of a block's calls, and the block's known shapes: the tape of each key and its counts (rule R8)."""
+"""Keys of a block's calls, and the table of a block's known shapes, which maps each key to a tape (rule R8)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
-"""Most layouts of a block's own tensors remembered. The least recent layout is dropped."""
+"""Greatest number of layouts of its own tensors that a block remembers. The least recently used one is dropped."""
 MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
-"""A block with this many layouts or more, and fewer calls per layout, has a new layout at nearly every call."""
+"""The layout of a block's own tensors counts as unstable after MANY_LAYOUTS layouts, if the block was called fewer than
+CALLS_PER_LAYOUT times per layout."""
 MAX_SHAPES = 512
-"""Most shapes that a block remembers. The least recently used shape is dropped. Texts have hundreds of lengths. A tape
-and a plan on it take about 130 KiB of Python objects, and recording a shape again takes as long as about ten steps."""
+"""Greatest number of shapes that a block remembers. The least recently used shape is dropped.
+
+The limit is high because texts have hundreds of lengths, and recording a shape again takes as long as about ten steps.
+A tape and a plan on it take about 130 KiB of Python objects."""
 
 
 class CallKey(NamedTuple):
     """Key of a call: two calls of one kind of block with equal keys run the same operators.
 
-    For a block that cannot be traced this is a guess, which each call validates (run/validation.py).
+    For a block that Dynamo cannot trace, equal keys do not prove this. Each call is then validated (run/validation.py).
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, numbers that are inputs of the program, program number, settings of torch)."""
+    """(layout of the tensor arguments, input numbers of the program, program number, settings of torch)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
     layout: int
@@ -48,25 +51,26 @@ class CallKey(NamedTuple):
 
 @dataclass(slots=True)
 class KnownShape:
-    """Tape and counts of a block's calls with one key, under any plan."""
+    """Tape of a block's calls with one key, and the number of these calls under any plan."""
 
     tape: Tape
     num_calls: int = 1
     varies: bool = False
-    """True if calls ran other operators than the tape's, repeatedly."""
+    """True if calls repeatedly ran operators that differ from the tape's."""
 
 
 class Follower(Protocol):
-    """An object that caches an entry for each key, such as a plan."""
+    """Object that caches data by call key, and must drop an entry when the block forgets the key."""
 
     def forget(self, key: CallKey) -> None:
-        """Drop the entry of `key`, if any."""
+        """Drop the entry cached for `key`, if any."""
 
 
 class KnownShapes(OrderedDict[CallKey, KnownShape]):
-    """Known shapes of a block by call key, the latest last.
+    """Table of a block's known shapes by call key: the tape of each key, and the number of its calls.
 
-    All plans of a block share one object, and drop the keys that it drops.
+    The latest key is last. All plans of a block share one table. If the table drops a key, the plans drop their entries
+    for the key too.
     """
 
     def __init__(self, untraceable: Untraceable | None = None) -> None:
@@ -78,19 +82,20 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self.layouts: OrderedDict[int, None] = OrderedDict()
         """Hashes of the layouts of the block's own tensors, the latest last."""
         self._layout = 0
-        """The latest hash."""
+        """Hash of the latest layout."""
         self._num_layouts = self._num_calls = 0
         self._num_divergences: OrderedDict[CallKey, int] = OrderedDict()
         """Number of calls that diverged from the tape of their key."""
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths of the arguments that the block reads into Python."""
         self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls with a known shape and new data that have come once."""
+        """Keys with a known shape and new data that have occurred once."""
         self.followers: WeakSet[Follower] = WeakSet()
+        """Caches that must drop the entries of keys that this table drops."""
         self.was_compared = False
         """True if a call of the block was validated or recorded in the current run."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
-        """Counts of calls at all sizes of a symbolic tape."""
+        """Number of calls at all sizes of each symbolic tape."""
 
     @property
     def untraced(self) -> str | None:
@@ -98,7 +103,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return None if self._programs is None else self._programs.untraced
 
     def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
-        """Return the key of a call that is about to run. Call this once per call, before the call runs."""
+        """Return the key of a call of `block` that is about to run: `fn(*args, **kwargs)`.
+
+        Use this method exactly once per call, because it counts calls.
+        """
         if self._programs is None:
             self._programs = BlockPrograms(block, self._untraceable)
             self._note_layout(block)
@@ -108,9 +116,9 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return CallKey((argument_layout(args, kwargs), numbers, program, settings_of_torch()), data, self._layout)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
-        """Return `key` with the current layout of the block's own tensors.
+        """Return a copy of `key` with the current layout of the block's own tensors.
 
-        The layout changes if weights are moved into one storage, for example, or if a table grows.
+        The layout changes, for example, if weights are moved into one storage, or if a table grows.
         """
         self._note_layout(block)
         return key._replace(layout=self._layout)
@@ -122,7 +130,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
     @property
     def has_unstable_layout(self) -> bool:
-        """Return True if the block's own tensors have a new layout at nearly every call."""
+        """True if the block's own tensors have a new layout at nearly every call."""
         return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
 
     def outdate(self, key: CallKey) -> None:
@@ -135,11 +143,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return self._num_divergences.get(key, 0)
 
     def has_new_data(self, key: CallKey) -> bool:
-        """Return True if calls of this shape were recorded, and the call's data occurs for the first time.
+        """Return True if calls of this shape were recorded, and the data of this call occurs for the first time.
 
-        The data are the numbers that the block reads from tensors into Python. The first call with new data is not
+        The data are the elements of tensors that the block reads into Python. The first call with new data is not
         recorded: recording takes memory, which the budget reserves only for new shapes, and time, which is worthwhile
-        only if the data occurs again. The key is stored, so that a second call with it returns False.
+        only if the data occurs again. This method stores the key, and returns False the second time.
         """
         known_data = {known_key.data for known_key in self if known_key.shape == key.shape}
         if not known_data or key.data in known_data or key in self._new_data:
@@ -148,7 +156,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return True
 
     def add(self, key: CallKey, known_shape: KnownShape) -> CallKey:
-        """Add a recorded call. Return its key, extended by the data that its tape is the first to read."""
+        """Add a recorded call and return its key.
+
+        If the call read arguments into Python that no earlier call read, the returned key also contains their data.
+        """
         reads = known_shape.tape.reads
         new_paths = [path for path in reads if path not in self._reads]
         if new_paths:
@@ -162,8 +173,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return key
 
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
-        """Return the counts of calls at all sizes of `symbolic_tape`. They start at 2, because some sizes were recorded
-        before."""
+        """Return the entry that counts calls at all sizes of `symbolic_tape`.
+
+        Its `num_calls` starts at 2, because calls at some sizes were recorded before.
+        """
         return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
 
     def _forget(self, keys: list[CallKey]) -> None:

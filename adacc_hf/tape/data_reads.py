@@ -22,9 +22,11 @@ from adacc_hf.torch_glue.tensors import runs_on_parts
 from adacc_hf.torch_glue.watchers import Watchers
 
 MOST_NUMBERS = 64
-"""Most elements of an integer tensor that count as sizes, such as the end of each image in a batch."""
+"""Greatest number of elements of an integer tensor whose elements count as sizes, such as the ends of a batch's
+images."""
 MAX_READ_BYTES = 1 << 16
-"""Largest argument that is compared at each call. Reading 64 KiB takes about 10 us, a hundredth of a small block."""
+"""Largest argument whose data is compared at each call. Reading 64 KiB takes about 10 us, about 1 % of a small block's
+time."""
 _METHODS = ("tolist", "numpy")
 """Methods that read data into Python without an operator, so that no dispatch mode sees them."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -37,17 +39,21 @@ Data = bytes | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value of the tape that was read into Python or decided a size, and the name of the operator or method."""
+    """A value of the tape whose data Python read, or whose data decided the size of a tensor."""
 
     value: int
     by: str
+    """Name of the operator or tensor method that read the data."""
 
     def __str__(self) -> str:
         return f"{self.by} reads data into Python or makes a size that depends on data"
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors whose data decides an operator's Python result, or the size of its result."""
+    """Return the tensors among `args` whose data decides the result's size, or a Python number that is the result.
+
+    `func` is the ATen operator. For most operators there is no tensor of this kind; examples are `item`, `nonzero`.
+    """
     if not _TAGS.intersection(func.tags):
         return []
     if schema_of(func).name == "aten::index":  # only masks decide the size
@@ -58,7 +64,7 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _patch_methods() -> Callable[[], None]:
-    """Make `_METHODS` of tensors call the current thread's watcher. Return the function that removes the patch.
+    """Patch `Tensor.tolist` and `Tensor.numpy` to call the current thread's watcher. Return a function that undoes it.
 
     A torch function mode would see the calls too, but torch.compile would then recompile compiled parts of a block.
     """
@@ -87,16 +93,17 @@ def _patch_methods() -> Callable[[], None]:
 
 _READS = Watchers[NoteRead](_patch_methods)
 watched_reads = _READS.watching
-"""While open, call a function with (tensor, method name) if this thread converts a tensor to lists or arrays."""
+"""Context manager `watched_reads(note)`. While open, `note(tensor, method name)` is called each time this thread
+converts a tensor to a list or array."""
 
 
 def data_behind_reads(
     tape: Tape, reads: Iterable[Read], arguments: Callable[[int], Iterable[tuple[Path, torch.Tensor]]]
 ) -> tuple[dict[Path, Data], Read | None]:
-    """Return the data that `reads` depend on, by argument path, and None.
+    """Return (data of the arguments that `reads` depend on, by argument path; None).
 
-    If a read depends on anything but arguments, return ({}, the first such read). `arguments(value)` returns (path,
-    tensor) of the arguments on the storage of a value, any of which may have been read.
+    If a read depends on another source than arguments, return ({}, that read). `arguments(value)` returns (path,
+    tensor) of each argument on the storage of a value. Any of these arguments may have been read.
     """
     data_by_path: dict[Path, Data] = {}
     for read in reads:
@@ -113,8 +120,10 @@ def data_behind_reads(
 
 
 def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
-    """Return the data of the argument at `path`. Return None if this call has no tensor there, or if `data_of` returns
-    None."""
+    """Return the data of the tensor argument at `path`.
+
+    Return None if the call has no tensor there, or if its data is not part of call keys (`data_of`).
+    """
     try:
         return data_of(argument_at(path, args, kwargs))
     except (LookupError, TypeError):
@@ -122,9 +131,11 @@ def data_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Data | None:
 
 
 def data_of(tensor: Any) -> Data | None:
-    """Return the tensor's elements in order. Return None for floats, large tensors and tensors sharded among ranks.
+    """Return the tensor's elements in order, as part of a call's key.
 
-    The rest of the storage is left out, because its end may be uninitialized: `unique` allocates for the worst case.
+    Return None for floats, large tensors and tensors sharded among ranks.
+
+    The rest of the storage is left out, because it may be uninitialized: `unique` allocates for the worst case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None
@@ -141,7 +152,7 @@ def data_of(tensor: Any) -> Data | None:
 
 
 _data_by_tensor = WeakTensorKeyDictionary()
-"""(version, data) of tensors that are not on the CPU."""
+"""Cached (version, data) of tensors that are not on the CPU."""
 
 
 def _elements_of(tensor: torch.Tensor) -> Data:

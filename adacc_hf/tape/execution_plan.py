@@ -1,7 +1,8 @@
 """Execution plans: a policy's plan prepared to run on one tape.
 
-An execution plan has the stored values of each slot, the operators that each unpack replays, and the external tensors
-that a call must provide for the replay. The end of the file fits a plan's choices to a tape of other operators.
+An execution plan contains the stored values of each slot, the operators that each unpack replays, and the external
+tensors that a call must provide for the replay. The functions at the end of the file adapt a plan's choices to a tape
+with other operators.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 @dataclass(slots=True)
 class Slot:
-    """Treatment of one saved tensor under a plan, the same for all sizes of batch."""
+    """Treatment of one saved tensor of a tape under a plan, the same for all batch sizes."""
 
     value: int
     """The value that the tensor views."""
     in_cell: bool
-    """True if the value is stored in a cell, which its first slot fills."""
+    """True if the value is stored in a cell of the call. The first slot of the value fills the cell."""
     needs: tuple[int, ...] | None
-    """Stored values read when recomputing the slot. None if autograd gets the saved tensor itself back."""
+    """Stored values from which the slot is recomputed or decoded. None if autograd keeps the saved tensor itself."""
     checks_offset: bool
     """True if the storage offset must equal the tape's. The offset of an argument may vary, since an argument may be a
     slice of any tensor."""
     is_read_by_replay: bool
-    """True if replay, or the slot of an equal value, reads the value. A backward that may write to the value then gets
-    a copy."""
+    """True if replay, or the slot of an equal value, reads the value. A backward function that may write to the value
+    then gets a copy."""
     state_after: tuple[int, torch.device] | None = None
     """(value, device) of the generator state that the call captures after packing this slot, if any."""
     position: dict[int, int] = field(init=False)
-    """The index of each needed value in `needs`."""
+    """Index in `needs` of each value that `needs` contains."""
 
     def __post_init__(self) -> None:
         self.position = {value: index for index, value in enumerate(self.needs or ())}
 
 
 class Schedule:
-    """Replay programs for one order of unpacks. Immutable, so that a backward under way can rely on it."""
+    """Replay programs of a tape for one order of unpacks. Immutable, so that a backward in progress can rely on it."""
 
     __slots__ = ("order", "programs")
 
@@ -61,7 +62,10 @@ class Schedule:
         self.programs: list[ReplayProgram] = schedule(tape, store, order, passthrough)
 
     def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
-        """Return the same programs for `tape`, whose operators differ only in numbers."""
+        """Return the same programs for `tape`, whose operators differ only in numbers.
+
+        `operators(index)` returns them.
+        """
         other = copy(self)
         other.programs = [
             replace(program, steps=tuple([s.resized(operators(s.operator.index), tape) for s in program.steps]))
@@ -73,11 +77,11 @@ class Schedule:
 
 
 class ExecutionPlan:
-    """A plan on one tape, shared by all calls and blocks whose tapes have equal digests.
+    """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
-    `choices` has an entry for every activation. `shared` are inputs that are kept alive outside of the block. A value
-    that the plan takes from an equal value (`Tape.equal`) has no cell of its own: its slots read the cell of the equal
-    value.
+    `choices` has an entry for every activation. `shared` are inputs that code outside of the block keeps alive. If the
+    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell of its own. Its
+    slots read the cell of the stored value.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -95,7 +99,7 @@ class ExecutionPlan:
         self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
-        """Values that get a cell: compressed values, and tensors that a replay reads."""
+        """Values that a call stores in a cell: compressed values, and tensors that a replay reads."""
         read = {*self._read_by_replay(), *equal.values()}
         self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
         self.first_state: tuple[int, torch.device] | None = None
@@ -108,7 +112,7 @@ class ExecutionPlan:
         """(value, source) of the inputs, parameters, buffers and attached tensors that a call must provide for
         replay."""
         self.attached = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
-        """Indices in `externals` of attached tensors (tape/inputs.py). Most blocks have none."""
+        """Indices in `externals` of attached tensors (tape/inputs.py). Empty for most blocks."""
         self._layouts = self._expected_layouts()
         looked_up = {value for value, _ in self.externals}
         self._sharing = [each for each in tape.sharing if each[0] in looked_up]
@@ -116,11 +120,11 @@ class ExecutionPlan:
         self.follow(tape.order or tuple(reversed(range(self.num_slots))))
 
     def follow(self, order: tuple[int, ...]) -> None:
-        """Prepare for a backward that unpacks slots in `order`. Calls in progress keep their schedule."""
+        """Schedule replay for a backward that unpacks slots in `order`. Calls in progress keep their schedule."""
         self.schedule = Schedule(self._merged_tape, self.store, order, self._passthrough)
 
     def resized(self, tape: Tape) -> ExecutionPlan:
-        """Return the same plan for `tape`, another tape of the same symbolic tape."""
+        """Return the same plan for `tape`, the tape of the same operators at another size."""
         if tape.order and self.schedule.order != tape.order:
             self.follow(tape.order)
         plan = copy(self)
@@ -138,7 +142,7 @@ class ExecutionPlan:
     def _merged_tape(self) -> Tape:
         """Tape with duplicate values merged.
 
-        If the plan takes a value from a stored value with equal contents, references to the first are replaced by
+        If the plan reads a value from a stored value with equal contents, references to the first are replaced by
         references to the stored value.
         """
         if self._merged is None:
@@ -150,7 +154,8 @@ class ExecutionPlan:
     ) -> TypeGuard[list[tuple[int, torch.Tensor]]]:
         """Return True if the block's own tensors exist in this call, with the layout that they have on the tape.
 
-        The layout of arguments is part of the call's key. `find` returns the tensor at a source in this call.
+        `externals` are (value, tensor) for `self.externals` in this call. `find` returns the tensor at a source. The
+        layout of arguments is not checked, because it is part of the call's key.
         """
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
@@ -169,7 +174,10 @@ class ExecutionPlan:
         return not self._sharing or self._is_shared(find)
 
     def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
-        """Return True if tensors that shared a storage when recorded share one in this call, with the same layout."""
+        """Return True if tensors that shared a storage in the recorded call share one in this call.
+
+        The further tensors on a storage must also have the recorded layout. `find` returns the tensor at a source.
+        """
         for value, source, geometry in self._sharing:
             first, other = find(self._source_of(value)), find(source)
             if first is None or other is None:
@@ -205,12 +213,15 @@ class ExecutionPlan:
         return None
 
     def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
-        """Return the program of an unpack that deviates from the order of the schedule."""
+        """Return the replay program for unpacking `slot` now, if the order of unpacks deviates from the schedule.
+
+        `environment` contains the values that are available at this moment.
+        """
         available = {value for value, tensor in enumerate(environment) if tensor is not None}
         return single_program(self._merged_tape, self.store, slot, available)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
-        """Return the stored values read when recomputing `value` from scratch."""
+        """Return the stored values that replay reads to recompute `value`, if nothing else was recomputed before."""
         _, leaves = closure(self._merged_tape, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
@@ -223,6 +234,7 @@ class ExecutionPlan:
         return {value for value in values_read if not self.tape.is_held_elsewhere(value)}
 
     def _slot(self, value: int, read: set[int]) -> Slot:
+        """Return the treatment of a slot of `value`. `read` are the values that a replay or an equal value reads."""
         return Slot(
             value=value,
             in_cell=value in self.roots,
@@ -232,7 +244,7 @@ class ExecutionPlan:
         )
 
     def _place_states(self) -> None:
-        """Set the moments at which a call captures the generator states for its replay (rule R5)."""
+        """Determine the slots after which a call captures the generator state for its replay (rule R5)."""
         for num_saved, value, device in self.tape.generator_states():
             if value in self.roots:
                 self.draws = True
@@ -242,6 +254,7 @@ class ExecutionPlan:
                     self.first_state = value, device
 
     def _externals(self) -> list[tuple[int, Source]]:
+        """Return (value, source) of the inputs, parameters and other existing tensors that replay reads."""
         values_read = {
             value for needs in self.needs for value in closure(self._merged_tape, needs, self.store.__contains__)[1]
         }
@@ -258,6 +271,7 @@ class ExecutionPlan:
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
+    """Return how the plan stores the values of `tape`, for the schedule of replay."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
@@ -267,7 +281,7 @@ def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> St
 
 
 def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
-    """Return a dict from each value that the plan does not store to the stored value with equal contents."""
+    """Return a dict from values that the plan does not store to stored values with equal contents."""
     if all(choice != RECOMPUTE for choice in choices.values()):
         return {}
     saved = set(tape.saved_values())
@@ -276,18 +290,21 @@ def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:
-    """Return the value's base with its dimensions in memory order, so that a codec reads one dense range."""
+    """Return a view of the whole value with its dimensions in memory order, so that a codec reads one dense range."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
     return TensorRef(value, (tuple(size[d] for d in order), tuple(stride[d] for d in order), offset), ref.dtype)
 
 
-# Fitting of a plan's choices to a tape that they were not made for.
+# Adapting a plan's choices to a tape that they were not made for.
 
 
 def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
-    """Return True if `choice` is possible for `value` of `tape`."""
+    """Return True if `choice` is possible for `value` of `tape`.
+
+    RECOMPUTE needs a value that replay recomputes exactly. COMPRESS needs a value that the codec can encode.
+    """
     if choice.action is Action.RECOMPUTE:
         return value in tape.recomputable
     if choice.action is Action.COMPRESS:
@@ -299,11 +316,11 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
 def choices_by_value(
     choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int], with_loss: bool
 ) -> dict[int, Choice]:
-    """Return `choices` for the values of `tape` that the planned tape also has, and least-memory choices for all
-    others.
+    """Transfer the `choices` of a planned tape to `tape`, which has other operators. Return choices by value of `tape`.
 
-    `same` maps the planned tape's values to values of `tape`. Unless `with_loss`, lossy codecs are left out, because
-    their effect on gradients was measured only for the planned operators.
+    `same` maps the planned tape's values to values of `tape`. Other values get the lossless choice with the least
+    memory. If `with_loss` is False, lossy codecs are not transferred, because their effect on gradients was measured
+    only for the planned operators.
     """
     planned = {same[value]: choice for value, choice in choices.items() if value in same}
     shared = {value for value in same.values() if tape.is_block_input(value)} - planned.keys()
@@ -316,7 +333,11 @@ def choices_by_value(
 
 
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
-    """Return the values whose choice is impossible on `tape`, or would replay a value that must be exact (rule R14)."""
+    """Return the values whose choice cannot be used on `tape`.
+
+    A choice is impossible (`can_follow`), or it would replay a value that must be exact from lossily stored values
+    (rule R14).
+    """
     lossy_values = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
     exact_values = index_values(
         ((operator.inputs(), operator.results()) for operator in tape.operators),
@@ -334,7 +355,10 @@ def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
 
 
 def _counts_as_index(tape: Tape, value: int) -> bool:
-    """Return True for a value of indices, and for random numbers of a Function, which may depend on data."""
+    """Return True if `value` contains indices, or random numbers drawn by an `autograd.Function`.
+
+    The random numbers count because they may depend on data.
+    """
     tape_value = tape.values[value]
     operator = None if tape_value.producer is None else tape.operators[tape_value.producer]
     is_drawn = operator is not None and operator.is_function and operator.random
@@ -342,7 +366,7 @@ def _counts_as_index(tape: Tape, value: int) -> bool:
 
 
 def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
-    """Return True if a value has one number per row and a replay would compute it from rows in `lossy_values`."""
+    """Return True if replay would compute `value`, a statistic with one number per row, from `lossy_values`."""
 
     def inputs_of(value: int) -> tuple[int, ...]:
         producer = tape.values[value].producer
@@ -361,7 +385,7 @@ def codec_of(choice: Choice) -> Codec:
 
 
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:
-    """Return the lossless choices that store the fewest bytes."""
+    """Return, for each activation and block input of `tape`, the lossless choice that stores the fewest bytes."""
     inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
     saved_values = [value for value in tape.saved_values() if tape.values[value].source is None]
     return dict.fromkeys(inputs, RETAIN) | {value: least_memory(tape, value) for value in saved_values}
@@ -381,7 +405,7 @@ def least_memory(tape: Tape, value: int) -> Choice:
 
 
 def _is_drawn_mask(tape: Tape, value: int) -> bool:
-    """Return True if a value's elements are 0 or one other number: random zeros and ones, optionally scaled.
+    """Return True if a value is a mask of random zeros and ones, optionally scaled by a constant.
 
     Dropout on a CPU makes its mask like this.
     """

@@ -35,21 +35,22 @@ _DEPTH = 4
 
 
 class NotReplayableError(Exception):
-    """A Function cannot become an operator of a tape. The message completes a sentence that begins with "the
-    Function"."""
+    """Raised if an `autograd.Function` cannot become an operator of a tape.
+
+    The message completes a sentence that begins with "the Function".
+    """
 
 
 class Parts(NamedTuple):
-    """A decomposed object among a Function's arguments. Replay composes the object again from tensors of a later
-    call."""
+    """Class and attributes of an object among a Function's arguments, from which replay builds the object again."""
 
     kind: type
     attributes: Any
-    """The object's `__dict__`; the items of a `torch.Size`."""
+    """Items of a `torch.Size`, or the `__dict__` of any other object, with its values decomposed too."""
 
 
 class FunctionCall(NamedTuple):
-    """State around a Function's call that its forward may depend on, and its results without tensors."""
+    """State around a call of an `autograd.Function` that its forward may depend on, and its non-tensor results."""
 
     identity: str
     """The class name, and a number that distinguishes classes of the same name in this process."""
@@ -68,9 +69,9 @@ class FunctionCall(NamedTuple):
 
 
 class FunctionTarget:
-    """A subclass of `autograd.Function` as the target of a tape's operator.
+    """A subclass of `autograd.Function`, callable as the target of a tape's operator.
 
-    A call returns the flattened results of the forward, followed by the tensors that the forward saved for backward.
+    Calling it runs the forward. It returns the flattened results, followed by the tensors saved for backward.
     """
 
     namespace = FUNCTIONS
@@ -89,9 +90,9 @@ class FunctionTarget:
         return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
-        """Run the Function's forward on `args`, which are decomposed (`decompose_arguments`).
+        """Run the Function's forward on `args`, the result of `decompose_arguments`.
 
-        If gradients are enabled, run the Function itself, so that its results have its backward.
+        If gradients are enabled, run `Function.apply`, so that the results are connected to the Function's backward.
         """
         arguments = compose_arguments(args, call.requires_grad)
         with autocast_as(call.autocast):
@@ -108,6 +109,7 @@ class FunctionTarget:
         return flatten_results(result, context.saved)
 
     def _apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run `Function.apply`. Return the flattened results, followed by the tensors saved for backward."""
         saved: list[torch.Tensor] = []
         pack, unpack = outer_hooks() or (torch.Tensor.detach, lambda tensor: tensor)
 
@@ -167,6 +169,7 @@ def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _decompose(value: Any, depth: int) -> Any:
+    """Return `value` with objects replaced by their `Parts`. `depth` limits the nesting of containers."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if not is_plain(value) or value.layout is not torch.strided:
@@ -198,7 +201,10 @@ def _is_made_of_attributes(value: Any) -> bool:
 
 
 def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Return the arguments that `decompose_arguments` decomposed. Their tensors require gradients as recorded."""
+    """Rebuild a Function's arguments from `args`, the result of `decompose_arguments`.
+
+    If gradients are disabled, the tensors get the recorded `requires_grad` flags.
+    """
     flags = iter(requires_grad)
 
     def tensor_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,7 +215,7 @@ def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) ->
 
 
 def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return a Function's arguments with the storages that it writes to replaced by `copies`, a dict by storage key."""
+    """Return a Function's arguments with tensors replaced by views of `copies`, a dict by storage key."""
 
     def on_copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = copies.get(storage_key(tensor.untyped_storage()))
@@ -219,6 +225,7 @@ def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _compose(value: Any) -> Any:
+    """Return `value` with `Parts` replaced by the objects that they describe."""
     if isinstance(value, Parts):
         if value.kind is torch.Size:
             return torch.Size(value.attributes)
@@ -246,7 +253,7 @@ _num_classes: Counter[str] = Counter()
 
 
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
-    """Return the `FunctionCall` of a call that is about to run: its class, `requires_grad` flags and autocast state.
+    """Describe a Function's call that is about to run: its class, `requires_grad` flags and autocast state.
 
     The fields `data` and `results` are empty, because they are known only after the call.
     """
@@ -256,6 +263,7 @@ def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
 
 
 def _identity(function: type[Function]) -> str:
+    """Return the name of a Function's class, with a number that distinguishes classes of the same name."""
     name = str(FunctionTarget(function))
     if function not in _numbers:
         _numbers[function] = _num_classes[name]
@@ -265,7 +273,10 @@ def _identity(function: type[Function]) -> str:
 
 @contextmanager
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
-    """While open, set autocast as recorded. The cast cache is off, so that a replay leaves no casts in it."""
+    """While open, set autocast to the `recorded` (device type, dtype) pairs.
+
+    The cast cache is off, so that a replay adds no casts to it.
+    """
     dtypes = dict(recorded)
     with ExitStack() as stack:
         for device_type in _DEVICE_TYPES:
@@ -280,7 +291,7 @@ def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]
 # Globals, closures and class attributes that a forward reads.
 
 _MOST_CODE = 64
-"""Greatest number of Python functions that are searched for the names that a forward reads."""
+"""Greatest number of Python functions searched for globals and closures that a Function's forward reads."""
 
 
 class Surroundings:
@@ -302,11 +313,12 @@ class Surroundings:
             self._search_code(code)
 
     def changed(self, later: Surroundings) -> str | None:
-        """Return the name of a value that differs in `later`, or None."""
+        """Return the name of a value that differs in the `later` snapshot, or None."""
         pairs = zip(self._values, later._values, strict=False)
         return next((value[0] for value, later_value in pairs if value != later_value), None)
 
     def _search_code(self, code: Any) -> None:
+        """Note the values of all globals and closure variables that a Python function uses."""
         code = unwrap(code) if callable(code) else code
         if (
             not isinstance(code, types.FunctionType)
@@ -328,6 +340,7 @@ class Surroundings:
                 self._note(name, code.__globals__[name])
 
     def _note(self, name: str, value: Any) -> None:
+        """Note a value that a forward can reach as `name`. Functions are searched, other objects are ignored."""
         if isinstance(value, torch.Tensor):
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):
@@ -348,12 +361,12 @@ Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
 
 
 _PATCHED: Any = SingleLevelFunction
-"""Class whose `apply` is patched, a base of `Function`. Code that took `apply` from a Function earlier is intercepted
+"""Base class of `Function` whose `apply` is patched. Calls through an `apply` that was looked up before are intercepted
 too."""
 
 
 def _patch_apply() -> Callable[[], None]:
-    """Make `apply` of all Functions call the current thread's watcher. Return the function that removes the patch."""
+    """Patch `apply` of all Functions to call the current thread's watcher. Return a function that removes the patch."""
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         run = super(_PATCHED, function).apply

@@ -50,7 +50,7 @@ WRITES = "writes into its arguments"
 
 @dataclass
 class _Mark:
-    """The state of a recorder before a Function runs."""
+    """Snapshot of a tape recorder before an `autograd.Function` runs."""
 
     num_values: int
     num_operators: int
@@ -65,7 +65,7 @@ class _Mark:
 
 @dataclass
 class _FunctionRun:
-    """A run of a Function whose operators were recorded."""
+    """One run of an `autograd.Function` while its operators were recorded on a tape."""
 
     function: type[Function]
     args: tuple[Any, ...]
@@ -86,7 +86,10 @@ class _FunctionRun:
 
 
 class FunctionRecorder:
-    """The part of `Recorder` that records the Functions of a block. The attributes below are defined in `Recorder`."""
+    """Base class of the tape recorder. Records `autograd.Function`s that a block calls.
+
+    The attributes that are only annotated here are defined in `Recorder`.
+    """
 
     values: list[TapeValue]
     bases: list[torch.Tensor]
@@ -116,7 +119,7 @@ class FunctionRecorder:
         self.refusal_reasons: dict[str, str] = {}
         """By a Function's name, the reason why the Function could not become one operator."""
         self.function_slots: set[int] = set()
-        """Slots that Functions saved."""
+        """Indices of slots that Functions saved."""
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
@@ -134,7 +137,7 @@ class FunctionRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, operators and reads are not recorded, because the block does not run them."""
+        """While open, do not record operators and reads. The recorder, not the block, runs the operators inside."""
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
         try:
@@ -144,7 +147,7 @@ class FunctionRecorder:
 
     @contextmanager
     def _inside_function(self) -> Iterator[None]:
-        """While open, inner Functions and saved tensors belong to the running Function."""
+        """While open, count inner Functions and saved tensors as part of the running Function."""
         self._is_in_function, self._saved_inside = True, []
         try:
             yield
@@ -152,15 +155,17 @@ class FunctionRecorder:
             self._is_in_function = False
 
     def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a Function and record which slots it saves."""
+        """Run a Function, record it, and note the indices of the slots that it saves. Return its result."""
         num_slots = len(self.slots)
         result = self._record_function(function, args, run)
         self.function_slots.update(range(num_slots, len(self.slots)))
         return result
 
     def _record_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a Function and record its operators. If they do not recompute its results, replace them by one
-        operator."""
+        """Run a Function, record its operators, and return its result.
+
+        If replay of the operators does not recompute all results, replace the operators by one for the whole Function.
+        """
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
             return run()
         if not all(map(is_plain, _tensors(args))):  # DTensors, whose operators run on local tensors
@@ -176,7 +181,7 @@ class FunctionRecorder:
             result = run()
         with self.paused(), torch.no_grad(), autocast_as(()):
             written = [tensor for key, tensor in arguments.items() if fingerprint(tensor) != fingerprints[key]]
-            is_random = self._have_moved(generator_states)
+            is_random = self._have_advanced(generator_states)
             returned = flatten_results(result, self._saved_inside)
             # Tensors that wrap others have no bits of their own to compare (float8 training).
             is_wrapped = any(map(wraps_others, self.bases[mark.num_values :]))
@@ -228,14 +233,15 @@ class FunctionRecorder:
         return None if is_complete else recomputed_values
 
     def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values of allocated memory that no operator wrote to."""
+        """Return the values that one of `operators` allocated uninitialized and no operator wrote to."""
         allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
         return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 
     def _replace(self, run_record: _FunctionRun, recomputed_values: frozenset[int]) -> None:
-        """Replace the operators that a Function ran by one operator.
+        """Replace the operators that a Function ran by one operator, which runs the whole forward.
 
-        Raise NotReplayableError, before any change, if the operator would not recompute the Function's results.
+        `recomputed_values` are the values that replay of the inner operators recomputes. Raise NotReplayableError,
+        before any change, if the single operator would recompute no more.
         """
         results = results_of(run_record.result)
         target = FunctionTarget(run_record.function)
@@ -259,7 +265,7 @@ class FunctionRecorder:
         written: list[torch.Tensor],
         is_random: bool,
     ) -> None:
-        """Record one operator for a Function that has run."""
+        """Add one operator to the tape, for a Function that has run."""
         index = len(self.operators)
         module = self._modules[-1] if self._modules else ""
         name = f"{module or 'block'}:{target.__name__}"
@@ -347,14 +353,17 @@ class FunctionRecorder:
     def _check_run_again(
         self, target: FunctionTarget, run_record: _FunctionRun, recomputed_values: frozenset[int], foreign: set[int]
     ) -> None:
-        """Run the Function's forward again. Raise unless this recomputes more than the operators inside the Function
-        do."""
+        """Run the Function's forward again, and compare its results with those of the first run.
+
+        Raise NotReplayableError if the second run differs, has side effects, or recomputes no exact result. `foreign`
+        are storage keys that the forward must not read.
+        """
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:
             raise NotReplayableError("can reach tensors that are not among its arguments, through globals or a closure")
         if run_record.is_random and (run_record.state is None or self._has_drawn_elsewhere(run_record)):
             raise NotReplayableError("draws from a generator whose state is not recorded")
-        second_results, read_storages = self._again(target, run_record)
+        second_results, read_storages = self._run_forward_again(target, run_record)
         if not read_storages.isdisjoint(foreign):
             raise NotReplayableError("reads a tensor that is not among its arguments")
         changed = surroundings.changed(Surroundings(run_record.function))
@@ -382,7 +391,7 @@ class FunctionRecorder:
         if not is_useful:
             raise NotReplayableError("gives different bits when it runs again")
 
-    def _again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
+    def _run_forward_again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
         """Run the Function's forward again. Return its results, and the keys of the storages that operators inside it
         read."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
@@ -404,23 +413,25 @@ class FunctionRecorder:
                 self._read_inside = None
 
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Collect the storages that an operator reads while the recorder is paused."""
+        """Collect the keys of the storages that an operator reads while the recorder is paused."""
         if self._read_inside is not None:
             self._read_inside |= {storage_key(t.untyped_storage()) for t in _tensors((args, kwargs)) if has_storage(t)}
 
     # State of the recorder.
 
     def _is_made_after(self, before: _Mark, tensor: torch.Tensor) -> bool:
+        """Return True if the storage of `tensor` was created after the snapshot `before`."""
         if not is_plain(tensor) or not has_storage(tensor):
             return False
         key = storage_key(tensor.untyped_storage())
         return key not in before.current and key not in self._externals
 
     def _is_outer(self, before: _Mark, value: int) -> bool:
-        """Return True for a value that existed before the Function ran, or that no operator made."""
+        """Return True if `value` existed before the Function ran, or if no operator made it."""
         return value < before.num_values or self.values[value].source is not None
 
     def _mark(self) -> _Mark:
+        """Return a snapshot of the recorder, to which `_roll_back` can return."""
         return _Mark(
             len(self.values),
             len(self.operators),
@@ -434,7 +445,7 @@ class FunctionRecorder:
         )
 
     def _roll_back(self, mark: _Mark) -> None:
-        """Discard the records since `mark`."""
+        """Remove the values, operators, slots and reads recorded since `mark`."""
         del self.values[mark.num_values :], self.bases[mark.num_values :], self._storages[mark.num_values :]
         del self.operators[mark.num_operators :], self.slots[mark.num_slots :], self.reads[mark.num_reads :]
         for value, overwritten in zip(self.values, mark.overwritten, strict=True):
@@ -446,14 +457,17 @@ class FunctionRecorder:
         """Return the states of the default generators of the block's device and of the CPU."""
         return [generator_state(self._device), generator_state(torch.device("cpu"))]
 
-    def _have_moved(self, before: list[torch.Tensor | None]) -> bool:
+    def _have_advanced(self, before: list[torch.Tensor | None]) -> bool:
+        """Return True if a generator's state differs from its state in `before`, so that numbers were drawn."""
         pairs = zip(before, self._generator_states(), strict=True)
         with self.paused():
             return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
 
     def _has_drawn_elsewhere(self, run_record: _FunctionRun) -> bool:
-        """Return True if numbers were drawn since the generator's state was last recorded, so that replay lacks a
-        state."""
+        """Return True if random numbers were drawn between the last recorded generator state and the Function's call.
+
+        Replay of the Function then lacks the state to draw from.
+        """
         recorded_state = run_record.before.generator_state
         with self.paused():
             return (
@@ -462,7 +476,7 @@ class FunctionRecorder:
 
 
 def _is_view(read: Read) -> bool:
-    """Return True if the read converted a tensor to a numpy array. Python need not have looked at its data."""
+    """Return True if the read converted a tensor to a numpy array. Python may not have used the data."""
     return read.by == "Tensor.numpy"
 
 

@@ -52,14 +52,16 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 64
-"""Most programs cached for each class of blocks. The least recently used program is dropped."""
+"""Greatest number of traced programs cached for each block class. The least recently used program is dropped."""
 SHORT_LIFE = 16
-"""Calls that a program must serve to justify its trace, which takes as long as about a hundred checks of guards."""
+"""Programs that serve this number of calls or fewer are short-lived. A trace takes as long as about a hundred guard
+checks."""
 MOST_SHORT_LIVES = 8
-"""Short-lived programs in a row after which a block is not traced any more. Its guards then compare a value that
-changes at every call, such as a counter."""
+"""Number of consecutive short-lived programs after which a block is not traced any more. Its guards then compare a
+value that changes at every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
-"""Arguments that Transformers passes through blocks to the loss. They differ at every step and affect no operator."""
+"""Keyword arguments that Transformers passes through blocks to the loss. They differ at every step, and no operator of
+a block depends on them."""
 
 
 class Program:
@@ -68,18 +70,19 @@ class Program:
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
         self._aliases = _aliases(guards.tensors(scope), scope)
-        """(index, name) of each parameter or buffer that the path does not reach by its name in the block."""
+        """(index among the guards' tensors, name) of each parameter or buffer that the path reaches by another way than
+        its name in the block."""
         self.number = next(_UNUSED)
         """Number of the program, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
-        """Return True if a call with these local variables takes this path."""
+        """Return True if a call with these local variables takes the path of this program."""
         if not self.guards.hold(scope):
             return False
         return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
-        """Return the numbers that are inputs of the program, for comparison by type and bits."""
+        """Return the numbers that are inputs of the traced program, as keys that differ if type or bits differ."""
         return tuple([n if type(n) is int else _exactly(n) for n in self.guards.numbers(scope)])
 
 
@@ -91,26 +94,27 @@ class _ClassPrograms:
 
     def __init__(self) -> None:
         self.programs: OrderedDict[int, Program] = OrderedDict()
-        """By program number, the latest last."""
+        """Traced programs by program number, the latest last."""
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPrograms] = WeakKeyDictionary()
-"""Programs by block class. Blocks of one class share programs, in one model or in several; the guards decide."""
+"""Programs by block class. All blocks of a class share programs, also across models. The guards select the program."""
 
 
 class Untraceable(OrderedDict[Hashable, str]):
-    """Reasons why paths cannot be traced, by class of block, `untraced_key` and `plain_arguments`. The latest is
-    last."""
+    """Reasons why Dynamo cannot trace a path, by (block class, (`untraced_key`, `plain_arguments`)).
+
+    The latest is last.
+    """
 
 
 class BlockPrograms:
-    """Lookup of the program for each call of one block."""
+    """Traced programs of one block. Finds or traces the program for each call."""
 
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
-        """Initialize with `untraceable`, which the blocks of one model share.
+        """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
 
-        The key of a path does not contain everything that can stop a trace. So another model of the same class must be
-        traced again.
+        Models do not share it, because its keys do not contain everything that can stop a trace.
         """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable
@@ -124,13 +128,13 @@ class BlockPrograms:
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no program. None if the call has one, or if the block's tensors have no
-        memory (in an estimate)."""
+        """The reason why the latest call has no program. None if it has one, or if the block's tensors are fake (in an
+        estimate)."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
-        """Return the number of the program for a call, and the values of the program's input numbers.
+        """Return (number of the traced program for the call `fn(*args)`, values of the program's input numbers).
 
-        If the call cannot be traced completely, return its `untraced_key` and `plain_arguments` instead.
+        If the call cannot be traced completely, return (`untraced_key`, `plain_arguments`) instead.
         """
         scope = scope_of(fn, args)
         self._num_calls += 1
@@ -144,7 +148,7 @@ class BlockPrograms:
         return program.number, program.numbers(scope)
 
     def _find_program(self, scope: Scope) -> Program | None:
-        """Return the traced program for a call, or None. Usually this is the latest program."""
+        """Return an existing program whose guards accept the call, or None. Usually this is the latest program."""
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
         programs = self._of_class.programs
@@ -178,7 +182,8 @@ class BlockPrograms:
 
 
 def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
-    """Return (index in `tensors`, name) of each tensor on the storage of a parameter or buffer of the block."""
+    """Return (index in `tensors`, name) of each tensor that shares its storage with a parameter or buffer of the
+    block."""
     if not tensors:
         return []
     block = scope["args"][0] if scope["args"] else None
@@ -192,10 +197,9 @@ def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return torch's settings that guards do not compare.
+    """Return those settings of torch that decide operators and that Dynamo's guards do not compare.
 
-    These are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention, which
-    decide its operator.
+    These are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention.
     """
     flags = torch.backends.cuda
     return (
@@ -213,7 +217,7 @@ def settings_of_torch() -> tuple[Hashable, ...]:
 
 
 def scope_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Scope:
-    """Return the local variables of a trace of `fn(*args)`. `fn` may be a partial, as Transformers passes it."""
+    """Return the local variables with which Dynamo traces the call `fn(*args)`. `fn` may be a `functools.partial`."""
     if isinstance(fn, partial):
         return {"call": fn.func, "args": (*fn.args, *args), "kwargs": fn.keywords}
     return {"call": fn, "args": args, "kwargs": {}}
@@ -229,7 +233,7 @@ def _exactly(number: Any) -> Hashable:
 
 
 def untraced_key(block: nn.Module) -> Hashable:
-    """Return a key for the calls of an untraceable block. Computing the key does not run the call.
+    """Return a key that replaces the program number for a block that Dynamo cannot trace.
 
     The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
     parameters require gradients. This takes a few microseconds per module, little compared with validating the call.
@@ -242,7 +246,7 @@ def untraced_key(block: nn.Module) -> Hashable:
 
 
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
-    """Return the numbers and strings among the arguments of a call, with items of containers."""
+    """Return the arguments of a call with everything but numbers, strings and containers replaced by None."""
     named = [_plain(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
     return *[_plain(value) for value in scope["args"]], *named
 

@@ -1,6 +1,7 @@
 """Tensors that a block's call reads: arguments, parameters, buffers, and tensors attached to the block.
 
-Their layout is part of the call's key (rule R8). Replay looks up each tensor again at each call (rule R12).
+The layout of these tensors is part of the call's key (rule R8). Each call looks up the tensors that its replay reads
+(rule R12).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ..
 
 
 def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield (path, tensor) of each tensor in nested tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, (tuple, list)):
@@ -63,11 +65,12 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 
 
 def block_layout(block: nn.Module) -> Hashable:
-    """Return the layout of a block's own tensors, and which of them share a storage. The views of a tape depend on
-    both.
+    """Return the geometry, dtype and storage number of each of the block's own tensors.
 
-    Most parameters and buffers have their own storage, but DeepSpeed puts the tensors of all blocks into one. Attached
-    tensors (`attached_tensors`) may be tables that grow.
+    Tensors that share a storage have the same number. The views of a tape depend on all of these.
+
+    A layout can change: DeepSpeed moves the parameters of all blocks into one storage, and attached tensors
+    (`attached_tensors`) may be tables that grow.
     """
     storages: dict[int, int] = {}
     registers = [register for module in block.modules() for register in (parameters_of(module), buffers_of(module))]
@@ -83,11 +86,11 @@ def block_layout(block: nn.Module) -> Hashable:
 def fetch(
     externals: Sequence[tuple[int, Source]], block: nn.Module, args: Args, kwargs: Kwargs
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Return (value, tensor) for each of the `externals`, tensors that the tape reads and that exist before the call.
+    """Look up the tensors of this call that replay of the tape reads. Return (value, tensor) for each of `externals`.
 
-    These are arguments, parameters, buffers and attached tensors. An attached tensor is stored on a module or a
-    parameter without being registered as a parameter or buffer, such as the scales of a quantized weight (rule R12).
-    The tensor is None if the call has no tensor at the source.
+    `externals` are (value, source) of arguments, parameters, buffers and attached tensors. An attached tensor is stored
+    on a module or a parameter without being registered as a parameter or buffer, such as the scales of a quantized
+    weight (rule R12). The tensor is None if the call has no tensor at the source.
     """
     return [(value, find_external(source, block, args, kwargs)) for value, source in externals]
 

@@ -1,4 +1,4 @@
-"""Recorder of tapes: runs one call of a block under a dispatch mode and saved-tensor hooks."""
+"""Recorder of tapes: a dispatch mode that records one call of a block."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ from adacc_hf.torch_glue.rng_state import PythonStates, generator_state
 from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storage_of, wraps_others
 
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
-"""Operators that are not recorded. `prim.device` asks a tensor without memory for its device."""
+"""Operators that are not recorded, because they make no storage. `prim.device` returns a fake tensor's device."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""Dropout modules. Their rates are a part of a block's identity, because at rate zero a module runs no operator."""
+"""Dropout modules. Their rates are part of the identity of a block's tapes, because at rate zero they run no
+operator."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """The operator that torch.tensor() runs on each new tensor."""
 _MOVES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_"}
@@ -94,8 +95,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._storages: list[int] = []
         """The storage key of each value."""
         self._alive: list[torch.UntypedStorage] = []
-        """Storages that no base tensor keeps alive, such as those of tensors that wrap other tensors. Kept so that no
-        new storage gets the same key."""
+        """Storages that no base tensor keeps alive, such as those of tensors that wrap other tensors. This list keeps
+        them alive, so that no new storage gets the same key."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
@@ -104,14 +105,18 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self.untrusted: str | None = (
             CACHE if only_reads_cache(block) and has_cache(partial(block, **kwargs), args) else None
         )
+        """The reason why the tape must not be used, or None."""
         self.reads: list[Read] = []
         self._in_operator = False
         self._autocast = [str(torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         self._current: dict[int, int] = {}
+        """The current value of each storage, by storage key."""
         self._stand_in = torch.empty(0)
         """Substitute for tensors without a storage."""
         self._modules: list[str] = []
+        """Paths of the submodules that are running, the innermost last."""
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
+        """By storage key: (tensor, source) of tensors that existed before the call and that the block may read."""
         self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
         """By storage key: sources and geometries of further tensors on the storage of an entry of `_externals`."""
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
@@ -131,10 +136,11 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._generator_state = generator_state(self._device)
         """The generator's state when the last tensor was saved, or when the call began. None if an operator has drawn
-        since. A plan takes the state at the same moments, because it sees no operators."""
+        random numbers since then. A call under a plan captures the state at the same moments, because it sees no
+        operators."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
-        """The generator state of a block whose tensors have no memory. This state never changes."""
+        """The generator state if the block's tensors are fake. This state never changes. None otherwise."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -143,7 +149,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """Return a reference to `tensor` at the current version of its storage."""
+        """Return the tape's reference to `tensor`: a view on the value that is now in its storage.
+
+        If the storage is new to the tape, add a value for it.
+        """
         if not has_storage(tensor):
             self.untrusted = (
                 self.untrusted or "a tensor is sparse or quantized, so its storage does not show its elements"
@@ -162,12 +171,12 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return TensorRef(self._current[key], geometry_of(tensor), tensor.dtype)
 
     def made_value(self, tensor: torch.Tensor) -> int | None:
-        """Return the value that `tensor` views, or None if the block did not make its storage."""
+        """Return the index of the value that `tensor` views, or None if the block did not make its storage."""
         key = storage_key(local_of(tensor).untyped_storage())
         return None if key in self._externals else self._current.get(key)
 
     def save(self, tensor: torch.Tensor) -> int:
-        """Record that autograd saves `tensor`, and return the index of the new slot."""
+        """Record on the tape that autograd saves `tensor`. Return the index of the new slot."""
         self._save(tensor)
         if self._is_in_function:
             self._saved_inside.append(tensor)
@@ -178,8 +187,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._generator_state = generator_state(self._device) if self._fake_state is None else self._fake_state
 
     def was_written_later(self, ref: TensorRef) -> bool:
-        """Return True if the block changed elements of `ref` in place later. `ref` is on a storage that the block
-        made."""
+        """Return True if the block later changed elements of the tensor `ref` in place.
+
+        Return False if the block did not make the tensor's storage.
+        """
         value = self.values[ref.value]
         if not value.overwritten or value.source is not None:
             return False
@@ -188,7 +199,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return any(self._storages[write.value] == storage and share_elements(ref, write) for write in later_writes)
 
     def tape(self) -> Tape:
-        """Return the tape of the recorded call. Call this after the block has returned."""
+        """Return the tape of the recorded call. Use this method after the block has returned."""
         self._check_attached()
         if self.untrusted is None and any(map(is_freed, self.bases, self.values)):
             self.untrusted = "memory of tensors that backward reads is freed (FSDP inside the block)"
@@ -205,6 +216,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return self._arguments.get(self._storages[value], [])
 
     def _unsealed(self) -> Tape:
+        """Return a tape of the records so far, without digests."""
         return Tape(
             block_class=class_name(self.block),
             values=self.values,
@@ -263,6 +275,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _note(
         self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, is_random: bool
     ) -> None:
+        """Add an operator that has run to the tape, with values for its new and changed storages."""
         index = len(self.operators)
         is_dropout = is_random and func is torch.ops.aten.native_dropout.default
         original_args = args
@@ -285,12 +298,12 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self._derive_dropout(operator, original_args[0])
 
     def _state_before(self, drawn: TapeOperator, name: str) -> int | None:
-        """Add a value for the default generator's state before `drawn` ran, and return its index.
+        """Add a tape value for the default generator's state before the random operator `drawn` ran. Return its index.
 
-        Return None if no plan can capture that state. Return None also if the random numbers may depend on data, which
-        may be stored with loss. That is possible unless the operator is attention, an `autograd.Function` (whose data
-        no codec may then change), or reads only the tensor that it fills. The operator may have drawn from another
-        generator; verification (rule R7) would detect this.
+        Return None if a call under a plan cannot capture this state. Return None also if the random numbers may depend
+        on data, which a plan may store with loss. They cannot depend on data if the operator is fused attention, or if
+        it reads only the tensor that it fills. An `autograd.Function` is accepted too, because its inputs are then
+        stored exactly. If the operator drew from another generator, verification of replay (rule R7) detects this.
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
@@ -309,7 +322,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return index
 
     def _is_new_number(self, tensor: torch.Tensor) -> bool:
-        """Return True if a constant is a single number that replay can create again."""
+        """Return True if a constant is a new tensor with a single number, which replay can create again."""
         return (
             type(tensor) is torch.Tensor
             and tensor.numel() == 1
@@ -318,21 +331,24 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _note_number(self, constant: torch.Tensor) -> torch.Tensor:
-        """Record a constant from Python as the result of `aten.full`, and return it."""
+        """Record a tensor made from a Python number as the result of `aten.full`, and return the tensor."""
         kwargs = {"dtype": constant.dtype, "device": constant.device}
         self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant, False)
         return constant
 
     def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return True if the operator may be autocast's cast of the parameter `tensor`, which autocast caches."""
+        """Return True if a cast may be autocast's, of the block's parameter `tensor`. Autocast caches the result.
+
+        `kwargs` are the keyword arguments of the cast operator.
+        """
         is_own = bool(self._autocast) and id(tensor) in self._parameters
         return is_own and kwargs.keys() == {"dtype"} and tensor.requires_grad and torch.is_grad_enabled()
 
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
-        """Record autocast's cached cast of a parameter, made by this call or an earlier one.
+        """If `tensor` is autocast's cached cast of a parameter, record the cast operator on the tape.
 
-        The cast is recorded at its first read in both cases. Otherwise the order would vary, because autocast casts a
-        product's weight before its input, and only if the cast is not cached yet.
+        The cast is recorded at its first read, whether this call or an earlier one made it. Otherwise the order of
+        operators would vary: autocast casts a product's weight before its input, but only if no cast is cached.
         """
         name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
         if name is not None:
@@ -344,7 +360,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.operators.append(TapeOperator(index, TO_COPY, (parameter,), kwargs, ((0, value),), (), False, module))
 
     def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
-        """Give dropout's result its own operator, input * mask * scale, because only the mask is random (rule R5)."""
+        """Split a recorded dropout into two operators, because only the mask is random (rule R5).
+
+        `dropout` keeps the mask. A new operator on the tape computes the result, input * mask * scale.
+        """
         output_values = dict(dropout.outputs)
         probability = dropout.args[1]
         scale = _dropout_scale(probability, self.values[output_values[0]])
@@ -370,12 +389,14 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             self.untrusted = f"{func} puts another storage under a tensor"
 
     def _read(self, tensor: torch.Tensor, by: str) -> None:
-        """Record that Python read the data of `tensor`, or that the data decided a size."""
+        """Record that `by`, an operator or tensor method, read the data of `tensor` into Python or to decide a size."""
         self.reads.append(Read(self.refer(tensor).value, by))
 
     def _expect(self, tensor: torch.Tensor, source: Source) -> None:
-        """Register a tensor that the block may read. It becomes a value at its first read, so unused arguments are not
-        on the tape."""
+        """Register a tensor that the block may read.
+
+        The tensor becomes a value of the tape at its first read, so unused arguments are not on the tape.
+        """
         local = local_of(tensor)
         if has_storage(local):
             key = storage_key(local.untyped_storage())
@@ -385,12 +406,14 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
                 self._externals[key] = local.detach(), source
 
     def _has_memory(self, leaf: Any) -> bool:
-        """Return False if `leaf` is a tensor without memory in a block whose tensors have memory. DTensors infer shapes
-        on such tensors."""
+        """Return False if `leaf` is a meta or fake tensor, but the block's own tensors are not fake.
+
+        DTensors run operators on these tensors to infer shapes.
+        """
         return not isinstance(leaf, torch.Tensor) or self._is_fake or not (leaf.is_meta or is_fake(leaf))
 
     def _check_attached(self) -> None:
-        """Mark the source of attached tensors as unknown if the call has put another object in their place."""
+        """Set the source of an attached tensor to "unknown" if the call replaced the tensor by another one."""
         externals = [(value, value.source) for value in self.values if value.source is not None]
         attached = [(value, source) for value, source in externals if source.place in PLACES]
         current = dict(attached_tensors(self.block)) if attached else {}
@@ -406,6 +429,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
+        """Add a tape value for a storage that `operator`, an index, has made. Return the index of the value."""
         if self.untrusted is None and wraps_others(tensor):
             self.untrusted = WRAPPED
         return self._add(tensor, None, operator, name)
@@ -423,6 +447,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return old, new
 
     def _add(self, tensor: torch.Tensor, source: Source | None, producer: int | None, name: str) -> int:
+        """Add a tape value for the storage of `tensor`, and return its index."""
         index = len(self.values)
         storage = tensor.untyped_storage()
         ref = TensorRef(index, geometry_of(tensor), tensor.dtype)
@@ -443,11 +468,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def watching_reads(self) -> Iterator[None]:
-        """While open, record tensors that the block converts to lists and arrays, and draws from Python's random
-        generators.
+        """While open, record reads of tensors into Python, and draws from Python's and numpy's random generators.
 
-        Neither shows as an operator. Reads inside a user-defined operator are not recorded, because replay runs the
-        whole operator again and compares its results.
+        Neither is visible as an operator. Reads inside a user-defined operator are not recorded, because replay runs
+        the whole operator again and compares its results.
         """
         before = PythonStates()
         with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
@@ -529,10 +553,10 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class RngUse:
-    """Detector of one operator's random draws, by the generator's state before and after.
+    """Detector of random draws by one operator. Compares the generator's state before and after the operator.
 
-    The tag `nondeterministic_seeded` is not enough. Fused attention has it, and draws only if it has dropout. Operators
-    from outside torch may lack it.
+    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, and draws only if it has dropout.
+    Operators from outside torch may lack the tag.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -566,10 +590,10 @@ COMPILED = "torch.compile compiled a part of it, whose operators cannot be recor
 WRAPPED = "it makes tensors that consist of others (float8 training) and have no storage of their own"
 CHANGED_UNSEEN = "it changes tensors saved for backward in place, behind autograd's back (`.data`)"
 HIDDEN = (COMPILED, WRAPPED)
-"""Reasons that prevent running a tape's operators one by one."""
+"""Values of `Tape.untrusted` for tapes whose operators cannot be run one by one."""
 
 _NODE = "CompiledFunctionBackward"
-"""The name of the autograd node of a compiled graph, with any backend."""
+"""Name of the autograd node of a graph that torch.compile compiled, with any backend."""
 
 
 def runs_compiled_code(result: Any, inputs: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Replay of a tape's operators: one step, and a schedule of steps over a block's backward."""
+"""Replay of a tape's operators in backward: single steps, and their schedule over the backward of a block."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from adacc_hf.torch_glue.rng_state import draw_from_state
 from adacc_hf.torch_glue.tensors import copy_with_storage
 
 Environment = list["torch.Tensor | None"]
-"""By value index, the base tensor of each available value."""
+"""Base tensor of each value of a tape, by value index. None if the value is not available."""
 
 
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Return the tensor that `ref` describes, on the storage of `base` (rule R2: same size, stride, offset and
-    dtype)."""
+    """Return the tensor that `ref` describes, on the storage of `base`.
+
+    The tensor has the size, stride, offset and dtype of `ref` (rule R2).
+    """
     if base.dtype is ref.dtype:
         return base.as_strided(*ref.geometry)
     size, stride, offset = ref.geometry
@@ -29,8 +31,7 @@ def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def share_elements(first: TensorRef, second: TensorRef) -> bool:
-    """Return True if two views of one storage have elements in common. Views of different item sizes count as
-    overlapping."""
+    """Return True if two views of one storage overlap. Return True also if their item sizes differ."""
     if first.dtype.itemsize != second.dtype.itemsize:
         return True
     ends = [
@@ -43,12 +44,15 @@ def share_elements(first: TensorRef, second: TensorRef) -> bool:
 
 
 def takes_device(operator: TapeOperator) -> bool:
-    """Return True if an operator has a `device` argument, so that its `Blank` needs no memory."""
+    """Return True if the operator has a `device` argument.
+
+    Replay can then replace an argument that the operator does not read (`Blank`) by a meta tensor.
+    """
     return any(argument.name == "device" for argument in schema_of(operator.target).arguments)
 
 
 def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
-    """Return a tensor with the layout of `blank` and uninitialized elements."""
+    """Return an uninitialized tensor with the layout of `blank`, an operator's argument whose elements are not read."""
     size, stride, offset = blank.geometry
     if not offset:
         return torch.empty_strided(size, stride, dtype=blank.dtype, device=device)
@@ -58,7 +62,10 @@ def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
 
 
 class PreparedOperator:
-    """An operator of a tape with precomputed arguments. A replay only inserts tensors and calls the operator."""
+    """An operator of a tape, prepared for replay.
+
+    `run` only inserts tensors into the arguments and calls the operator.
+    """
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.operator = operator
@@ -66,7 +73,8 @@ class PreparedOperator:
         self._args = list(operator.args)
         self._kwargs = operator.kwargs
         self._tensors: list[tuple[int, TensorRef, Geometry | None]] = []
-        """(position, reference, geometry) of each tensor argument. The geometry is None for a base tensor."""
+        """(position, reference, geometry) of each tensor argument. The geometry is None if the argument is a value's
+        base tensor itself."""
         has_nested_tensors = any(_holds_tensor(arg) for arg in operator.args if not isinstance(arg, TensorRef))
         self._has_nested_tensors = has_nested_tensors or _holds_tensor(operator.kwargs)
         self._blanks: list[tuple[int, Blank]] = []
@@ -105,6 +113,7 @@ class PreparedOperator:
         return results
 
     def _call(self, bases: list[torch.Tensor]) -> Any:
+        """Run the operator on views of the base tensors."""
         if self._has_nested_tensors:
             args, kwargs = map_tensors(
                 (self.operator.args, self._kwargs), TensorRef, lambda ref: view(bases[ref.value], ref)
@@ -125,17 +134,20 @@ class PreparedOperator:
 
 
 class ReplayStep:
-    """One operator of a tape under a plan: the values to fetch before, to copy, to take from its results, and to
-    free."""
+    """Replay of one operator of a tape under a plan.
+
+    Lists the values to fetch and to copy before the operator runs, and the values to free after.
+    """
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.operator, self._tape = operator, tape
         self.outputs = operator.outputs
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values to copy before this operator overwrites them (rule R6)."""
+        """Values to copy before, because this operator overwrites them and they are needed later (rule R6)."""
         self.loads: tuple[int, ...] = ()
-        """Values to fetch from the store just before. Decoding earlier would add to the peak of other operators."""
+        """Stored values to fetch immediately before this operator. Earlier decoding would raise the peak of other
+        steps."""
         self.frees: tuple[int, ...] = ()
         """Values to free after this operator."""
 
@@ -180,16 +192,16 @@ def _holds_tensor(tree: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StorageMap:
-    """Values available without replay, by the way they are stored."""
+    """Values of a tape that are available without replay under a plan, grouped by storage."""
 
     persistent: frozenset[int]
-    """Parameters, buffers and shared inputs, in the environment from the start."""
+    """Parameters, buffers, attached tensors and shared inputs, which exist in any case."""
     retained: frozenset[int]
-    """Tensors kept for backward. Each is fetched for one unpack at a time, so that only the slots that need a tensor
-    own it."""
+    """Values stored as tensors until backward. Each is fetched for one unpack at a time, so that only the slots that
+    need a tensor own it."""
     compressed: frozenset[int]
-    """Payloads kept for backward. Each is decoded when an unpack needs it, and stays decoded if another unpack needs it
-    soon."""
+    """Values stored as payloads until backward. Each is decoded when an unpack needs it, and stays decoded if another
+    unpack needs it soon."""
 
     def __contains__(self, value: int) -> bool:
         return value in self.persistent or value in self.retained or value in self.compressed
@@ -197,26 +209,25 @@ class StorageMap:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgram:
-    """Instructions of one unpack: the steps to run, then the values to fetch from the store, then the values to
-    free."""
+    """Instructions for one unpack: run `steps`, then fetch `loads` from the store, then free `frees`."""
 
     loads: tuple[int, ...]
-    """Values that the slot itself reads from the store. Steps have their own."""
+    """Stored values to fetch for the slot itself. Values for a step are in `ReplayStep.loads`."""
     steps: tuple[ReplayStep, ...]
     frees: tuple[int, ...]
     reads: tuple[int, ...]
     """Persistent values that the program reads."""
 
     def fetched(self) -> list[int]:
-        """Return all values that the program reads from the store."""
+        """Return all stored values that the program fetches, for its steps and for the slot."""
         return [*(value for step in self.steps for value in step.loads), *self.loads]
 
 
 def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """Return (operators, inputs) for recomputing `value`.
+    """Return (operators, inputs) for recomputing `value` of a tape.
 
-    `operators` are the operators to run, in order. `inputs` are the values that they read and that are available, or
-    that no operator computes.
+    `operators` are the indices of the operators to run, in order. `inputs` are the values from which they start: values
+    that are available, or that no operator computes.
     """
     operators: set[int] = set()
     leaves: dict[int, None] = {}
@@ -235,11 +246,11 @@ def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tupl
 def schedule(
     tape: Tape, store: StorageMap, order: Sequence[int], passthrough: Collection[int] = ()
 ) -> list[ReplayProgram]:
-    """Return the program of each unpack, for a backward that unpacks the slots in `order`.
+    """Return the replay program of each unpack, for a backward that unpacks the slots in `order`.
 
     Each operator runs at most once, at the first unpack that needs it. Results that a later unpack needs are kept, and
-    each value is freed after its last use. Slots of the values `passthrough` run nothing, because autograd gets the
-    saved tensor itself back.
+    each value is freed after its last use. For slots of the values `passthrough` no operator runs, because autograd
+    keeps the saved tensor itself.
     """
     recomputed: set[int] = set()
     runs = []
@@ -256,16 +267,16 @@ def schedule(
 
 
 def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequence[ReplayProgram]) -> ReplayProgram:
-    """Return `program`, extended to free decoded values that none of `next_programs` fetches."""
+    """Return a copy of `program` that also frees decoded values that none of `next_programs` fetches."""
     soon = {value for later in next_programs for value in later.fetched()}
     dropped = [value for value in program.fetched() if value in store.compressed and value not in soon]
     return replace(program, frees=tuple(dict.fromkeys([*program.frees, *dropped])))
 
 
 def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]) -> ReplayProgram:
-    """Return the program of an unpack out of order, if the values `available` are in the environment.
+    """Return the replay program for one unpack that is out of order.
 
-    The program frees no recomputed value.
+    `available` are the values in the environment now. The program frees no recomputed value.
     """
     value = tape.slots[slot].value
     run = missing_operators(tape, store, value, available)
@@ -275,13 +286,15 @@ def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]
 
 
 def missing_operators(tape: Tape, store: StorageMap, value: int, available: set[int]) -> list[int]:
-    """Return the operators that recompute `value` from the values `available` and the store."""
+    """Return the indices of the operators that recompute `value` from the values in `available` and in the store."""
     return closure(tape, value, lambda v: v in store or v in available)[0]
 
 
 def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
-    """Return the last (rank, step) that needs each value. The step after a run's last one stands for the slot
-    itself."""
+    """Return, for each value, the last (rank of the unpack, index of the step) that needs the value.
+
+    `runs` has the operators of each unpack. The index after the last operator stands for the slot itself.
+    """
     last: dict[int, tuple[int, int]] = {}
     for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
         for step, number in enumerate(run):
@@ -294,6 +307,10 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
 def _program(
     tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> ReplayProgram:
+    """Return the replay program of one unpack of `value`.
+
+    `run` has the indices of the operators to run, and `uses` the last use of each value.
+    """
     values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in values_read if v in store.retained or v in store.compressed}
     steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
@@ -309,6 +326,10 @@ def _program(
 def _step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
+    """Return the step that replays operator `number` at `moment`, a (rank of the unpack, index of the step).
+
+    `uses` has the last moment that needs each value.
+    """
     operator = tape.operators[number]
     step = ReplayStep(operator, tape)
     step.outputs = tuple((position, v) for position, v in operator.outputs if v not in store)

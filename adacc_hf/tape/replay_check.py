@@ -1,5 +1,4 @@
-"""Verification of replay: values of a tape that replay recomputes bit for bit (rule R7), and values equal to each
-other."""
+"""Verification of replay: finds the values of a tape that replay recomputes bit for bit (rule R7), and equal values."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 
 
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-    """Replay the whole tape and return the values that have the recorded bits (rule R7).
+    """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
-    `bases` are the recorded tensors, indexed by value. A value with different bits is replaced by the original, if that
-    still exists, so that later values are judged independently. Otherwise the values that depend on it are not
-    recomputable. An overwritten version can only be compared in the parts that autograd saved. If autograd saved none,
-    only the values that depend on it are compared.
+    `bases` are the recorded tensors, indexed by value. If replay of a value gives other bits, the following operators
+    read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend on it are
+    not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd saved no
+    part, only the values that depend on the version are compared.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:
@@ -39,9 +38,10 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
 def exactly_replayed_values(
     tape: Tape, operators: Sequence[TapeOperator], num_outer: int, bases: list[torch.Tensor]
 ) -> frozenset[int]:
-    """Return the values that some of a tape's `operators` recompute bit for bit.
+    """Replay some `operators` of a tape, and return the values that they recompute bit for bit.
 
-    The inputs are the first `num_outer` values and the values that no operator makes.
+    Their inputs are the first `num_outer` values, and the values that no operator makes. `bases` are the recorded
+    tensors, indexed by value.
     """
     environment: Environment = [None] * len(tape.values)
     for value in dict.fromkeys(value for operator in operators for value in operator.inputs()):
@@ -58,7 +58,10 @@ def exactly_replayed_values(
 def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, exact_values: set[int]
 ) -> None:
-    """Replay one operator, compare its results, and leave in `environment` the inputs of later operators."""
+    """Replay one operator and compare its results. Add values with the recorded bits to `exact_values`.
+
+    Put the results that later operators read into `environment`.
+    """
     is_ready = operator.may_run_again and not _is_timed_by_thread(tape, operator)
     is_ready = is_ready and all(environment[value] is not None for value in operator.inputs())
     if is_ready:
@@ -78,10 +81,10 @@ def _verify_operator(
 
 
 def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
-    """Fill the memory that an operator allocated with bits that differ from the recorded ones.
+    """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits.
 
-    If no operator writes to this memory, something else wrote the recorded bits. Without inversion, reused memory could
-    still contain these bits by chance and pass the comparison.
+    If no operator of the tape fills this memory, replay must not pass the comparison. Without the inversion, it could
+    pass by chance, because reused memory may still contain the recorded bits.
     """
     for _, value in operator.outputs:
         replayed = environment[value]
@@ -112,10 +115,10 @@ def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
 
 
 def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded: torch.Tensor) -> bool:
-    """Return True if a value has the recorded bits. Of an overwritten version, only the parts that autograd saved are
-    compared.
+    """Return True if replay of a value gave the recorded bits.
 
-    Fused cells (GRU's) save parts of a tensor and then overwrite the other parts.
+    If a later operator overwrote the recorded value, only the parts that autograd saved are compared. Fused GRU cells,
+    for example, save parts of a tensor and then overwrite the other parts.
     """
     if not tape.values[value].overwritten:
         return same_bits(replayed, recorded)
@@ -124,10 +127,10 @@ def _has_recorded_bits(tape: Tape, value: int, replayed: torch.Tensor, recorded:
 
 
 def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment: Environment) -> bool:
-    """Replay one operator. Return True if it wrote only to the arguments that its schema declares as written.
+    """Replay one operator. Return True if it ran, and wrote only to arguments that its schema declares as mutable.
 
-    Of torch's own operators, only batch normalization writes undeclared, to buffers. Custom operators may write to any
-    argument. The arguments that may be written are copied first, so that a hidden write does no harm.
+    Of torch's own operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write
+    to any argument. The operator runs on copies of these arguments, so that a hidden write changes no original.
     """
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
@@ -145,7 +148,7 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
 
 
 def _runs(operator: TapeOperator, tape: Tape, environment: Environment) -> bool:
-    """Replay one operator. Return False if the operator is a Function whose forward fails when it runs again."""
+    """Replay one operator and return True. Return False if it is an `autograd.Function` whose second run raises."""
     try:
         ReplayStep(operator, tape).run(environment)
     except torch.OutOfMemoryError:
@@ -188,7 +191,7 @@ def is_reproducible(tape: Tape) -> bool:
 
 
 def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterable[int]) -> frozenset[int]:
-    """Return the values among `exact_values` whose inputs are all external, in `stored`, or recomputable."""
+    """Return the values among `exact_values` that replay can compute from external, `stored` or recomputable values."""
     saved = set(stored)
     recomputable: set[int] = set()
     for operator in tape.operators:
@@ -205,18 +208,19 @@ def _is_obtainable(tape: Tape, value: int, saved: set[int], recomputable: set[in
     return (value in saved and not tape_value.overwritten) or value in recomputable
 
 
-# Equal values: the same operator made them from the same input, so one storage can serve them all.
+# Equal values: results of the same operator on the same input, so one storage can serve them all.
 #
 # Under autocast, q, k and v each save a cast of one tensor, in three storages. If a plan keeps one cast and recomputes
 # the other two, all three slots read the kept cast. No operator runs, and two storages are freed.
 
 
 def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
-    """Return the values that duplicate an earlier saved value, mapped to the first such value.
+    """Return a dict from each value that duplicates an earlier saved value of the tape to the first equal saved value.
 
     Both values were made by the same operator with the same arguments, have the same layout, and were not changed in
     place. Both are `recomputable`: replay of each gave the recorded bits (rule R7), so the results depend only on the
-    arguments and are equal. The replacement was saved first, because the first slot decides which storage is kept.
+    arguments and are equal. The earlier value was also saved first, because the first slot decides which storage is
+    kept.
     """
     producers: dict[Any, TapeOperator] = {}
     first: dict[int, int] = {}
@@ -232,19 +236,20 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
 
 
 def merge_equal_values(tape: Tape, equal: Mapping[int, int]) -> Tape:
-    """Return `tape`, with `equal[v]` in place of `v` in the arguments of operators and in slots."""
+    """Return a copy of `tape` in which operators and slots refer to `equal[v]` instead of `v`."""
     operators = [substitute_values(operator, equal) for operator in tape.operators]
     slots = [_substitute(slot, equal) for slot in tape.slots]
     return replace(tape, operators=operators, slots=slots, _consumers={})
 
 
 def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeOperator:
-    """Return `operator`, with `equal[v]` in place of `v` in its arguments."""
+    """Return a copy of `operator` whose arguments refer to `equal[v]` instead of `v`."""
     args, kwargs = _substitute((operator.args, operator.kwargs), equal)
     return replace(operator, args=args, kwargs=kwargs, _inputs=None)
 
 
 def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
+    """Return True if equal arguments imply equal results of the operator, as replay has verified."""
     results = operator.results()
     return (
         operator.may_run_again
@@ -255,7 +260,10 @@ def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[
 
 
 def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
-    """Return a key of the operator's call. Calls with equal keys have equal results."""
+    """Return a key of the operator and its arguments. `first` maps duplicate values to the first equal value.
+
+    Operators with equal keys have equal results.
+    """
     return operator.target, repr(_substitute((operator.args, operator.kwargs), first))
 
 
@@ -274,8 +282,10 @@ def _layout(tape: Tape, value: int) -> Any:
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Map each duplicate value to the first earlier saved value of its group. Groups without a saved value are left
-    out."""
+    """Return a dict from each duplicate value to the first saved value of its group, if that is earlier.
+
+    `first` maps each duplicate to the first value of its group. Groups without a saved value are left out.
+    """
     first_slot: dict[int, int] = {}
     for number, slot in enumerate(tape.slots):
         first_slot.setdefault(slot.value, number)

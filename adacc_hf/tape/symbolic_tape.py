@@ -27,21 +27,22 @@ from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 
 ENOUGH_RECORDS = 3
-"""Records needed to fit a symbolic tape. Two sizes determine the polynomial of a number, the third checks it."""
+"""Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, a third checks
+it."""
 MOST_RECORDS = 8
-"""Most records that polynomials are fitted to. A number that still has no fit follows no polynomial, such as a length
-rounded up to a multiple of a window."""
+"""Greatest number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
+rounded up to a multiple of a window, follows no polynomial."""
 AGREED = 16
 """Number of new sizes at which a call is validated. A polynomial is a sum of at most three products of sizes. If it is
 right at this many sizes, it is right at all sizes between the smallest and the largest: a step function, such as
 rounding lengths up, would have differed by then."""
 MOST_SIZES = 32
-"""Sizes whose tapes are cached. Evaluating a tape again takes less than a millisecond."""
+"""Greatest number of sizes whose evaluated tapes are cached. Evaluating a tape again takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSizes:
-    """The sizes in a call's key, and the rest of the key."""
+    """A call's key, split into sizes and everything else."""
 
     size_class: Hashable
     """The rest of the key, equal for calls that may share a symbolic tape."""
@@ -52,10 +53,10 @@ class CallSizes:
 
     @classmethod
     def of(cls, key: Any, alignment: int) -> CallSizes:
-        """Split a `CallKey` into sizes and the rest.
+        """Split `key`, a `CallKey`, into sizes and everything else.
 
-        Unless `alignment` is 1, the size class distinguishes multiples of `alignment` from other sizes. If a tensor has
-        several dimensions, its first dimension is exempt from this distinction.
+        If `alignment` is not 1, multiples of `alignment` are in another size class than other sizes. The first
+        dimension of a tensor with several dimensions does not count.
         """
         (tensors, plain, *settings), data, block_layout = key
         dimensions: list[int] = []
@@ -91,14 +92,17 @@ def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """The sizes and the tape of a recorded call."""
+    """Sizes and tape of one recorded call. Polynomials of symbolic tapes are fitted to these."""
 
     sizes: CallSizes
     tape: Tape
 
 
 class SymbolicTape:
-    """The tapes of a block's calls at all sizes of one size class. Create with `SymbolicTape.of`."""
+    """One tape for all sizes of a size class: its numbers are polynomials of the sizes.
+
+    Create with `SymbolicTape.of`.
+    """
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
@@ -112,18 +116,22 @@ class SymbolicTape:
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
-        """Part of the digests of the tapes. It differs from the identity of a symbolic tape fitted to fewer records."""
+        """Digest of the records that the polynomials were fitted to. It is part of the digest of each evaluated
+        tape."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
-        """Smallest and largest sizes, in each dimension, at which calls ran as predicted."""
+        """Smallest and largest size of each dimension at which calls ran the operators of this symbolic tape."""
         for record in records:
             self.extend(record.sizes)
         self.num_new = 0
-        """Number of new sizes so far, without the recorded ones."""
+        """Number of sizes evaluated so far that were not recorded."""
 
     @classmethod
     def of(cls, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Fit a symbolic tape to calls that ran the same operators. Return None if no polynomials fit the numbers."""
+        """Fit a symbolic tape to recorded calls of the same operators.
+
+        Return None if no polynomials fit the numbers.
+        """
         tapes = [record.tape for record in records]
         calls = [record.sizes.dimensions for record in records]
         symbols = independent_sizes(calls)
@@ -139,8 +147,10 @@ class SymbolicTape:
         self.tapes_by_size.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
-        """Return the tape of a call of these sizes, with `Tape.order`. Return None if the polynomials do not cover the
-        sizes."""
+        """Return the tape evaluated at these sizes. Return None if the polynomials do not cover them.
+
+        A new tape gets `order`, the order in which backward unpacks its slots (`Tape.order`).
+        """
         tape = self.tapes_by_size.get(sizes.dimensions)
         if tape is None:
             numbers = self._expressions.at(sizes)
@@ -157,7 +167,7 @@ class SymbolicTape:
         return tape
 
     def extend(self, sizes: CallSizes) -> None:
-        """Record sizes at which a call ran as predicted."""
+        """Extend the range of confirmed sizes: a call at `sizes` ran the operators of this symbolic tape."""
         self._least = tuple(map(min, self._least, sizes.dimensions))
         self._most = tuple(map(max, self._most, sizes.dimensions))
 
@@ -165,7 +175,10 @@ class SymbolicTape:
         return all(low <= n <= high for low, n, high in zip(self._least, sizes.dimensions, self._most, strict=True))
 
     def _note_new(self, tape: Tape, sizes: CallSizes) -> None:
-        """Count a new size. Replay is compared at the 1st, 2nd, 4th, 8th ... new size (rule R7)."""
+        """Count a new size, and set the validation that is due at its first call.
+
+        The bits of replay are compared at the 1st, 2nd, 4th, 8th ... new size (rule R7).
+        """
         self.num_new += 1
         if self.num_new & (self.num_new - 1) == 0:
             tape.due_check = BITS
@@ -185,7 +198,8 @@ class SymbolicTape:
         return own.numbers == recorded.numbers and own.digest_without_numbers == recorded.digest_without_numbers
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Return True if dimensions and layout satisfy the polynomials fitted to the records."""
+        """Return True if the dimensions and layout in `sizes` satisfy the polynomials, so that a tape can be
+        evaluated."""
         return self._expressions.cover(sizes)
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
@@ -193,7 +207,7 @@ class SymbolicTape:
         return self._template.fill(self.base, numbers, digest)
 
     def refuse(self, values: Collection[int]) -> None:
-        """Never recompute `values`, at any size, nor values that replay could compute only from them."""
+        """Exclude `values` from replay at all sizes, and also values that replay could compute only from them."""
         recomputable = without_values(self.base, self.base.recomputable, values)
         self.base = replace(
             self.base, recomputable=recomputable, equal=_recomputable_pairs(self.base.equal, recomputable)
@@ -202,9 +216,9 @@ class SymbolicTape:
 
 
 class _Expressions:
-    """The polynomials of a symbolic tape: for the sizes of a call, and for the numbers of a tape.
+    """The polynomials of a symbolic tape: one for each dimension and stride of a call, and for each number of the tape.
 
-    Their variables, the symbols, are a few of the dimensions, from which the other dimensions follow.
+    Their variables, the symbols, are a few of the dimensions, which determine the others.
     """
 
     def __init__(
@@ -217,7 +231,7 @@ class _Expressions:
     ) -> None:
         self._symbols, self._basis, self._size_polynomials, self._distinct = symbols, basis, size_polynomials, distinct
         self.places = places
-        """For each of the tape's numbers, its index among the distinct numbers."""
+        """For each number of the tape, the index of its polynomial. Equal numbers share a polynomial."""
 
     @classmethod
     def of(
@@ -242,8 +256,7 @@ class _Expressions:
         return cls(symbols, basis, size_fits, number_fits, [index[column] for column in columns])
 
     def at(self, sizes: CallSizes) -> list[int] | None:
-        """Return the distinct numbers of a tape of these sizes. Return None if the polynomials do not cover the
-        sizes."""
+        """Evaluate the polynomials of the tape's numbers at these sizes. Return None if they do not cover the sizes."""
         products = self._products(sizes)
         if not self._are_valid(sizes, products):
             return None
@@ -251,7 +264,7 @@ class _Expressions:
         return numbers if len(numbers) == len(self._distinct) else None
 
     def cover(self, sizes: CallSizes) -> bool:
-        """Return True if dimensions and layout satisfy the polynomials."""
+        """Return True if the dimensions and layout in `sizes` satisfy the polynomials."""
         return self._are_valid(sizes, self._products(sizes))
 
     def _products(self, sizes: CallSizes) -> list[int]:
@@ -269,19 +282,22 @@ class SizeClassRecords:
 
     def __init__(self) -> None:
         self.records: list[RecordedCall] = []
-        """Recorded calls of different sizes, except those that ran as the symbolic tape predicted."""
+        """Recorded calls of different sizes, without calls whose tape equals the symbolic tape's at their size."""
         self._digest_without_numbers: str | None = None
         """`TapeNumbers.digest_without_numbers` of the recorded tapes."""
         self.symbolic_tape: SymbolicTape | None = None
         self.has_failed = False
-        """True if no symbolic tape is fitted any more: operators vary with the size, or their numbers follow no
+        """True if no symbolic tape will be fitted, because operators vary with the size or numbers follow no
         polynomial."""
         self.untrusted: Tape | None = None
-        """A tape that must not be used, if every size so far had one."""
+        """An untrusted tape, if all recorded sizes so far, two or more, had untrusted tapes. None otherwise."""
         self._num_untrusted = 0
 
     def add(self, record: RecordedCall, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add a recorded call. `fit` returns the symbolic tape of calls that ran the same operators."""
+        """Add a recorded call, and fit the symbolic tape again if the call adds information.
+
+        `fit(records)` returns a symbolic tape, or None if no polynomials fit.
+        """
         if record.tape.untrusted is not None:
             self._num_untrusted += 1
             is_first = not self.records and not self.has_failed
@@ -302,7 +318,7 @@ class SizeClassRecords:
                 self._give_up()
 
     def take(self, other: SizeClassRecords, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add the calls that `other` recorded."""
+        """Add the recorded calls of `other`. `fit(records)` returns a symbolic tape, or None if no polynomials fit."""
         for record in other.records:
             self.add(record, fit)
         if other.has_failed:
@@ -311,16 +327,16 @@ class SizeClassRecords:
             self.untrusted, self._num_untrusted = other.untrusted, other._num_untrusted
 
     def active_symbolic_tape(self) -> SymbolicTape | None:
-        """Return the symbolic tape for calls at new sizes, or None."""
+        """Return the symbolic tape if calls at new sizes may use it, or None."""
         return self.symbolic_tape if self.symbolic_tape is not None and self.symbolic_tape.is_active else None
 
     def distrust(self, symbolic_tape: SymbolicTape) -> None:
-        """Record each size from now on, because a call did not run as `symbolic_tape` predicts."""
+        """Discard `symbolic_tape`, because a call ran other operators. From now on, each new size is recorded."""
         if self.symbolic_tape is symbolic_tape:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if a record adds no information: its sizes were recorded, or the symbolic tape agrees with it."""
+        """Return True if the sizes of `record` were recorded before, or if the symbolic tape agrees with its tape."""
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()
@@ -337,7 +353,7 @@ class SizeClassRecords:
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
-    """Return `recomputable` without `values`, and without values that could only be replayed from them."""
+    """Return the values in `recomputable` that replay of `tape` can compute without recomputing any of `values`."""
     excluded = recomputable.intersection(values)
     return obtainable_values(tape, recomputable - excluded, tape.saved_values()) if excluded else recomputable
 
@@ -348,5 +364,5 @@ def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> 
 
 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:
-    """Return the key by which blocks share a symbolic tape: the digests and sizes of the records."""
+    """Return a key of `records`: their digests and sizes. Blocks with equal keys share a symbolic tape."""
     return tuple((record.tape.digest, record.sizes) for record in records)

@@ -28,7 +28,8 @@ COLLECTIVES = frozenset(
 """Namespaces of collective operators, which involve other ranks."""
 
 OPERATORS, BITS = "operators", "bits"
-"""Two kinds of validation of a call: compare each operator with the tape, or also the bits of its replay (rule R7)."""
+"""Kinds of validation of a call. OPERATORS compares each operator with the tape. BITS also compares the bits of replay
+(rule R7)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,13 +41,19 @@ class TensorRef:
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        """Return the usual text of a dataclass, which digests contain, without the check for recursive references."""
+        """Return the text that `dataclass` would generate. Without its check for recursion this is faster.
+
+        Digests of tapes contain this text.
+        """
         return f"TensorRef(value={self.value!r}, geometry={self.geometry!r}, dtype={self.dtype!r})"
 
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """Argument of which an operator reads no element. Replay substitutes another tensor of the same layout."""
+    """Layout of a tensor argument whose elements an operator on the tape does not read.
+
+    Replay passes another tensor of the same layout.
+    """
 
     geometry: Geometry
     dtype: torch.dtype
@@ -54,14 +61,14 @@ class Blank:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes from the first element to the last."""
+        """Number of bytes from the first element to the last, including both."""
         size, stride, _ = self.geometry
         return self.dtype.itemsize * (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Location where a call finds a value that the block did not make (rule R12)."""
+    """Location from which a call of the block gets a value that no operator on the tape makes (rule R12)."""
 
     place: str
     """"argument", "parameter", "buffer"; "attached" or "module" for a tensor attached to a parameter or module
@@ -78,7 +85,7 @@ class Source:
 
 @dataclass(slots=True)
 class TapeValue:
-    """One storage at one version, with the first tensor that was recorded on it."""
+    """Value of a tape: one storage at one version, with the first tensor that was recorded on it."""
 
     index: int
     nbytes: int
@@ -87,8 +94,9 @@ class TapeValue:
     """The tensor that the operator returned, or that the call passed in. Replay calls this tensor the value's base."""
     device: torch.device
     source: Source | None
-    """None for a value that an operator of the block makes."""
+    """Location of a value that existed before the call. None for a value that an operator of the block makes."""
     producer: int | None = None
+    """Index of the operator that makes the value, or None."""
     name: str = ""
     overwritten: bool = False
     """True if a later operator of the block changed the storage in place, so that this version is gone."""
@@ -108,7 +116,7 @@ class TapeValue:
 
 @dataclass(slots=True)
 class TapeOperator:
-    """One ATen call that made or changed storages."""
+    """Operator on a tape: one ATen call, or one `autograd.Function`, that made or changed storages."""
 
     index: int
     target: Any
@@ -122,8 +130,9 @@ class TapeOperator:
     random: bool
     """True if the operator drew random numbers."""
     module: str
+    """Path of the submodule that ran the operator. Empty for the block itself."""
     generator: int | None = None
-    """The value with the generator state before the draw, if replay may draw again (rule R5)."""
+    """The value that is the generator state before the draw, if replay may draw again (rule R5). None otherwise."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
     """The `PreparedOperator` of its first replay (tape/replay.py)."""
@@ -140,7 +149,7 @@ class TapeOperator:
 
     @property
     def is_attention(self) -> bool:
-        """True for fused attention, whose dropout depends only on its sizes."""
+        """True for fused attention. The dropout inside it depends only on sizes."""
         return self.short_name.startswith("scaled_dot_product")
 
     @property
@@ -172,11 +181,12 @@ class TapeOperator:
         return self._inputs
 
     def blanks(self) -> list[Blank]:
-        """Return the tensor arguments of which the operator reads no element."""
+        """Return the tensor arguments whose elements the operator does not read."""
         return [leaf for leaf in leaves(self.args, self.kwargs) if isinstance(leaf, Blank)]
 
     def results(self) -> list[int]:
-        """Return the values that the operator makes: new storages, then new versions."""
+        """Return the values that the operator makes: first new storages, then new versions of storages changed in
+        place."""
         return [value for _, value in self.outputs] + [value for _, value in self.mutations]
 
     def signature(self) -> tuple[Any, ...]:
@@ -187,13 +197,13 @@ class TapeOperator:
 
 @dataclass
 class Tape:
-    """The record of one block at one shape."""
+    """Record of one call of a block: its operators, its values, and the tensors saved for backward."""
 
     block_class: str
     values: list[TapeValue]
     operators: list[TapeOperator]
     slots: list[TensorRef]
-    """The tensors autograd saved, in order."""
+    """Tensors that autograd saved for backward, in order."""
     function_slots: frozenset[int] = frozenset()
     """Slots saved by autograd Functions written in Python, whose backward may write into them (rule R6)."""
     untrusted: str | None = None
@@ -202,29 +212,30 @@ class Tape:
     """By path, the data of the arguments that the block read into Python. The tape is valid only for calls with equal
     data."""
     sharing: tuple[tuple[int, Source, Geometry], ...] = ()
-    """(value, source, geometry) of further tensors on the storage of a value: flattened or tied weights."""
+    """(value, source, geometry) of each further tensor on the storage of a value, for example flattened or tied
+    weights."""
     identity: str = ""
     """Digest of the block's class, parameters and settings, equal for all calls of a block."""
     structure: str = ""
     """Digest of the operators and their wiring, without sizes and constants."""
     digest: str = ""
-    """Digest including sizes and constants. Tapes with equal digests are interchangeable in replay."""
+    """Digest of `structure`, sizes and constants. Tapes with equal digests are interchangeable in replay."""
     recomputable: frozenset[int] = frozenset()
     """Values that replay recomputes bit for bit, as verified (rule R7)."""
     equal: dict[int, int] = field(default_factory=dict)
-    """Values that duplicate an earlier saved value, mapped to that value: see `equal_values`."""
+    """Dict from each value that duplicates an earlier saved value to that value (`equal_values`)."""
     order: tuple[int, ...] | None = None
-    """Order in which backward unpacks the slots, each once, as far as observed."""
+    """Indices of the slots in the order in which backward unpacks them. None if no backward was observed."""
     due_check: str | None = None
-    """The validation due at the next call: OPERATORS or BITS. None for a recorded tape, and for a symbolic tape's tape
-    at a size where a call has passed, or calls of enough other sizes have."""
+    """The validation due at the next call: OPERATORS, BITS or None. None for a recorded tape. Also None for a tape
+    evaluated from a symbolic tape, after a call has passed or if enough calls at other sizes have passed."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """Key of the tape in policies, equal for blocks that may share one plan. It includes sizes.
+        """Key by which policies assign plans to blocks. Blocks whose tapes have equal kinds may share one plan.
 
-        Digests joined by "-": structure, sizes, identity, and inputs.
+        It consists of digests joined by "-": structure, sizes, identity, and inputs.
         """
         sizes = _digest([value.nbytes for value in self.values])
         input_values = [value for value in self.values if self.is_block_input(value.index)]
@@ -249,14 +260,18 @@ class Tape:
         return source is not None and source.place == "generator"
 
     def is_held_elsewhere(self, value: int) -> bool:
-        """Return True for a value that lives outside of the block and its call: a parameter, buffer, or attached
-        tensor."""
+        """Return True if the tensor of `value` exists independently of the call, such as a parameter or buffer.
+
+        Attached tensors and tensors of unknown source count too.
+        """
         source = self.values[value].source
         return source is not None and source.place not in ("argument", "generator")
 
     def generator_states(self) -> list[tuple[int, int, torch.device]]:
-        """Return (tensors saved before, value, device) of each generator state that a recomputable value is drawn
-        from."""
+        """Return (num_saved, value, device) of each generator state from which replay draws random numbers.
+
+        A call must capture the state of `device` after autograd has saved `num_saved` tensors.
+        """
         states = []
         for operator in self.operators:
             produced = operator.results()
@@ -279,7 +294,7 @@ class Tape:
         return self._consumers.get(value, [])
 
     def seal(self, identity: list[Any]) -> None:
-        """Compute the digests. `identity` describes the block in addition to its class."""
+        """Compute the digests of a complete tape. `identity` describes the block in addition to its class."""
         self.identity = _digest([self.block_class, *identity])
         self.structure = _digest([self.identity, self._wiring()])
         constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
@@ -289,14 +304,14 @@ class Tape:
         self.digest = _digest([self.structure, constants, slots, outside, sharing, *reads])
 
     def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
-        """Return the tape of a call with the same operators that read other data."""
+        """Return a copy of the tape for a call that runs the same operators, but reads the data `reads` into Python."""
         return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
-        """Return a dict from values of this tape to the matching values of `other`, and True if the tapes match fully.
+        """Match this tape with `other`. Return (dict from own values to matching values, True if all operators match).
 
-        Saved tensors may differ, and so may the order in which values were first recorded. Two values match only if the
-        operators that made them match: a product with a mask does not match a product with a sigmoid.
+        Two values match only if the operators that made them match: a product with a mask does not match a product with
+        a sigmoid. The saved tensors, and the order in which values were first recorded, may differ.
         """
         matching: dict[int, int] = {}
         matching_operators: dict[int | None, int | None] = {None: None}
@@ -348,6 +363,7 @@ def leaves(*trees: Any) -> list[Any]:
 
 
 def _collect(trees: Iterable[Any], items: list[Any]) -> None:
+    """Append the leaves of `trees` to `items`."""
     for tree in trees:
         if isinstance(tree, (tuple, list)):
             _collect(tree, items)
@@ -372,8 +388,7 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is a view of one storage that holds all its data. Sparse and quantized tensors are
-    not."""
+    """Return True if one storage holds all data of the tensor. Return False for sparse and quantized tensors."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 

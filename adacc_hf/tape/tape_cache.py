@@ -33,7 +33,8 @@ from adacc_hf.tape.tape import Tape
 log = logging.getLogger(__name__)
 
 MOST_SIZE_CLASSES = 16
-"""Most size classes remembered for a block, such as calls with and without a padding mask."""
+"""Greatest number of size classes remembered for each block. Calls with and without a padding mask, for example, are
+two size classes."""
 CUDA_ALIGNMENT = 16
 """On a GPU, attention kernels need a mask whose last dimension is a multiple of this number. Other masks are padded by
 extra operators."""
@@ -47,13 +48,13 @@ _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",
     "profile and train in the same mode",
 )
-"""Likely causes of other operators, and remedies: at a new size (`_OTHER_SIZE`), and at a known size."""
+"""(likely cause, remedy) for the warning that a block runs other operators: at a new size, and at a known size."""
 
 
 class TapeCache:
-    """Tapes of a model, shared by blocks with equal records. A tape is freed when no block remembers its key.
+    """Cache of a model's tapes, and of the execution plans built for them. Blocks with equal tapes share one.
 
-    Tapes recorded by a profile stay: see `profiled_tapes`.
+    A tape is freed when no block remembers a call key with it. Tapes recorded by a profile are kept (`profiled_tapes`).
     """
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
@@ -61,36 +62,40 @@ class TapeCache:
         self.tapes: WeakValueDictionary[str, Tape] = WeakValueDictionary()
         """Recorded tapes that are alive, by digest."""
         self.execution_plans: WeakValueDictionary[Any, ExecutionPlan] = WeakValueDictionary()
-        """Execution plans that are alive, by the tape's digest and what else the plan depends on."""
+        """Execution plans that are alive, by (the tape's digest, everything else that the plan depends on)."""
         self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
-        """By structure, key, and block name. The name None stands for the latest block."""
+        """Tapes by (structure, call key, block name). The name None stands for the latest block."""
         self.profiled: dict[str, Tape] = {}
-        """Tapes merged from other caches, by digest."""
+        """Tapes merged from other caches, by digest. This dict keeps them alive."""
         self.records: dict[str, OrderedDict[Hashable, SizeClassRecords]] = {}
-        """By block name and by size class."""
+        """Recorded calls by block name and by size class."""
         self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
-        """By the identity of their records (`identity_of`)."""
+        """Symbolic tapes that are alive, by the identity of their records (`identity_of`)."""
         self._refused: dict[str, set[int]] = {}
-        """By structure, values that replay did not recompute at some size."""
+        """By structure, values that replay did not recompute bit for bit at some size."""
         self._alignment = 1
+        """Alignment that size classes distinguish (`CallSizes.of`)."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest key and its sizes. Consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """By structure, the order in which backward unpacks saved tensors. The order does not depend on sizes."""
         self.preliminary: set[str] = set()
-        """Structures of tapes that blocks run in their first call only, in which they fill tables for later calls."""
+        """Structures of tapes that occur only in a block's first call, because it fills tables for later calls."""
         self.untraceable = Untraceable()
         """Paths of the model's blocks that cannot be traced."""
         self.fallbacks: Counter[str] = Counter()
         """Number of block calls that did not follow their plan, by reason. The code that counts steps clears this
         counter."""
         self.may_record: Callable[[], bool] = lambda: True
-        """Returns True if the budget has room to record a call that differs from every recorded one."""
+        """Callback that returns True if the budget has room to record a call that differs from all recorded calls."""
         self._warned: set[str] = set()
         self._has_unplanned = False
 
     def verified_tape(self, recorder: Recorder) -> Tape:
-        """Return the tape that `recorder` recorded. Replay is verified for the first tape of each digest."""
+        """Return the tape that `recorder` recorded, with its recomputable values.
+
+        Replay is verified only for the first tape of each digest. Later ones share the result.
+        """
         tape = recorder.tape()
         cached_tape = self.tapes.get(tape.digest)
         if cached_tape is not None:
@@ -106,7 +111,7 @@ class TapeCache:
         return tape
 
     def _warn_stored(self, recorder: Recorder, tape: Tape) -> None:
-        """Warn once for each Function whose results are stored, with the reason."""
+        """Warn once for each `autograd.Function` whose results cannot be recomputed, with the reason."""
         reasons = dict(recorder.refusal_reasons)
         for operator in tape.operators:
             if operator.is_function and not tape.recomputable.issuperset(operator.results()):
@@ -133,7 +138,7 @@ class TapeCache:
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Record that a call of `block` with this key ran the operators of `tape`."""
+        """Note that a call of `block` with this key ran the operators of `tape`, and add the tape to its size class."""
         for name in (block, None):
             self._of_calls[_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
@@ -149,7 +154,7 @@ class TapeCache:
         return None if symbolic_tape is None else (symbolic_tape, sizes)
 
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
-        """Record that a call with this key ran as `symbolic_tape` predicts."""
+        """Extend the confirmed sizes of `symbolic_tape` by those of `key`, whose call ran its operators."""
         symbolic_tape.extend(self._sizes_of(key))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
@@ -157,7 +162,10 @@ class TapeCache:
         return symbolic_tape.tape_at(sizes, self._orders.get(_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
-        """Return an untrusted tape of `block` at another size, if all its tapes of this size class were untrusted."""
+        """Return an untrusted tape from another size, if all recorded tapes of this size class were untrusted.
+
+        Else None.
+        """
         return self._records_of(block, self._sizes_of(key)).untrusted
 
     def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
@@ -179,8 +187,11 @@ class TapeCache:
                 cached_tape.refuse(values)
 
     def compare_with_symbolic_tape(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Compare a recorded tape, and the values that replay recomputed, with the symbolic tape at its size (rule
-        R7)."""
+        """Compare a recorded tape with the tape that the symbolic tape gives at this size (rule R7).
+
+        If the operators differ, distrust the symbolic tape. If replay recomputed fewer values, exclude the others from
+        replay at all sizes.
+        """
         match = self.symbolic_tape_at(key, block)
         if match is None or tape.untrusted is not None:
             return
@@ -195,7 +206,10 @@ class TapeCache:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
 
     def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Record each size from now on, because a call at a new size did not run as `symbolic_tape` predicts."""
+        """Discard `symbolic_tape` and log a warning, because a call of `block` at a new size ran other operators.
+
+        From now on, each new size is recorded. `reason` describes the difference.
+        """
         log.warning(
             "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "
             "recorded from now on, which takes time; to avoid this, pad batches to few lengths (pad_to_multiple_of)",
@@ -218,7 +232,7 @@ class TapeCache:
         return size_class_records
 
     def _symbolic_tape_of(self, records: Sequence[RecordedCall]) -> SymbolicTape | None:
-        """Return the symbolic tape of `records`, shared by all blocks with equal records."""
+        """Return the symbolic tape fitted to `records`, or None. Blocks with equal records share it."""
         key = identity_of(records)
         symbolic_tape = self.symbolic_tapes.get(key)
         if symbolic_tape is None:
@@ -229,7 +243,7 @@ class TapeCache:
         return symbolic_tape
 
     def forget(self, kind: str, key: CallKey) -> None:
-        """Forget the tape of calls with this key under plans for `kind`, because a call ran other operators."""
+        """Forget the tapes of calls with this key of blocks of `kind`, because a call ran other operators."""
         for call in list(self._of_calls):
             if call[:2] == (_structure(kind), key):
                 self._of_calls.pop(call, None)
@@ -237,8 +251,9 @@ class TapeCache:
     def expected_tape(self, kind: str, key: CallKey, block: str) -> Tape | None:
         """Return the tape that `block`, with a plan for `kind`, probably runs in a call with this key.
 
-        This is the tape that the block ran in a profile. If there is none, use the tape of another block with that
-        kind, although numbers may differ from layer to layer.
+        This is the tape that the block itself ran before, for example in a profile. If there is none, return the tape
+        of the latest other block of that kind, although numbers may differ from layer to layer. Return None if there is
+        none either.
         """
         candidates = (self._of_calls.get((_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in candidates if tape is not None), None)
@@ -261,7 +276,8 @@ class TapeCache:
                 own_records.setdefault(size_class, SizeClassRecords()).take(size_class_records, self._symbolic_tape_of)
 
     def tape_of_structure(self, structure: str) -> Tape | None:
-        """Return some recorded tape of a structure that a plan was made for, or None."""
+        """Return any recorded tape whose structure starts with `structure`, the first part of a plan's kind, or
+        None."""
         return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
 
     def execution_plan(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> ExecutionPlan:
@@ -271,17 +287,19 @@ class TapeCache:
         return self._once((tape.digest, (actions, shared, equal)), lambda: ExecutionPlan(tape, choices, shared))
 
     def resized(self, plan: ExecutionPlan, tape: Tape) -> ExecutionPlan:
-        """Return `plan` for another tape of the same symbolic tape."""
+        """Return the execution plan `plan` for `tape`, the tape of the same operators at another size."""
         return self._once((tape.digest, plan), lambda: plan.resized(tape))
 
     def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
+        """Return the cached execution plan for `key`, or build and cache it."""
         execution_plan = self.execution_plans.get(key)
         if execution_plan is None:
             execution_plan = self.execution_plans[key] = build()
         return execution_plan
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
-        """Warn once for each kind that its blocks run plainly or under torch's checkpoint."""
+        """Warn once for each kind that its blocks run plainly or under torch's checkpoint, because `tape` is
+        untrusted."""
         self._warn_once(
             tape,
             "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s",
@@ -301,8 +319,10 @@ class TapeCache:
         )
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
-        """Warn once that the plan does not fit a shape, and how to avoid this. Further kinds and shapes are logged at
-        level INFO."""
+        """Warn that a block runs other operators than its plan was made for, and how to avoid this.
+
+        Only the first warning has level WARNING. Further kinds and shapes are logged at level INFO.
+        """
         sizes = _input_sizes(tape)
         others = (cached_tape for cached_tape in self.tapes.values() if cached_tape.block_class == tape.block_class)
         is_known_size = any(cached_tape is not tape and _input_sizes(cached_tape) == sizes for cached_tape in others)
@@ -313,7 +333,10 @@ class TapeCache:
         )
 
     def warn_unrecorded(self, kind: str, name: str, arguments: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Warn once that a call is not recorded for lack of memory, and how to avoid this."""
+        """Warn that a call of block `name` is not recorded, because the budget has no room, and how to avoid this.
+
+        `arguments` are (path, tensor) of the call. Warn once for each kind.
+        """
         sizes = [tuple(tensor.shape) for _, tensor in arguments]
         event = "run operators that no profile has recorded (to record them would exceed memory_budget)"
         self._warn_other_path(f"unrecorded {kind}", name, sizes, event, "under torch's checkpoint")
@@ -327,6 +350,7 @@ class TapeCache:
         treatment: str,
         cause: tuple[str, str] = _OTHER_SIZE,
     ) -> None:
+        """Log once per `topic` that a block runs operators for which its plan was not made."""
         if topic in self._warned:
             return
         self._warned.add(topic)
@@ -349,8 +373,10 @@ class TapeCache:
             log.warning(message, *details)
 
     def learn_order(self, tape: Tape, unpacked_slots: Iterable[int]) -> None:
-        """Expect backward to unpack slots of `tape` in the order of `unpacked_slots`, unless a longer order is
-        recorded."""
+        """Schedule replay of `tape` for the order in which a backward unpacked its slots.
+
+        Ignore the order if an order of more slots was observed before.
+        """
         order = tuple(dict.fromkeys(unpacked_slots))
         if len(order) <= len(tape.order or ()):
             return
@@ -361,8 +387,7 @@ class TapeCache:
                 execution_plan.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Expect backward to unpack slots of new tapes of a kind or structure in `order`, unless a longer order is
-        recorded."""
+        """Note the unpack order for new tapes of `kind`, unless an order of more slots was observed before."""
         structure = _structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 
@@ -372,7 +397,7 @@ def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
 
 
 def _structure(kind: str) -> str:
-    """Return the part of a kind that does not depend on sizes."""
+    """Return the first part of a kind, or of a structure: the digest that does not depend on sizes."""
     return kind.partition("-")[0][:24]
 
 

@@ -1,4 +1,4 @@
-"""Templates of tapes: a tape split into its integers and everything else, and filled with other integers."""
+"""Templates of tapes: a tape with placeholders for its integers, which are filled with the integers of another size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, T
 
 
 class TapeNumbers:
-    """The integers of a tape, in order, and a digest of everything else."""
+    """The integers of a tape, in order, and a digest of everything else. Used to fit and compare symbolic tapes."""
 
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
@@ -26,7 +26,7 @@ class TapeNumbers:
             parts.append((self._without_numbers(operator.args), self._without_numbers(operator.kwargs)))
         parts += [(slot.value, self._geometry(slot)) for slot in tape.slots]
         self.digest_without_numbers: str = hashlib.sha256(repr(parts).encode()).hexdigest()
-        """Equal for tapes that may share a symbolic tape."""
+        """Digest of the tape without its integers. Equal for tapes that may share a symbolic tape."""
 
     def _geometry(self, ref: TensorRef | Blank) -> tuple[int, torch.dtype]:
         size, stride, offset = ref.geometry
@@ -34,6 +34,7 @@ class TapeNumbers:
         return len(size), ref.dtype
 
     def _without_numbers(self, tree: Any) -> Any:
+        """Append the integers in `tree` to `numbers`, and return `tree` without them."""
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
         if isinstance(tree, Blank):
@@ -61,22 +62,24 @@ class _Number:
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """Placeholder for the tensor reference at index `place`."""
+    """Placeholder in a template for the tensor reference at index `place` in the list of the template's references."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _BlankLike:
-    """Placeholder for a blank with the geometry of the tensor reference at index `place`, which has no value."""
+    """Placeholder in a template for a `Blank`. `place` is the index of a tensor reference with its geometry."""
 
     place: int
     device: torch.device
 
 
 class TapeTemplate:
-    """A tape with placeholders for its numbers. Tapes filled from one template share everything that does not depend on
-    sizes."""
+    """A tape with placeholders for its numbers. Tapes filled from it share everything that does not depend on sizes.
+
+    `places` has, for each number of the tape in order, its index in the list that is passed to `fill`.
+    """
 
     def __init__(self, tape: Tape, places: list[int]) -> None:
         self._numbers = iter(places)
@@ -89,7 +92,7 @@ class TapeTemplate:
         tape.consumers(0)  # computed once, for the tapes of all sizes
 
     def fill(self, base: Tape, numbers: list[int], digest: str) -> Tape:
-        """Return a tape in which `numbers` replace the placeholders of the template."""
+        """Return a tape in which `numbers` replace the placeholders. Everything else is shared with `base`."""
         at = numbers.__getitem__
         geometries: dict[Any, Geometry] = {}
         refs = []
@@ -135,6 +138,7 @@ class TapeTemplate:
         return _Ref(self._refs.setdefault(key, len(self._refs)))
 
     def _tree(self, tree: Any) -> Any:
+        """Return `tree` with integers, references and blanks replaced by placeholders."""
         if isinstance(tree, TensorRef):
             return self._ref(tree)
         if isinstance(tree, Blank):
@@ -152,6 +156,7 @@ class TapeTemplate:
 
 
 def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
+    """Return `tree` with placeholders replaced: numbers by `at(place)`, references by those in `refs`."""
     kind = type(tree)
     if kind is _Ref:
         return refs[tree.place]

@@ -1,4 +1,4 @@
-"""Shapes of a batch: size classes, comparison of batches, and resizing."""
+"""Shapes of the tensors in a batch: rounding to buckets, comparison of batches, and resizing."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
 
 
 def to_profile_shapes(shapes: BatchShapes) -> Shapes:
-    """Convert batch shapes to the form in profiles."""
+    """Convert batch shapes to (name, size) pairs, the form in which profiles and policies store them."""
     return tuple((shape.name, shape.size) for shape in shapes)
 
 
 def from_profile_shapes(shapes: Shapes) -> BatchShapes:
-    """Convert the form in profiles to batch shapes."""
+    """Convert (name, size) pairs, the form in profiles and policies, to batch shapes."""
     return tuple(TensorShape(name, size) for name, size in shapes)
 
 
 def bucket_of(shapes: BatchShapes) -> BatchShapes:
     """Return `shapes` with sizes rounded up to powers of two. Batches with equal rounded sizes form a bucket.
 
-    Buckets group batches whose profile cannot be extrapolated (see `adapt/policy_cache.py`). Numbers of samples and
-    lengths are rounded, and also the sides of images and the widths of features, which do not differ from batch to
-    batch. The dimension that `_fixed_dimension` returns is not rounded.
+    Buckets group batches for which no profile can be extrapolated (see `adapt/policy_cache.py`). All dimensions are
+    rounded, except dimension 1 of a tensor with more than three dimensions (`_fixed_dimension`).
     """
     return tuple(replace(shape, size=tuple(_rounded_sizes(shape.size))) for shape in shapes)
 
@@ -63,7 +62,10 @@ def _fixed_dimension(size: tuple[int, ...]) -> int | None:
 
 
 def has_same_tensors(shapes: BatchShapes, other: BatchShapes) -> bool:
-    """Return True if both batches have the same tensors up to the numbers of samples, lengths and image sides."""
+    """Return True if both batches have tensors of the same names and numbers of dimensions.
+
+    Sizes may differ, except the number of images or channels (`_fixed_dimension`).
+    """
     return [_signature(shape) for shape in shapes] == [_signature(shape) for shape in other]
 
 
@@ -93,15 +95,15 @@ def smallest_enclosing(shapes: BatchShapes, other: BatchShapes) -> BatchShapes:
 
 
 def num_elements(shapes: BatchShapes) -> int:
-    """Return the total number of elements."""
+    """Return the total number of elements of all tensors in a batch."""
     return sum(prod(shape.size) for shape in shapes)
 
 
 def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShapes) -> dict[str, Any]:
-    """Return `batch`, which has the shapes `before`, with its tensors cut or repeated to the shapes `after`.
+    """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
 
-    A tensor that is not in `after`, such as one added on the way into the model, is resized in each dimension whose
-    size equals a number of samples or a length in `before`.
+    A tensor that is not in `after`, such as one that a collator adds later, is resized in each dimension whose size
+    equals a number of samples or a length in `before`.
     """
     sizes = {s.name: s.size for s in after}
     mapping = {
@@ -113,6 +115,7 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
 
 
 def _resize_tensor(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:
+    """Return a tensor cut or repeated to `size`. If `size` is None, replace sizes by `mapping`."""
     if not isinstance(value, torch.Tensor):
         return value
     size = size if size is not None else tuple(mapping.get(n, n) for n in value.shape)

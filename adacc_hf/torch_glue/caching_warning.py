@@ -1,4 +1,7 @@
-"""Transformers' warning that caching is incompatible with gradient checkpointing, for blocks under a policy."""
+"""Filter for Transformers' warning that caching is incompatible with gradient checkpointing.
+
+Blocks under a policy use the entry point of gradient checkpointing, so Transformers would warn about them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,13 @@ _CACHING_WARNING = "Caching is incompatible with gradient checkpointing"
 
 
 class CachingWarning(logging.Filter):
-    """Log filter that drops the warning about caching, if the layer that logs it satisfies `is_ours`."""
+    """Log filter that drops Transformers' warning that caching is incompatible with gradient checkpointing.
+
+    Only warnings about layers for which `is_ours(layer)` returns True are dropped.
+    """
 
     _has_dropped = False
-    """True if a filter has dropped a warning. Shared by all filters, because only the first one sees each record."""
+    """True if any filter has dropped a warning. A class attribute, because only the first filter sees each record."""
 
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -30,8 +36,8 @@ class CachingWarning(logging.Filter):
         _LOG.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False to drop `record`: the caching warning, logged by a layer that satisfies `is_ours`. Else return
-        True.
+        """Return False, so that logging drops `record`, if it is the caching warning of a layer that satisfies
+        `is_ours`.
 
         logging calls this method inside the call that logs `record`, so the layer is found on the call stack.
         """
@@ -48,7 +54,7 @@ class CachingWarning(logging.Filter):
         return True
 
     def remove(self) -> None:
-        """Remove the filter from the log. Further calls have no effect."""
+        """Remove the filter from Transformers' logger. Further calls have no effect."""
         _LOG.removeFilter(self)
         if CachingWarning._has_dropped:
             # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.

@@ -1,6 +1,6 @@
 """Differences between releases of Transformers and torch (tested: transformers 5.17, 5.23; torch 2.11, 2.13, 2.15).
 
-Also torch's checkpoint with full restoration of state (`checkpoint_call`).
+`checkpoint_call` runs a block under torch's checkpoint, and restores state that torch does not restore.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"
 if hasattr(GradientCheckpointingLayer, _CACHE_ATTRIBUTE):
     private_name("GradientCheckpointingLayer", _CACHE_ATTRIBUTE)
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
-"""Name of torch's checkpointing in TrainingArguments and in models' methods. 5.17 has the older name."""
+"""Name of gradient checkpointing in TrainingArguments and in methods of models. Transformers 5.17 has an older name."""
 
 __all__ = [
     "CHECKPOINTING", "FLAG", "FUNCTION", "SETTER", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig",
@@ -53,10 +53,10 @@ __all__ = [
 
 @cache
 def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = False) -> bool:
-    """Return True if `torch.addmm(out_dtype=...)` can add products in `dtype` to a float32 sum.
+    """Return True if this release of torch can add products in `dtype` to a float32 sum (`torch.addmm(out_dtype=...)`).
 
-    The answer comes from a small product. CUDA supports this for half types in some releases of torch; CPUs and ROCm do
-    not. `is_fake` is True for fake tensors, whose device may be absent; it only separates their results in the cache.
+    The function tries a small product. CUDA supports this for half types in some releases of torch. CPUs and ROCm do
+    not. `is_fake` is True for fake tensors, whose device may be absent. It only keeps their results apart in the cache.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -70,12 +70,17 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
 
 
 def keyword_arguments(fn: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a block's call. Every release passes them bound in a functools.partial."""
+    """Return the keyword arguments bound in `fn`, the function that Transformers passes to a checkpoint function.
+
+    Every release of Transformers binds them with `functools.partial`.
+    """
     return fn.keywords if isinstance(fn, partial) else {}
 
 
 def block_of(fn: Any) -> nn.Module | None:
-    """Return the block whose forward Transformers passes to a checkpoint function; None for other functions.
+    """Return the block that `fn` calls, the function that Transformers passes to a checkpoint function.
+
+    Return None if `fn` is another function.
 
     Transformers 5.17 passes a partial of the bound `__call__`, 5.23 a partial of the class's `forward` with the block
     as its first argument.
@@ -89,10 +94,11 @@ def block_of(fn: Any) -> nn.Module | None:
 def run_inside_hooks(
     fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 ) -> Any:
-    """Call `run(forward, args)` with the forward of the block that `fn` calls, inside the block's own forward hooks.
+    """Run the call `fn(*args)` of a block so that its forward hooks run outside of `run`. Return the result.
 
-    Transformers 5.23 passes the forward alone, 5.17 the call with its hooks. Hooks must not be recorded and replayed,
-    because FSDP2's hooks gather the parameters before forward and free them after it.
+    `run(forward, args)` gets the block's forward without hooks. Transformers 5.23 passes the forward alone as `fn`, but
+    5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because FSDP2's hooks gather the
+    parameters before forward and free them after it.
     """
     block, call = block_of(fn), fn.func if isinstance(fn, partial) else fn
     if block is None or getattr(call, "__func__", None) is not nn.Module.__call__:
@@ -113,7 +119,10 @@ def run_inside_hooks(
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call with every key-value cache replaced by None, because replay would append to a cache again."""
+    """Return (fn, args) of a block's call with every key-value cache among the arguments replaced by None.
+
+    A second run of the block in backward would append to the cache again.
+    """
     if any(isinstance(argument, Cache) for argument in args):
         args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
     keywords = keyword_arguments(fn)
@@ -124,7 +133,7 @@ def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
 
 
 def has_cache(fn: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a key-value cache is among the arguments."""
+    """Return True if a key-value cache is among the arguments of the block's call `fn(*args)`."""
     return any(isinstance(value, Cache) for value in (*args, *keyword_arguments(fn).values()))
 
 
@@ -145,7 +154,10 @@ def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
 
 
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks by which Transformers collects hidden states and attentions. These hooks run no operator."""
+    """Return the forward hooks on modules of `block` with which Transformers collects hidden states and attentions.
+
+    These hooks only observe, and run no operator.
+    """
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) == "transformers.utils.output_capturing"]
 
@@ -172,7 +184,7 @@ def is_compiled_around() -> bool:
 
 
 class _Identity(torch.autograd.Function):
-    """Identity, as a Python function of autograd."""
+    """Identity as an `autograd.Function`, to test how torch owns its graph node."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -180,10 +192,11 @@ class _Identity(torch.autograd.Function):
 
 
 def _python_objects_own() -> bool:
-    """Return True if the Python object of an autograd node written in Python keeps the node alive.
+    """Return True if, in this release of torch, the Python object of an `autograd.Function`'s node keeps the node
+    alive.
 
-    Before torch 2.13 it is the other way round: the node keeps the object alive, and dies with the last tensor or node
-    that refers to it. The objects of torch's own nodes keep their nodes alive in all releases.
+    Before torch 2.13 the node keeps the object alive, and dies with the last tensor or node that refers to it. The
+    Python objects of torch's own nodes keep their nodes alive in all releases.
     """
     with torch.enable_grad():
         node = _Identity.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
@@ -198,12 +211,15 @@ _PYTHON_OBJECTS_OWN = _python_objects_own()
 
 
 def owns_graph_node(node: Any) -> bool:
-    """Return True if the Python object `node` keeps its node of autograd's graph alive."""
+    """Return True if a reference to `node`, an autograd node in Python, keeps the node in the graph alive."""
     return _PYTHON_OBJECTS_OWN or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def graph_owner(tensor: torch.Tensor) -> Any:
-    """Return a node that keeps the graph of `tensor` alive: the tensor's own node, or else the node of a new view."""
+    """Return an autograd node whose reference keeps the graph of `tensor` alive.
+
+    This is the tensor's own node. If a reference to that does not suffice (`owns_graph_node`), use a new view's node.
+    """
     if owns_graph_node(tensor.grad_fn):
         return tensor.grad_fn
     with torch.enable_grad():
@@ -211,7 +227,7 @@ def graph_owner(tensor: torch.Tensor) -> Any:
 
 
 def cast_source(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the leaf of which `tensor` is a cast copy; None for any other tensor."""
+    """Return the leaf tensor, usually a parameter, that `tensor` is a cast of. Return None if `tensor` is no cast."""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -225,7 +241,7 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
-    """Disable Transformers' detection of packed sequences.
+    """While open, disable Transformers' detection of packed sequences.
 
     The detection reads the values of the position ids, which fake tensors do not have.
     """
@@ -238,7 +254,7 @@ def no_packed_sequences() -> Iterator[None]:
 
 
 SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Function that returns the function and the arguments of the second forward."""
+"""Function without arguments that returns (function, arguments) of a checkpointed call's second forward."""
 
 
 def checkpoint_call(
@@ -246,10 +262,10 @@ def checkpoint_call(
 ) -> Any:
     """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time.
 
-    Before the second run, state that the first run changed is set back to its values before the first run. After the
-    second run, the state gets its present values again. Buffers and counters thus change once per call, lists get each
-    item once, and random generators give the same numbers in both runs. torch itself restores only its own default
-    generators.
+    Before the second run, state that the first run changed gets the values that it had before the first run. After the
+    second run, the values from before the second run are put back. So buffers and counters change once per call, lists
+    get each item once, and random generators give the same numbers in both runs. torch itself restores only its own
+    default generators.
 
     torch's hooks are removed even if `fn` raises. Before torch 2.13 they would stay active as long as the error is
     referenced.
@@ -295,9 +311,9 @@ def checkpoint_call(
 
 
 def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return an empty tensor on each device of a call's tensors, except the CPU.
+    """Return one empty tensor for each device, except the CPU, of the tensors among a call's arguments.
 
-    torch's checkpoint saves the states of the random generators of its arguments' devices.
+    They are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
     """
     leaves = tree_leaves((args, keyword_arguments(fn)))
     devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -307,9 +323,10 @@ def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def switch_checkpointing(
     model: nn.Module, on: bool, torch_options: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """Switch Transformers' checkpointing of `model` on or off.
+    """Switch Transformers' own gradient checkpointing of `model` on or off.
 
-    `options` are Transformers' own, and `torch_options` go to torch's checkpoint.
+    `torch_options` go to torch's checkpoint. `options` are further arguments of Transformers' method that switches it
+    on.
     """
     if on:
         getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)
@@ -318,7 +335,10 @@ def switch_checkpointing(
 
 
 def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """Return (owner, attribute, rate) of each non-zero layerdrop rate. Models read it from their modules or configs."""
+    """Return (owner, attribute, rate) of each non-zero layerdrop rate.
+
+    The owner is a module of `model` or its config.
+    """
     configs = [getattr(module, "config", None) for module in model.modules()]
     owners = [*model.modules(), *{id(c): c for c in configs if isinstance(c, PretrainedConfig)}.values()]
     rates = [(owner, name, rate) for owner in owners for name, rate in vars(owner).items() if "layerdrop" in name]
@@ -327,7 +347,7 @@ def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
-    """Set all layerdrop rates to 0, so no layer is skipped at random."""
+    """While open, set all layerdrop rates of `model` to 0, so that no layer is skipped at random."""
     rates = layerdrop_rates(model)
     for owner, name, _ in rates:
         setattr(owner, name, 0.0)

@@ -1,4 +1,5 @@
-"""Allocations and frees of all threads in torch's CPU allocator, while memory is profiled."""
+"""Events of torch's CPU allocator: makes torch's profiler record those of all threads, and reads live bytes from
+them."""
 
 from __future__ import annotations
 
@@ -65,9 +66,10 @@ def _set_to(variable: Any, value: Any) -> Iterator[None]:
 
 
 def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
-    """Return the live bytes after each allocator event of the profiled thread, and None for each record named `mark`.
+    """Return the live bytes after each CPU allocator event that `profiler` recorded, in order of time.
 
-    The readings are in order of time and relative to the start. Frees of other threads show in the next event.
+    For each `record_function` named `mark`, the list contains None instead. The bytes are relative to the first event.
+    Only events of the profiled thread are listed. The next of these includes frees by other threads.
     """
     events = []
     assert profiler.kineto_results is not None  # the profiler has ended

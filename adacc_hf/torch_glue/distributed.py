@@ -1,4 +1,4 @@
-"""Agreement between the ranks of a distributed run. With one process these functions do nothing."""
+"""Communication between the ranks of a distributed run. With a single process no function communicates."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 class OutOfMemoryOnRankError(torch.OutOfMemoryError):
-    """Out-of-memory error of some rank, raised on all ranks."""
+    """Error raised on all ranks if any rank ran out of memory."""
 
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise an error of one rank on all ranks, at the end of the context, so no rank waits for another forever.
+    """While open, catch an error on any rank. At the end of the context, raise an error on all ranks.
+
+    Without this, the other ranks could wait for the failed one forever.
 
     If memory runs out on any rank, raise OutOfMemoryOnRankError on all. For any other error, raise RankFailedError on
     the other ranks. All ranks must enter the context, and there must be no collective inside.
@@ -75,10 +77,10 @@ def fail_together() -> Iterator[None]:
 
 @contextmanager
 def end_process_if_out_of_memory() -> Iterator[None]:
-    """If memory runs out on one of several ranks, raise RankFailedError, after which the step is not retried.
+    """While open, turn an out-of-memory error on one of several ranks into RankFailedError, which is not retried.
 
-    For code with collectives. The other ranks may be waiting in any of them and cannot be notified. The launcher stops
-    them once this process has ended.
+    This is for code with collectives. The other ranks may be waiting in a collective, and cannot be notified. The
+    launcher stops them when this process has ended.
     """
     try:
         yield
@@ -94,6 +96,7 @@ def end_process_if_out_of_memory() -> Iterator[None]:
 
 
 def _raise_on_all(error: Exception | None) -> None:
+    """Exchange the errors of all ranks, and raise one on each rank if any rank has failed."""
     is_oom = isinstance(error, torch.OutOfMemoryError)
     results = gather_from_all_ranks(None if error is None else (is_oom, f"{type(error).__name__}: {error}"))
     failures = [(rank, *failure) for rank, failure in enumerate(results) if failure is not None]
@@ -155,7 +158,10 @@ arguments than `args`, and a failed message would leave the other ranks waiting 
 
 
 def _picklable_parts(error: Exception) -> SentError:
-    """Return the parts of `error`. If they cannot be pickled, use an AdaccError with the same message instead."""
+    """Return (class, arguments, attributes) of `error`, to send it to other ranks.
+
+    If these cannot be pickled, return those of an AdaccError with the same message.
+    """
     parts = (type(error), error.args, vars(error))
     try:
         _rebuild_error(*pickle.loads(pickle.dumps(parts)))

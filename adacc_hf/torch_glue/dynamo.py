@@ -26,28 +26,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 from adacc_hf.torch_glue.dynamo_gaps import ClassReads, guard_identities, name_of, record_class_reads, record_dict_order
 
 Scope = dict[str, Any]
-"""Local variables of a traced call: `call`, `args` and `kwargs`."""
+"""Local variables of the function that Dynamo traces: `call`, `args` and `kwargs` of a block's call."""
 
 
 _TRACING = RLock()
-"""Lock held while Dynamo is set up to trace, because its settings are global to the process."""
+"""Lock held while Dynamo's settings are changed for a trace, because they are global to the process."""
 
 
 class NotTraceableError(Exception):
-    """Error raised if Dynamo cannot trace all of the code. The message is the reason in one line."""
+    """Raised if Dynamo cannot trace the code of a call completely. The message is the reason, in one line."""
 
 
 class TracedGuards:
-    """Guards of one traced call, and getters of the numbers and tensors that no guard compares."""
+    """Dynamo's guards of one traced call, and getters of those inputs of the graph that no guard compares."""
 
     def __init__(self, manager: Any, global_scope: dict[str, Any], inputs: _Inputs, dead_objects: _DeadObjects) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
         self.numbers = _compile_getter(inputs.numbers, variables)
-        """Function that returns, from the local variables, the numbers among the inputs of the graph."""
+        """Function from a `Scope` to the numbers that are inputs of the traced graph."""
         self.tensors = _compile_getter(inputs.tensors, variables)
-        """Function that returns, from the local variables, the tensors among the inputs that are neither arguments nor
-        parameters or buffers."""
+        """Function from a `Scope` to those input tensors of the graph that are not arguments, parameters or buffers
+        reached by name."""
         self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
         self._classes = ClassReads(inputs.class_reads)
         self._dead_objects = dead_objects
@@ -59,9 +59,9 @@ class TracedGuards:
         return not self._dead_objects
 
     def hold(self, scope: Scope) -> bool:
-        """Return True if a call with these local variables takes the traced path.
+        """Return True if all guards accept a call with these local variables, so that it takes the traced path.
 
-        Dispatch modes that only observe, such as a memory meter, are left out of the check.
+        Active dispatch modes are disabled during the check, because they only observe the block's operators.
         """
         if not self.is_alive:
             return False
@@ -75,18 +75,19 @@ class TracedGuards:
             return self._check(scope)
 
     def first_failure(self, scope: Scope) -> str:
-        """Return the first guard that a call with these local variables fails, in Dynamo's words; "" if none fails."""
+        """Return Dynamo's text of the first guard that rejects a call with these local variables, or "" if none
+        does."""
         parts = self._manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]).partition("#")[0].strip() if parts else ""
 
 
 def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGuards:
-    """Trace `call(*args, **kwargs)` without running its operators, and return its guards.
+    """Trace a call with Dynamo, without running its operators, and return the guards of the traced path.
 
-    Calls of loggers, of `warnings.warn` and of the `ignored` functions, which return None, are left out of the trace.
-    Sizes of tensors are symbols, and sizes that happen to be equal get different symbols. Queries such as
-    `torch.compiler.is_compiling` return False, because the traced path must be the path that runs later. Raises
-    NotTraceableError if Dynamo cannot trace all of the call.
+    `scope` has the function, `args` and `kwargs` of the call. Calls of loggers, of `warnings.warn` and of the `ignored`
+    functions are left out of the trace; the ignored functions must return None. Sizes of tensors are symbols, and sizes
+    that happen to be equal get different symbols. Queries such as `torch.compiler.is_compiling` return False, because
+    the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole call.
     """
     dynamo = _dynamo()
     inputs = _Inputs()
@@ -120,16 +121,19 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
 
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
-"""Dynamo's setting for functions to leave out of a trace."""
+"""Name of Dynamo's setting that lists the functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
-"""Methods of loggers. Transformers adds the last three."""
+"""Names of methods of loggers that log. Transformers adds the last three."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
 """Suffixes of the names of guards on module attributes that do not affect the operators of forward: backward hooks, and
 the calling conventions of forward hooks. The latter matter only for existing hooks, which have their own guards."""
 
 
 def _messages() -> Iterator[Callable[..., Any]]:
-    """Yield the functions that log or warn. Transformers adds some methods to loggers when it is imported."""
+    """Yield the functions that log or warn, which traces leave out.
+
+    They are looked up at each trace, because Transformers adds some methods to loggers when it is imported.
+    """
     yield warnings.warn
     yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
@@ -153,7 +157,7 @@ def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _DeadObjects(list[Any]):
-    """References to the watched objects that have died."""
+    """List of weak references to watched objects that have died. Empty while all watched objects are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,18 +172,21 @@ class _DeadObjects(list[Any]):
 
 
 def _compile_getter(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
-    """Return a function that evaluates Dynamo's expressions `names` from the local variables `L`."""
+    """Compile Dynamo's source expressions `names` to a function from a `Scope`, their variable `L`, to their values.
+
+    `variables` are the other variables of the expressions.
+    """
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
     return eval(f"lambda L: ({items})", variables)
 
 
 _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\])*\._(parameters|buffers)\['[^']*'\]$")
-"""Pattern of the expression of a parameter or buffer, reached by the names of modules."""
+"""Pattern of the expression of a parameter or buffer that is reached by module names in the block."""
 _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
 class _Inputs:
-    """Inputs of a traced graph that no guard compares, as Dynamo's expressions."""
+    """Inputs of one traced graph that no guard compares, as Dynamo's source expressions."""
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
@@ -193,7 +200,11 @@ class _Inputs:
         """(class, name) of each attribute that was looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return True for each guard to check. Half of all guards say that a module has no hooks, and are dropped."""
+        """Return, for each of Dynamo's guards, True if the guard must be checked. Dynamo calls this for each trace.
+
+        Half of all guards say that a module has no hooks, and are dropped. Values that a guard does not compare exactly
+        are added to `numbers`.
+        """
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
             name = guard.orig_guard.name
@@ -202,7 +213,7 @@ class _Inputs:
         return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
     def record_inputs(self, graph: Any) -> None:
-        """Record the inputs of a traced graph."""
+        """Add the inputs of a traced graph that no guard compares to `numbers` and `tensors`."""
         from torch._dynamo import source as sources
 
         for node in graph.graph.nodes:
@@ -230,11 +241,14 @@ def _raw_environment() -> dict[Any, Any]:
 
 
 _EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
-"""Types of guards that compare the type of a value, and the value by `==`."""
+"""Names of Dynamo's guard types that compare the type of a value, and the value itself by `==`."""
 
 
 def _may_equal_another(value: Any) -> bool:
-    """Return True if `==` does not identify the value: -0.0 == 0.0, True == 1, or a container that can change."""
+    """Return True if a guard that compares by `==` may accept a different value.
+
+    Examples are -0.0 == 0.0, True == 1, and containers that can change.
+    """
     if isinstance(value, tuple | frozenset):
         return any(isinstance(item, bool | float | list | dict | set) or _may_equal_another(item) for item in value)
     if isinstance(value, complex):
@@ -249,7 +263,8 @@ def _in_one_line(error: Exception) -> str:
 
 @cache
 def _dynamo() -> Any:
-    """Import Dynamo, and return the functions that `trace` needs."""
+    """Import Dynamo, and return a namespace of the functions that `trace` needs: `tracing`, `is_traced`,
+    `cache_entries`."""
     import torch._dynamo
     from torch._dynamo import config
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -275,9 +290,9 @@ def _dynamo() -> Any:
 
     @contextmanager
     def tracing(ignored: Iterable[Callable[..., Any]], inputs: _Inputs) -> Iterator[list[Any]]:
-        """Set Dynamo up for `trace`, until the context ends.
+        """While open, change Dynamo's settings for `trace`.
 
-        Yield a list that receives an item when an object dies whose address a guard compares.
+        Yield a list that gets an item when an object dies whose address a guard compares.
         """
         dead_objects = _DeadObjects()
         original = CheckFunctionManager.id_ref
@@ -314,9 +329,9 @@ def _dynamo() -> Any:
 
 @contextmanager
 def grouped_products_of_any_dtype() -> Iterator[None]:
-    """Have torch infer the shape of a grouped matrix product for float32 and float16 too.
+    """While open, let torch infer shapes of grouped matrix products for float32 and float16 too.
 
-    torch itself supports bfloat16 alone there, although its kernels support the other dtypes.
+    torch's shape inference supports only bfloat16, although its kernels support the other dtypes.
     """
     from torch import _meta_registrations
 
@@ -339,7 +354,7 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Dynamo's logs and warnings, for example about `.grad` of tensors that are no leaves."""
+    """While open, silence Dynamo's logs and all warnings, for example about `.grad` of tensors that are no leaves."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -22,7 +22,10 @@ _CALL_METHODS = ("__call__", "_call_impl")
 
 
 class ClassReads:
-    """Methods, properties and attributes that a trace looked up on classes, with their values when traced."""
+    """Guard on the methods, properties and attributes that Dynamo looked up on classes during a trace.
+
+    `reads` are (class, name) of each lookup.
+    """
 
     def __init__(self, reads: Iterable[tuple[type, str]]) -> None:
         by_class: dict[type, list[str]] = {}
@@ -40,7 +43,7 @@ class ClassReads:
         self._before = self._values()
 
     def are_current(self) -> bool:
-        """Return True if all of them have the same values as when traced."""
+        """Return True if all looked-up attributes have the values that they had when traced."""
         try:
             return self._values() == self._before  # compares identities first, which is cheap
         except Exception:  # an attribute or a class does not exist any more, or a new value cannot be compared
@@ -48,7 +51,10 @@ class ClassReads:
 
 
 def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
-    """Return the suffixes with which `owner.name` evaluates to the same object each time; () if none does."""
+    """Return the suffixes to append to `owner.name` so that each evaluation gives the same object.
+
+    Return ("",) if none is needed, (".__func__",) for a class method, and () if no expression gives the same object.
+    """
     for base in owner.__mro__:
         if name in vars(base) and name.isidentifier() and not iskeyword(name):
             value = vars(base)[name]
@@ -61,9 +67,9 @@ def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
 
 @contextmanager
 def guard_identities(numbers: list[str]) -> Iterator[None]:
-    """Guard the addresses of two objects that the traced code compares by `is`, or as keys.
+    """While Dynamo traces, add guards on the identity of objects that the code compares by `is`, or uses as keys.
 
-    For two tensors, add the expression `a is b` to `numbers`.
+    For two tensors, add the expression `a is b` to `numbers` instead.
     """
     try:
         from torch._dynamo.variables import builtin, object_protocol
@@ -107,9 +113,10 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """Record in `class_reads` what the traced code looks up on classes, and guard the standard library's globals.
+    """While Dynamo traces, add (class, name) of each attribute that the code looks up on a class to `class_reads`.
 
-    For each `__dict__` that is read, add the expression of a hash of its names to `numbers`.
+    Also guard globals of the standard library. For each `__dict__` that is read, add an expression to `numbers` that
+    hashes its names.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
@@ -150,7 +157,8 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 
 @contextmanager
 def record_dict_order(numbers: list[str]) -> Iterator[None]:
-    """Add the expression of a hash of the names, in order, of each dict that the traced code iterates to `numbers`.
+    """While Dynamo traces, add an expression to `numbers` for each dict that the code iterates: a hash of its ordered
+    names.
 
     Dynamo guards neither the names nor the order of a dict that is copied or converted to a list, nor the order of an
     OrderedDict.
@@ -191,7 +199,7 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes, given as (owner, name, value), until the context ends. Skip attributes that do not exist."""
+    """While open, replace attributes, given as (owner, name, value). Skip attributes that do not exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:
@@ -204,10 +212,11 @@ def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _guard_identity(variable: Any, by_value: bool) -> None:
-    """Install a guard on the identity of the object behind one of Dynamo's variables.
+    """Install a guard on the identity of the object that `variable`, one of Dynamo's variables, stands for.
 
-    Constants and tensors get no such guard, because Dynamo guards them itself. If `by_value`, the code compares objects
-    by `==` and hash. Then only objects that inherit `object.__hash__`, whose hash is their identity, get the guard.
+    Constants and tensors get no guard, because Dynamo guards them itself. `by_value` is True if the traced code
+    compares objects by `==` and hash. Then only objects that inherit `object.__hash__` get the guard, because their
+    hash is their identity.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -220,5 +229,5 @@ def _guard_identity(variable: Any, by_value: bool) -> None:
 
 
 def name_of(source: Any) -> str:
-    """Return the expression of a source. `name` is a property since torch 2.13, and a method before."""
+    """Return the expression of one of Dynamo's sources. `name` is a property since torch 2.13, and a method before."""
     return source.name if isinstance(source.name, str) else source.name()

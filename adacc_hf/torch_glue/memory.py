@@ -1,6 +1,9 @@
-"""Memory meters: live bytes over time as the allocator counts them, temporaries and other threads' tensors included.
+"""Measurement of memory.
 
-Also the static memory of a step, the memory available on a device, and the detection of out-of-memory errors.
+Meters count live bytes over time, as the allocator does, temporaries and all threads included.
+
+Other functions return the static memory of a step and the memory available on a device, and detect out-of-memory
+errors.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ _FAILED_ALLOCATION_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Messages of failed allocations for which torch raises a plain RuntimeError: those of its CPU allocator, and of
+"""Texts of failed allocations for which torch raises a plain RuntimeError. They come from its CPU allocator, and from
 libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
 
 
@@ -63,7 +66,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """Memory at a mark, and its maximum until the next mark. Bytes are relative to the meter's start."""
+    """Live bytes at one mark of a memory meter, and their maximum until the next mark.
+
+    Relative to the meter's start.
+    """
 
     label: tuple[Any, ...]
     live_bytes: int
@@ -73,16 +79,16 @@ class MemoryPoint:
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Context manager that counts the live bytes of one device between marks. `points` is set on exit."""
+    """Context manager that measures the live bytes of one device at marks and between them. `points` is set on exit."""
 
     points: list[MemoryPoint]
     is_open = False
 
     def mark(self, label: tuple[Any, ...], dying_bytes: int = 0) -> None:
-        """Record a point named `label`, just before `dying_bytes` are freed.
+        """Set a mark named `label`. `dying_bytes` are bytes that will be freed immediately after the mark.
 
-        `CpuMemoryMeter` leaves these bytes out of the maximum that follows the mark. Do nothing after the meter has
-        ended, because tensors of a model may report their death at any time.
+        `CpuMemoryMeter` does not count these bytes in the maximum that follows the mark. Do nothing if the meter is not
+        open, because code that reports freed tensors may call this at any time.
         """
         if self.is_open:
             self._mark(label, dying_bytes)
@@ -106,7 +112,7 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
 
 
 _session_lock = threading.RLock()
-"""Lock held while a meter's profiler runs, because a process has one profiler session."""
+"""Lock held while a CPU meter's profiler runs, because a process can have only one profiler session."""
 
 _BUSY = (
     "another torch profiler {}. A process can have one at a time, and CPU memory is measured with one. Stop the other "
@@ -116,10 +122,12 @@ _BUSY = (
 
 
 class CpuMemoryMeter(MemoryMeter):
-    """Meter that reads the CPU allocator's events from torch's profiler. Other threads' meters wait until it ends.
+    """Memory meter for the CPU, which reads allocator events from torch's profiler.
 
-    On entry, raises ProfilerConflictError if another profiler is running. If another profiler starts during the
-    measurement, it gets the session, and the meter raises ProfilerConflictError on exit.
+    Meters of other threads wait for it.
+
+    On entry, raise ProfilerConflictError if another profiler is running. If another profiler starts during the
+    measurement, the measurement ends, and the meter raises ProfilerConflictError on exit.
     """
 
     def __init__(self) -> None:
@@ -193,7 +201,7 @@ class CpuMemoryMeter(MemoryMeter):
 
 @contextmanager
 def _silenced_stderr() -> Iterator[None]:
-    """Silence stderr, where the profiler's C++ code writes a line at each start and stop."""
+    """While open, discard all output to stderr. The profiler's C++ code writes a line there at each start and stop."""
     sys.stderr.flush()
     stderr_copy = os.dup(2)
     with open(os.devnull, "w") as devnull:
@@ -206,7 +214,7 @@ def _silenced_stderr() -> Iterator[None]:
 
 
 _peaks_before_reset: dict[torch.device, int] = {}
-"""Highest peak in torch's statistics when a meter reset them, by device."""
+"""By device, the highest peak in torch's statistics that a meter has reset since the last `take_peak`."""
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -216,9 +224,9 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def take_peak() -> int:
-    """Return the peak of live bytes on the current GPU since the last call, and reset it.
+    """Return the peak of live bytes on the current GPU since the last call, and reset torch's peak statistic.
 
-    Equals `torch.cuda.max_memory_allocated()` if no meter has reset torch's statistics.
+    In contrast to `torch.cuda.max_memory_allocated()`, the peak is right also if a meter has reset the statistic.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     peak = max(torch.cuda.max_memory_allocated(device), _peaks_before_reset.pop(device, 0))
@@ -227,10 +235,10 @@ def take_peak() -> int:
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Meter that reads the statistics of torch's caching allocator, in units of 512 bytes. It does not synchronise.
+    """Memory meter for a GPU, which reads the statistics of torch's caching allocator. It does not synchronise.
 
-    The maximum after a mark includes memory that is freed right at the mark, so peaks in forward may be predicted too
-    high.
+    The allocator counts in units of 512 bytes. The maximum after a mark includes memory that is freed right at the
+    mark, so peaks in forward may be predicted too high.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -270,12 +278,12 @@ class StepMemory:
     peak_bytes: int
     """Peak of the live bytes during the step, static memory included."""
     timeline: tuple[tuple[str, int], ...]
-    """(label, maximum of the live bytes until the next label), static memory included."""
+    """(label, maximum of the live bytes until the next label) of each mark of the meter, static memory included."""
 
 
 @contextmanager
 def garbage_collection_disabled() -> Iterator[None]:
-    """Disable garbage collection, which would free tensors in reference cycles at random times of a measurement."""
+    """While open, disable garbage collection, which would free tensors in reference cycles at random times."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -319,9 +327,10 @@ def measure_step(
 
 
 def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.Tensor:
-    """Run one forward, and return its loss. Clear autocast's cache, as the end of a model's own autocast does.
+    """Run one forward of `model` on `batch`, and return its loss.
 
-    Raises ValueError if the model returns no loss that requires a gradient.
+    Clear autocast's cache afterwards, as the end of a model's own autocast does. Raise ValueError if the model returns
+    no loss that requires a gradient.
     """
     loss = getattr(model(**batch), "loss", None)
     torch.clear_autocast_cache()
@@ -343,7 +352,7 @@ def _is_frozen(model: Any) -> bool:
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Run backward outside autocast, as training does."""
+    """Run backward from `loss`, with autocast disabled, as training does."""
     # Without autocast around it no context is entered here: casts that a checkpoint makes in backward are freed when
     # the outermost autocast context ends, and this context would keep them alive.
     is_under_autocast = torch.is_autocast_enabled(loss.device.type)
@@ -355,8 +364,8 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
     """Return the bytes live on the model's device before a step.
 
     On a GPU these are all bytes that the allocator counts for this process, including a second model, prefetched
-    batches and cuBLAS workspaces. A CPU allocator does not count, so the known tensors are summed
-    (`count_static_bytes`).
+    batches and cuBLAS workspaces. torch's CPU allocator has no count, so the tensors of model, batch and optimizer are
+    summed (`count_static_bytes`).
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -370,14 +379,14 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def has_expandable_segments() -> bool:
-    """Return True if the GPU's free memory does not fragment, as with PyTorch's expandable segments."""
+    """Return True if the GPU allocator avoids fragmentation: with expandable segments, or with cudaMallocAsync."""
     if torch.cuda.get_allocator_backend() != "native":  # cudaMallocAsync maps scattered pages into one block
         return True
     return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 def allocate_workspaces(device: torch.device) -> None:
-    """Allocate the workspaces, about 32 MiB, that a GPU keeps after the first product in forward and in backward.
+    """Make cuBLAS allocate its workspaces, about 32 MiB, which a GPU keeps after the first matrix products.
 
     Call this before a step whose stored bytes are measured: a workspace allocated in that step would count as stored.
     """
@@ -404,10 +413,10 @@ def count_static_bytes(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that `optimizer` holds in addition to its parameters.
+    """Return the tensors that `optimizer` holds in addition to the model's parameters.
 
-    They are in its state, in its groups (GrokAdamW), in its attributes (AdaLomo), or in objects of its state (GaLore's
-    projections).
+    They are in its state, in objects of its state (GaLore's projections), in its groups (GrokAdamW), or in its
+    attributes (AdaLomo).
     """
     tensors = tensors_in([*optimizer.state.values()])  # DeepSpeed's optimizer has `state`, but is no torch optimizer
     for member in component_optimizers(optimizer):
@@ -423,7 +432,10 @@ def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.
 
 
 def component_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers inside `optimizer`: the one that Accelerate wraps, one per layer (GaLore), or itself."""
+    """Return the innermost optimizers of `optimizer`, without the wrapper of Accelerate.
+
+    This is one optimizer per layer for GaLore's layer-wise mode, and a single optimizer otherwise.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     layers = getattr(optimizer, "optimizer_dict", None)
@@ -454,10 +466,10 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:
-    """Return the bytes that this process can use on `device`: its live bytes plus the free ones.
+    """Return the bytes that this process can use on `device`: the bytes that it uses already, plus the free ones.
 
-    On a GPU, the process's memory fraction is the limit, and `FRAGMENTATION_SHARE` is subtracted unless segments are
-    expandable.
+    On a GPU, the process's memory fraction is the limit. Unless segments are expandable, `FRAGMENTATION_SHARE` is
+    subtracted. On a CPU, `static_bytes` are the bytes in use.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ModelHook:
-    """Hook that is not copied with its model. The copied or unpickled hook does nothing."""
+    """Forward hook of a model that runs `call`. If the model is copied or pickled, the copy's hook does nothing."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -24,7 +24,10 @@ class ModelHook:
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments of a call by name; None if a positional argument has no name, as in `*args`."""
+    """Return all arguments of a call of `module` by parameter name of its forward.
+
+    Return None if a positional argument has no name, because the forward takes `*args`.
+    """
     parameters = list(inspect.signature(module.forward).parameters.values())[: len(args)] if args else []
     if len(parameters) < len(args) or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return None

@@ -64,18 +64,20 @@ if TYPE_CHECKING:
     from adacc_hf.torch_glue.no_trace import Tables
 
 LARGEST_COPY = 64 << 20
-"""Size in bytes up to which a tensor that is no buffer is copied. A change of a larger tensor is only detected."""
+"""Limit in bytes up to which a snapshot copies a tensor that is not a buffer. Changes of larger tensors are only
+detected."""
 SMALL_COPY = 64 << 10
-"""Size limit for a tensor that requires a gradient, and for blocks whose calls have changed no state so far."""
+"""Lower limit in bytes, for tensors that require a gradient and for blocks whose calls have changed no state so far."""
 MAX_ITEMS = 4096
-"""Maximum size of a container whose items are searched. Data sets are larger, and blocks do not change their items."""
+"""Greatest length of a container whose items are searched for state. Data sets are longer, and blocks do not change
+their items."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "PIL", "_pytest", "accelerate", "adacc_hf", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub",
     "hypothesis", "matplotlib", "numpy", "pandas", "peft", "pyarrow", "pytest", "safetensors", "scipy", "sklearn",
     "tensorboard", "tokenizers", "torch", "torchao", "tqdm", "transformers", "triton", "trl", "wandb",
 }  # fmt: skip
-"""Packages whose classes and globals are taken to hold no state that a block changes."""
+"""Packages whose classes and globals are not searched, on the assumption that blocks change no state there."""
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.dtype, torch.device, torch.layout,
@@ -84,16 +86,16 @@ _ATOMS = (
 
 
 class _Search:
-    """Search for all state reachable from some objects."""
+    """Search for all mutable state that is reachable from the objects `roots`."""
 
     def __init__(self, roots: Iterable[Any], largest_copy: int, excluded: Iterable[Any]) -> None:
         roots = list(roots)
         self._largest_copy = largest_copy
         self.is_sharded = any(isinstance(root, nn.Module) and is_sharded(root) for root in roots)
         self.records: list[tuple[Kind, Any]] = []
-        """(kind, object) of each piece of state."""
+        """(kind of state, object) of each object with state."""
         self.empty: list[dict[Any, Any]] = []
-        """Empty dicts of modules, most of them dicts of hooks."""
+        """Attributes of modules that are empty dicts, most of them for hooks."""
         self.leaves: dict[int, torch.Tensor] = {}
         """Tensors that may get a gradient, by id."""
         self._visited: dict[Any, Any] = {id(obj): obj for obj in excluded}
@@ -112,6 +114,7 @@ class _Search:
         self._queue += inner
 
     def _module(self, module: nn.Module) -> None:
+        """Add the state of a module: its attributes, buffers, hooks and class attributes."""
         entries = vars(module)
         self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, entries)
         for name, value in entries.items():
@@ -135,6 +138,7 @@ class _Search:
         self._queue.append(type(module))
 
     def _tensor(self, tensor: torch.Tensor | None, is_buffer: bool = False) -> None:
+        """Add a tensor: its content if it can be copied, else only its version."""
         if tensor is None or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             self.leaves |= {} if tensor is None else {id(tensor): tensor}
             return
@@ -163,6 +167,7 @@ class _Search:
         self._queue += items
 
     def _function(self, function: FunctionType) -> None:
+        """Add the state that a Python function can change: closure, defaults, attributes and globals."""
         cells = function.__closure__ or ()
         self._queue += map(cell_content, cells)
         if _is_library(function.__module__):  # for example a decorator
@@ -176,6 +181,7 @@ class _Search:
         self._names(function.__globals__, _names_in(function.__code__))
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
+        """Add the global variables of `namespace` that a function's code uses, also those of other modules."""
         names = Globals(namespace, code_names)
         for value in names.values():
             if not isinstance(value, ModuleType):
@@ -211,7 +217,7 @@ class _Search:
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that contains each element of an expanded tensor once."""
+    """Return a view of an expanded tensor that contains each element once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -219,14 +225,14 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements share memory, as in a view by `unfold`, and cannot be written one by one."""
+    """Return True if elements of the tensor share memory, as in a view by `unfold`, so that they cannot be restored."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > extent
 
 
 @cache
 def _names_in(code: CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes that a function's code mentions, inner functions included."""
+    """Return the names of globals and attributes that occur in a function's code, including its inner functions."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*map(_names_in, inner))
 
@@ -268,7 +274,7 @@ _visitor_cache: WeakKeyDictionary[type, Callable[[_Search, Any], None] | None] =
 
 
 def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
-    """Return the method that searches an object of type `cls`; None if objects of that type hold no state."""
+    """Return the method of `_Search` for objects of type `cls`, or None if these objects hold no state."""
     if cls not in _visitor_cache:
         default = None if _is_library(cls.__module__) else _Search._object
         _visitor_cache[cls] = next((visit for types, visit in _VISITORS if issubclass(cls, types)), default)
@@ -279,9 +285,11 @@ def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
 
 
 class ModelState:
-    """Snapshot of the state reachable from `roots`: modules, functions, arguments of a call, a Trainer.
+    """Snapshot of all state reachable from `roots`, to restore it after a model was run outside of training.
 
-    State that is reachable only through the `excluded` objects is left out.
+    Roots are, for example, modules, functions, the arguments of a call, or a Trainer. Tensors of more than
+    `largest_copy` bytes are not copied, and their changes are only detected. State that is reachable only through
+    `excluded` objects is left out.
     """
 
     def __init__(self, roots: Iterable[Any], largest_copy: int = LARGEST_COPY, excluded: Iterable[Any] = ()) -> None:
@@ -293,15 +301,15 @@ class ModelState:
         self.records = [(kind, obj, kind.take(obj)) for kind, obj in search.records]
 
     def watch_parameters(self) -> None:
-        """Detect in-place changes of parameters too."""
+        """From now on, also detect in-place changes of parameters and other leaf tensors."""
         copied_ids = {id(obj) for kind, obj, _ in self.records if kind is CONTENT}
         leaves = [leaf for leaf in self.leaves if id(leaf) not in copied_ids and not leaf.is_inference()]
         self.records += [(VERSION, leaf, version_of(leaf)) for leaf in leaves if not self._is_sharded]
 
     def changed(self) -> ModelState | None:
-        """Return the part of this state that differs from the present state; None if all is equal.
+        """Return a snapshot of only the state that has changed since this snapshot, or None if nothing has changed.
 
-        Raises UnrestorableError for a change that cannot be undone.
+        Raise UnrestorableError for a change that cannot be undone.
         """
         part = copy.copy(self)
         part._empty = [entries for entries in self._empty if entries]
@@ -312,7 +320,10 @@ class ModelState:
         return part if part._empty or part.records else None
 
     def restore(self, tables: Tables | None = None) -> None:
-        """Put this state back, except for the entries that `tables` retains."""
+        """Restore the state of this snapshot, except for the dict entries that `tables` retains.
+
+        Raise UnrestorableError for a change that cannot be undone.
+        """
         for kind, obj, before in self.records:
             has_entries = kind in (ENTRIES, LOCAL_ENTRIES)
             retained = tables.retained_entries(obj, before) if tables is not None and has_entries else {}
@@ -326,7 +337,7 @@ class ModelState:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """Put this state back until the context ends, and then the present state again."""
+        """While open, restore the state of this snapshot. Afterwards, put the present state back."""
         present = copy.copy(self)
         present.records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self.records]
         present.records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]

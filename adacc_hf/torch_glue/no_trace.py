@@ -1,7 +1,7 @@
-"""Restoration of a model's state after extra runs, by a profile or the gradient check (`NoTrace`).
+"""Restoration of a model's state after extra runs by a profile or the gradient check (`NoTrace`).
 
-Also the detection of state changes by a call (`record_state_changes`), for torch's checkpoint, which runs a block twice
-although the block's state must change once.
+`record_state_changes` detects the state that one call of a block changes. torch's checkpoint needs this: it runs a
+block twice, although the block's state must change once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from adacc_hf.torch_glue.tensors import gradient_leaves, without_gradient_hooks
 
 
 class Tables:
-    """Tables: dict entries that runs fill with tensors without gradient, such as rotary embeddings.
+    """Registry of tables: dict entries that a model's runs fill with tensors, such as cached rotary embeddings.
 
-    An entry is a table if it was absent or None before, or a tensor of another shape. Tables stay until the last run
-    has ended, because training too fills them in its first step and reads them in later steps. Afterwards a table stays
-    if it was filled once and then only read. An entry that later runs change, such as a counter that starts at None, is
-    restored.
+    An entry is a table if a run gave it tensors without gradient, and it was absent, None or a tensor of another shape
+    before. Tables are not restored between runs, because training too fills them in its first step and reads them in
+    later steps. After the last run, a table stays if it was filled once and then only read. An entry that later runs
+    change, such as a counter that starts at None, is restored.
     """
 
     def __init__(self) -> None:
         self._first_values: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """First value and the versions of its tensors, by (id of the dict, name)."""
+        """By (id of the dict, name): the first value of each table, and the versions of its tensors at that time."""
         self._changed_keys: set[tuple[int, Any]] = set()
         """Keys of entries that a later run has changed."""
         self.has_copies = False
@@ -43,7 +43,8 @@ class Tables:
         """True after the last run has ended."""
 
     def retained_entries(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of `now` that must not be restored to `before`."""
+        """Return the entries of the dict `now` that must not be restored to those of `before`, its copy in a
+        snapshot."""
         retained = {}
         for name, value in now.items():
             value_before = before.get(name)
@@ -80,7 +81,7 @@ def _is_replaced(now: Any, before: Any) -> bool:
 
 
 def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
-    """Return the tensors of an entry's value `now` if the entry may be a table, else []."""
+    """Return the tensors of the entry `now`, which was `before`, if the entry may be a table (`Tables`), else []."""
     if isinstance(now, (tuple, list)) and before is None:
         tensors = [item for item in now if isinstance(item, torch.Tensor) and not item.requires_grad]
         return tensors if len(tensors) == len(now) else []
@@ -91,18 +92,19 @@ def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
 # State changes by calls that torch's checkpoint repeats in backward.
 
 UNCHANGED_CALLS = 2
-"""Number of calls without a change of state after which a block's larger tensors are no longer copied, only checked."""
+"""Number of consecutive calls without a change of state after which snapshots no longer copy a block's larger tensors,
+but only detect their changes."""
 
 _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
-"""Number of calls in a row in which a block changed no state, and the training flags of its modules at that time."""
+"""By block: (number of consecutive calls that changed no state, training flags of its modules at these calls)."""
 
 
 @contextmanager
 def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
-    """Yield a list that receives, at the end of the context, the earlier values of all changed state.
+    """While open, watch the state of `block` and of `call`, the called function and its arguments.
 
-    The state belongs to `block` and to `call`, the called function and its arguments. Raises UnrestorableError if a
-    change cannot be undone.
+    Yield a list. At the end of the context, it receives snapshots with the earlier values of all state that has
+    changed. Raise UnrestorableError if a change cannot be undone.
     """
     changes: list[ModelState] = []
     flags = [] if block is None else [module.training for module in block.modules()]
@@ -120,12 +122,13 @@ def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[M
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """Context manager that restores, at its end, the state that runs of a model inside have changed.
+    """Context manager for runs of a model outside of training. At its end, the state that the runs changed is restored.
 
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
-    `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step
-    in backward, are not called inside. Tables stay (`Tables`), because a run that fills them calls other operators than
-    later ones. Raises UnrestorableError for a change that cannot be undone.
+    `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step in
+    backward, are not called inside. Filled tables, such as cached rotary embeddings, stay filled (`Tables`), because a
+    run that fills them calls other operators than later runs. Raise UnrestorableError for a change that cannot be
+    undone.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self
 
     def start_over(self) -> frozenset[Any]:
-        """Restore the state and the random generators for the next run, so that each run does the same.
+        """Restore the state and the random generators before the next run, so that all runs do the same.
 
         Return the key of each table, (id of the dict, name). A table is a dict entry that a run has filled with
         tensors, such as rotary embeddings. Tables are not restored (see `Tables`).
@@ -165,12 +168,12 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self._first_states.have_advanced()
 
     def continue_random_states(self) -> None:
-        """Restore state, but not the generators. All later runs start from the generators' present states."""
+        """Restore the model's state, but not the random generators. Later runs start from their present states."""
         self._first_states = self._take_random_states()
         self._state.restore(self._tables)
 
     def protect_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Restore also the gradients of all other leaves that a backward from `outputs` reaches."""
+        """Also restore, at the end, the gradients of further leaf tensors that a backward from `outputs` reaches."""
         protected_ids = {id(leaf) for leaf, _, _ in self._gradients}
         leaves = [leaf for leaf in gradient_leaves(outputs) if id(leaf) not in protected_ids]
         self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]

@@ -45,30 +45,36 @@ __all__ = [
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
-"""(class or module, attribute) of each name registered by `private_name`."""
+"""(class or module, attribute) of each private name of torch that was registered by `private_name`."""
 
 
 def private_name(owner: str, attribute: str) -> str:
-    """Register `attribute` as a private attribute of objects of class `owner`, and return it."""
+    """Register a private attribute of torch or Transformers that this package uses, and return its name `attribute`.
+
+    `owner` is the name of the class or module that has the attribute. A test checks that it exists in each release.
+    """
     ATTRIBUTES.append((owner, attribute))
     return attribute
 
 
 def _attribute_getter(owner: str, attribute: str) -> Callable[[Any], Any]:
-    """Return a getter of `attribute`. It is as fast as attribute access, because no Python function is called."""
+    """Register a private attribute, and return a function that gets it from an object, as fast as attribute access."""
     return attrgetter(private_name(owner, attribute))
 
 
 # Tensors and storages.
 
 version_of = _attribute_getter("Tensor", "_version")
-"""Autograd's version counter of a tensor: the number of in-place writes to its storage."""
+"""Function that returns autograd's version counter of a tensor: the number of in-place writes to its storage."""
 storage_key = _attribute_getter("UntypedStorage", "_cdata")
-"""Key of a storage, unique while the storage is alive. Unlike `data_ptr()`, also for storages without memory."""
+"""Function that returns a key of a storage, unique while the storage is alive.
+
+In contrast to `data_ptr()`, this works for storages without memory too."""
 coo_indices, coo_values = Tensor._indices, Tensor._values
-"""Indices and values of a sparse COO tensor. The public methods raise for a tensor that is not coalesced."""
+"""Functions that return the indices and the values of a sparse COO tensor, also if it is not coalesced. The public
+methods raise for such a tensor."""
 GRADIENT_HOOKS = (private_name("Tensor", "_backward_hooks"), private_name("Tensor", "_post_accumulate_grad_hooks"))
-"""Attributes with a parameter's hooks before and after the accumulation of its gradient."""
+"""Names of the attributes with a parameter's hooks before and after the accumulation of its gradient."""
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 """Constructor of a tensor of a given class, with a shape but without memory."""
 
@@ -79,34 +85,37 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 LOCAL_TENSOR, SPEC = private_name("DTensor", "_local_tensor"), private_name("DTensor", "_spec")
-"""Attributes of a DTensor: the local tensor of this rank, and the spec (mesh, placements, shape)."""
+"""Names of a DTensor's attributes with the local tensor of this rank, and with the spec (mesh, placements, shape)."""
 SHARDED_SIZE = private_name("FlatParameter", "_sharded_size")
-"""Attribute that only flat parameters of FSDP have."""
+"""Name of an attribute that only flat parameters of FSDP have."""
 
 # Modules.
 
 PARAMETERS, BUFFERS, MODULES = (private_name("Module", name) for name in ("_parameters", "_buffers", "_modules"))
-"""Attributes of a module: dicts of its own parameters, buffers and child modules by name."""
+"""Names of a module's attributes with its own parameters, buffers and child modules, each a dict by name."""
 parameters_of, buffers_of, modules_of = map(attrgetter, (PARAMETERS, BUFFERS, MODULES))
+"""Functions that return these dicts of a module. They are faster than the public methods."""
 forward_pre_hooks = _attribute_getter("Module", "_forward_pre_hooks")
 forward_hooks = _attribute_getter("Module", "_forward_hooks")
+"""Functions that return the forward hooks of a module, a dict by id."""
 GLOBAL_PRE_HOOKS, GLOBAL_HOOKS = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
-"""Forward hooks of all modules."""
+"""Forward hooks that torch runs for every module."""
 attention_priority = torch._C._get_sdp_priority_order
 """Function that returns the order of preference of fused attention's kernels."""
 COMPILED_MODULE = private_name("OptimizedModule", "_orig_mod")
 """Name of the original module inside the wrapper that torch.compile returns."""
 compiled_call = _attribute_getter("Module", "_compiled_call_impl")
-"""Getter of the compiled call of a module after `Module.compile`; None before."""
+"""Function that returns the compiled call of a module after `Module.compile`, or None before."""
 CHECKPOINTED = private_name("CheckpointWrapper", "_checkpoint_wrapped_module")
 """Name of the original module inside torch's activation-checkpoint wrapper."""
 
 # Autograd.
 
 sequence_number = methodcaller(private_name("Node", "_sequence_nr"))
-"""Sequence number of an autograd node, in order of creation. Raises RuntimeError if the node's owner has died."""
+"""Function that returns the sequence number of an autograd node, in order of creation. It raises RuntimeError if the
+node was freed."""
 input_metadata = _attribute_getter("Node", "_input_metadata")
-"""Shape, dtype and device of each gradient that an autograd node expects."""
+"""Function that returns shape, dtype and device of each gradient that an autograd node expects."""
 current_autograd_node = torch._C._current_autograd_node
 """Function that returns the node whose backward torch's engine is running in this thread, or None."""
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -120,9 +129,9 @@ outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False
 # Operators.
 
 schema_of = _attribute_getter("OpOverload", "_schema")
-"""Schema of an operator: names, defaults and aliases of its arguments."""
+"""Function that returns the schema of an operator: names, defaults and aliases of its arguments."""
 op_name = _attribute_getter("OpOverload", "_opname")
-"""Name of an operator without its namespace and overload."""
+"""Function that returns the name of an operator without its namespace and overload."""
 TO_COPY = torch.ops.aten._to_copy.default
 """Operator of a cast, a move to another device, or both."""
 SOFTMAX = torch.ops.aten._softmax
@@ -144,12 +153,15 @@ _ATTENTION = {
 
 
 def attention_name(kind: str) -> str:
-    """Return the name of the fused-attention operator of this `kind`, in the form of `op_name`."""
+    """Return the name of a fused-attention operator of torch, without namespace and overload.
+
+    `kind` is "math", "efficient", "flash", "cpu" or "cudnn"; or "flash_backward" or "cpu_backward".
+    """
     return _ATTENTION[kind]
 
 
 def attention_operator(kind: str) -> Any:
-    """Return the fused-attention operator of this `kind`, with all its overloads."""
+    """Return the fused-attention operator of torch of this `kind` (see `attention_name`), with all its overloads."""
     return getattr(torch.ops.aten, _ATTENTION[kind])
 
 
@@ -160,7 +172,7 @@ eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
-"""Functions with which every torch profiler prepares and starts the process's profiler session."""
+"""Names of the functions with which every torch profiler prepares and starts the process's profiler session."""
 
 
 transform_level = torch._C._functorch.maybe_current_level
@@ -189,7 +201,7 @@ def _is_prepared(profiler: torch.profiler.profile) -> bool:
 
 @contextmanager
 def before_profilers_start(call: Callable[[], None]) -> Iterator[None]:
-    """Have `call` called before any torch profiler prepares or starts its session, until the context ends."""
+    """While open, call `call` each time before a torch profiler prepares or starts its session."""
     before = {name: getattr(torch.autograd.profiler, name) for name in _STARTS}
 
     def start(name: str, *args: Any, **kwargs: Any) -> Any:

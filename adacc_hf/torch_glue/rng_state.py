@@ -31,13 +31,13 @@ class PythonStates:
         return random.getstate() != self._python or not is_same_numpy
 
     def restore(self) -> None:
-        """Put the generators into these states."""
+        """Set the generators to the states of the snapshot."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """Put the generators into these states until the context ends, and then into their present states again."""
+        """While open, set the generators to the states of the snapshot. Afterwards, restore their present states."""
         present = PythonStates()
         self.restore()
         try:
@@ -71,7 +71,7 @@ class RandomStates:
         )
 
     def restore(self) -> None:
-        """Put the generators into these states."""
+        """Set the generators to the states of the snapshot."""
         state = torch.get_rng_state()
         ctypes.memmove(state.data_ptr(), self._cpu, len(self._cpu))
         torch.set_rng_state(state)
@@ -81,11 +81,14 @@ class RandomStates:
 
 
 _replacement_generators: dict[str, Any] = {}
-"""Replacements of the default generators, by device type."""
+"""Replacements of torch's default generators, by device type (`replace_generators`)."""
 
 
 def generator_of(device: torch.device) -> Any:
-    """Return the default generator of `device`, or None for devices other than CPUs and CUDA GPUs."""
+    """Return torch's default generator of `device`, or None for devices other than CPUs and CUDA GPUs.
+
+    While `replace_generators` is open, return the replacement instead.
+    """
     if _replacement_generators:
         return _replacement_generators.get(device.type)
     if device.type == "cuda":
@@ -104,9 +107,9 @@ def generator_state(device: torch.device) -> torch.Tensor | None:
 
 @contextmanager
 def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Replace default generators until the context ends. `replacements` has a generator for each device type.
+    """While open, use `replacements` in place of torch's default generators. It has a generator for each device type.
 
-    Stand-ins are used with fake tensors, for which no random numbers are drawn.
+    This is used with fake tensors, for which no random numbers are drawn.
     """
     _replacement_generators.update(replacements)
     try:
@@ -117,7 +120,7 @@ def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """Put the default generator of `device` into `state` until the context ends, and then restore it.
+    """While open, set the default generator of `device` to `state`. Restore the generator afterwards.
 
     If `state` is None, do nothing.
     """
@@ -142,7 +145,7 @@ def gpus_in_use() -> list[torch.device]:
 
 @contextmanager
 def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the states of all generators when the context ends."""
+    """Restore the default generators of the CPU, of the GPUs among `devices`, of Python and of numpy at the end."""
     before = RandomStates(devices)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Kinds of state that a model's Python code may change, each with functions to copy, compare and restore it."""
+"""Kinds of state that a model's Python code may change, each with functions to copy, compare and restore the state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _ABSENT: Any = object()
 
 
 class Kind(NamedTuple):
-    """Functions for one kind of state. `same` and `put` get an object, and the copy that `take` returned for it."""
+    """Functions for one kind of state of an object.
+
+    `take` copies the state. `same` compares the object with the copy, and `put` restores the object from the copy.
+    """
 
     take: Callable[[Any], Any]
     same: Callable[[Any, Any], bool]
@@ -89,7 +92,7 @@ def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
 
 
 class Globals:
-    """Global names in a namespace that a function's code mentions."""
+    """Global variables that a function's code uses: names in a module's namespace."""
 
     def __init__(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
         self.namespace = namespace
@@ -111,6 +114,7 @@ def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def _refuse_change(tensor: torch.Tensor, before: int) -> None:
+    """Raise UnrestorableError for a tensor that was changed in place and not copied."""
     if isinstance(tensor, nn.Parameter):
         advice = "change parameters outside of forward, in the training step"
     else:
@@ -122,7 +126,7 @@ def _refuse_change(tensor: torch.Tensor, before: int) -> None:
 
 
 def _position(iterator: Any) -> Any:
-    """Return a value that changes when the iterator advances, as far as its position can be observed."""
+    """Return a value that changes when the iterator advances. Some iterators advance without a visible change."""
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     if not isinstance(iterator, GeneratorType):
@@ -153,7 +157,10 @@ def _put_numpy_state(generator: Any, before: bytes) -> None:
 
 
 def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries without parameters and their views, which FSDP sets and removes around each forward."""
+    """Return the entries of a sharded module, without parameters and views of parameters.
+
+    FSDP sets and removes these around each forward.
+    """
     return {
         name: value
         for name, value in entries.items()
@@ -169,7 +176,7 @@ def _put_local(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 ENTRIES = Kind(dict, _same_entries, _put_entries)
 LOCAL_ENTRIES = Kind(_local, lambda now, before: _same_entries(_local(now), before), _put_local)
-"""Entries of modules whose parameters are sharded."""
+"""Kind for entries of modules with sharded parameters. It leaves parameters out."""
 ITEMS = Kind(list, _same_items, _put_items)
 SET = Kind(set, lambda now, before: now == before, _put_items)
 CELL = Kind(cell_content, lambda cell, before: cell_content(cell) is before, _put_cell)
@@ -192,17 +199,18 @@ PYTHON_GENERATOR = Kind(
 NUMPY_GENERATOR = Kind(_numpy_state, lambda now, before: _numpy_state(now) == before, _put_numpy_state)
 ITERATOR = Kind(_position, lambda now, before: _position(now) == before, _refuse_advance)
 UNRESTORABLE = (VERSION, ITERATOR)
-"""Kinds of which changes are detected but cannot be undone: `put` raises UnrestorableError."""
+"""Kinds of state whose changes are detected but cannot be undone. Their `put` raises UnrestorableError."""
 
 
 CAPTURING = "transformers.utils.output_capturing"
-"""Module of the hooks that collect hidden states. A model that returns hidden states (LLaVA's vision tower) registers
-the hooks at its first forward, permanently. They are retained, as in training; otherwise each forward would have new
-hooks, and need new guards."""
+"""Module of Transformers' hooks that collect hidden states.
+
+A model that returns hidden states (LLaVA's vision tower) registers the hooks permanently at its first forward.
+Restoring state does not remove these hooks. Otherwise each forward would have new hooks, and need new guards."""
 CAPTURES = "_output_capturing_hooks_installed"
-"""Attribute of a model that has registered these hooks."""
+"""Name of an attribute that Transformers sets on a model that has registered these hooks."""
 
 
 def is_capturing(name: Any, value: Any) -> bool:
-    """Return True for an entry that Transformers adds once to a model that returns hidden states."""
+    """Return True for a module's dict entry (name, value) with Transformers' hooks that collect hidden states."""
     return name == CAPTURES or getattr(value, "__module__", None) == CAPTURING

@@ -1,4 +1,4 @@
-"""Functions for tensors that wrap others (DTensor, sparse, quantized), the running autograd node, and tensor norms.
+"""Helpers for tensors: tensors that wrap others (DTensor, sparse, quantized), autograd nodes, and norms.
 
 Operators on a DTensor run on its local tensor, so a tape contains local tensors only. Autograd saves the DTensor, so
 the tensor returned to autograd must be a DTensor again.
@@ -32,7 +32,7 @@ _INDICES = {
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
     torch.sparse_coo: (coo_indices,),
 }
-"""Methods that return the indices of a sparse tensor's elements, by layout."""
+"""By sparse layout, the methods that return the indices of a tensor's elements."""
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Classes of plain tensors. Code that tests hundreds of tensors in a step uses this set without a function call."""
 
@@ -67,7 +67,7 @@ def to_dtensor(local: Tensor, spec: Any) -> Tensor:
 
 
 def parts_with_memory(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that hold the memory of `tensor` on this rank, such as codes and scales (torchao)."""
+    """Return the plain tensors that hold the memory of `tensor` on this rank, such as torchao's codes and scales."""
     local = local_of(tensor)
     if local.layout in _INDICES:
         return [_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
@@ -102,9 +102,9 @@ _MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return a 64-bit hash of the whole storage of `tensor`. It depends on the positions of the elements.
+    """Return a 64-bit hash of the bytes in the whole storage of `tensor`, to detect changes.
 
-    In contrast to a copy of the storage, the hash needs almost no memory.
+    The order of the bytes matters. In contrast to a copy of the storage, the hash needs almost no memory.
     """
     content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     num_word_bytes = content.numel() // 8 * 8
@@ -146,15 +146,17 @@ _called: ContextVar[Any] = ContextVar("adacc_hf_called_node", default=None)
 
 
 def current_node() -> Any:
-    """Return the node whose backward is running in this thread, or None outside of any backward."""
+    """Return the autograd node whose backward is running in this thread, or None outside of any backward."""
     node = current_autograd_node()
     return _called.get() if node is None else node
 
 
 @contextmanager
 def calling_node(node: Any) -> Iterator[None]:
-    """Set `node` as the current node while it is called without torch's engine. A node that the engine runs inside
-    takes precedence."""
+    """While open, let `current_node` return `node`, an autograd node that is called without torch's engine.
+
+    If the engine runs a node inside, that node takes precedence.
+    """
     token = _called.set(node)
     try:
         yield
@@ -186,13 +188,13 @@ def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Return True if `parameter` has gradient hooks."""
+    """Return True if hooks run before or after the accumulation of the gradient of `parameter`."""
     return any(getattr(parameter, kind) for kind in GRADIENT_HOOKS)
 
 
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Disable the gradient hooks of `parameters` until the context ends.
+    """While open, disable the gradient hooks of `parameters`.
 
     With its hooks, DeepSpeed's ZeRO 1 and 2 would send the gradients to other ranks, and an optimizer that steps per
     layer (GaLore) or per parameter (LOMO) would change the weights.
@@ -217,11 +219,12 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
 # synchronise.
 
 NUM_PARTS, SMALLEST_PART = 64, 4096
-"""Number of parts of a tensor that are cast to double one after the other, and the least number of elements in one."""
+"""Number of parts of a tensor that are cast to double precision one after the other, and the least number of elements
+in a part."""
 
 
 def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of the difference divided by the L2 norm of `exact`.
+    """Return the L2 norm of `exact` - `other`, divided by the L2 norm of `exact`. Each list counts as one vector.
 
     The result is inf if `exact` is finite and the difference is not. It is 0 if `exact` is zero or not finite, because
     codecs preserve such tensors.
@@ -256,7 +259,7 @@ def _double_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into matching parts. Tensors whose layouts differ or have gaps are not split."""
+    """Split tensors of one shape into parts of the same elements. Do not split if layouts differ or have gaps."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):

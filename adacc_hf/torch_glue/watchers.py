@@ -1,4 +1,4 @@
-"""Registry of watchers per thread, for patches of torch that are applied only while a watcher is registered."""
+"""Patches of torch functions that are applied only while a watcher is registered, with watchers per thread."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Watcher = TypeVar("Watcher")
 
 
 class Watchers(Generic[Watcher]):
-    """Watchers of all threads for one patch of torch. The patched function calls `current()` for its thread's watcher.
+    """Watchers, by thread, of one patched function of torch. The patched function gets its watcher from `current()`.
 
-    The patch is applied when the first watcher begins, and undone when the last one ends. Code may keep a reference to
-    the patched function, as Dynamo does at its first use. Later calls of that function get None from `current()`.
+    The patch is applied when the first watcher begins, and undone when the last one ends. Other code, such as Dynamo,
+    may keep a reference to the patched function. Called later, that function gets None from `current()`.
     """
 
     def __init__(self, apply_patch: Callable[[], Callable[[], None]]) -> None:
-        """Set the function that applies the patch, and returns the function that undoes the patch."""
+        """Initialize. `apply_patch` must apply the patch, and return a function that removes it."""
         self._apply_patch = apply_patch
         self._undo_patch: Callable[[], None]
         self._lock = Lock()
         self._by_thread: dict[int, list[Watcher]] = {}
-        """Watchers by thread id; the innermost one is last."""
+        """Watchers by thread id. The innermost watcher of a thread is last."""
 
     def current(self) -> Watcher | None:
         """Return the innermost watcher of the calling thread, or None."""
@@ -31,14 +31,14 @@ class Watchers(Generic[Watcher]):
         return watchers[-1] if watchers else None
 
     def begin(self, watcher: Watcher) -> None:
-        """Register `watcher` for this thread until `end`."""
+        """Register `watcher` for the calling thread until `end`."""
         with self._lock:
             if not self._by_thread:
                 self._undo_patch = self._apply_patch()
             self._by_thread.setdefault(get_ident(), []).append(watcher)
 
     def end(self) -> None:
-        """Remove the innermost watcher of this thread."""
+        """Remove the innermost watcher of the calling thread."""
         with self._lock:
             watchers = self._by_thread[get_ident()]
             watchers.pop()
@@ -49,7 +49,7 @@ class Watchers(Generic[Watcher]):
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
-        """Register `watcher` for this thread until the context ends."""
+        """While open, register `watcher` for the calling thread."""
         self.begin(watcher)
         try:
             yield

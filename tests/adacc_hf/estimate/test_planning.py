@@ -81,12 +81,6 @@ def test_zero_2_needs_its_buckets(plan):
     assert 0.99 * bucket_bytes < excess < bucket_bytes  # the weights and gradients have 16 bits too
 
 
-def test_lora_trains_little(plan):
-    full_plan, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")
-    assert lora["static"]["gradients_bytes"] < 0.1 * full_plan["static"]["gradients_bytes"]
-    assert lora["static"]["parameters_bytes"] > full_plan["static"]["parameters_bytes"]
-
-
 def test_compact_is_planned_as_it_trains(plan, one_thread):
     """A plan with CompAct predicts the peak and the stored bytes of a real model's profile after some steps."""
     plan_record = plan(
@@ -161,14 +155,6 @@ def test_accumulated_gradients_are_there_all_the_time(plan, one_thread):
     assert -0.01 * step_memory.peak_bytes <= extra <= block + 0.01 * step_memory.peak_bytes
     alone = plan(*options, "--optimizer", "sgd")["methods"]["plain"]["peak_bytes"]
     assert alone < plan_record["methods"]["plain"]["peak_bytes"] - plan_record["static"]["gradients_bytes"] // 2
-
-
-def test_adapters_have_the_rank_and_the_layers_asked_for(plan):
-    options = ["--peft", "lora", "--no-largest"]
-    one = plan(*options, "--lora-rank", "4", "--lora-targets", "c_attn")["static"]["gradients_bytes"]
-    # A rank of 4 from 64 inputs to 192 outputs, in float32, in each of three blocks.
-    assert one == 3 * 4 * (64 + 192) * 4
-    assert plan(*options, "--lora-rank", "8", "--lora-targets", "c_attn")["static"]["gradients_bytes"] == 2 * one
 
 
 def test_a_classifier_has_no_language_model_head(plan, tmp_path):

@@ -45,7 +45,7 @@ def workload(config: PretrainedConfig, precision: str, adapters: Adapters | None
 
 def real_model(workload: Workload) -> torch.nn.Module:
     """Return the model of `workload` with memory. Its weights are 0 or small random numbers."""
-    model = fake._model(workload, str(workload.precision.weights).removeprefix("torch.")).train()
+    model = fake.empty_model(workload, str(workload.precision.weights).removeprefix("torch.")).train()
     model.config.use_cache = False
     torch.manual_seed(0)
     for tensor in (*model.parameters(), *model.buffers()):

@@ -1,0 +1,20 @@
+"""LoRA's adapters in plans."""
+
+from transformers import GPT2Config
+
+CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
+MIB = 2**20
+
+
+def test_lora_trains_little(plan):
+    full_plan, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")
+    assert lora["static"]["gradients_bytes"] < 0.1 * full_plan["static"]["gradients_bytes"]
+    assert lora["static"]["parameters_bytes"] > full_plan["static"]["parameters_bytes"]
+
+
+def test_adapters_have_the_rank_and_the_layers_asked_for(plan):
+    options = ["--peft", "lora", "--no-largest"]
+    one = plan(*options, "--lora-rank", "4", "--lora-targets", "c_attn")["static"]["gradients_bytes"]
+    # A rank of 4 from 64 inputs to 192 outputs, in float32, in each of three blocks.
+    assert one == 3 * 4 * (64 + 192) * 4
+    assert plan(*options, "--lora-rank", "8", "--lora-targets", "c_attn")["static"]["gradients_bytes"] == 2 * one
