@@ -27,7 +27,7 @@ from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.full_recompute import FullRecompute, is_ready
 from adacc_hf.adapt.metrics import metrics
 from adacc_hf.adapt.micro_batches import MicroBatches
-from adacc_hf.adapt.oom_retry import run_with_retry
+from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
 from adacc_hf.adapt.restart import FALLBACK_MODES
 from adacc_hf.adapt.run_profiler import RunProfiler
@@ -77,10 +77,12 @@ class WarmUpPhase(Phase):
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which may set the first policy, and call it again if memory runs out under that policy."""
+        report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
-            return run()
+            with memory_reported(report):
+                return run()
         try:
-            return run_with_retry(run, self._run.model, self._tighten, self._advice)
+            return run_with_retry(run, self._run.model, self._tighten, self._advice, report)
         except torch.OutOfMemoryError:
             if self._profile_error is not None:
                 raise self._profile_error from None
@@ -279,9 +281,11 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, and call it again under a tighter policy if memory runs out."""
+        model, report = self.handle.installation.model, self._run.memory_report
         if not self._run.config.retry_out_of_memory:
-            return run()
-        return run_with_retry(run, self.handle.installation.model, self.tighten, self.controller.advice)
+            with memory_reported(report):
+                return run()
+        return run_with_retry(run, model, self.tighten, self.controller.advice, report)
 
     def end_micro_batch(self) -> None:
         self._profiler.inner_steps.close()  # open if the policy was set within this micro-batch

@@ -215,6 +215,7 @@ class AdaccLightningCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._hook is not None and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
             log.error(OUT_OF_MEMORY, trainer.global_step + 1, self.config.memory_budget)
+            log.error("%s", self._active_session.state.memory_report())
         with suppress(OSError):  # the error that ends the run must not be replaced by another one
             self.state_dict()  # for checkpoints that are saved after the exception
         self.detach()

@@ -329,13 +329,22 @@ def test_out_of_memory_leads_to_a_tighter_policy_and_the_same_training(
     assert event["stored_bytes"] < in_force["stored_bytes"]
 
 
-def test_out_of_memory_twice_says_what_to_set(make_trainer, lossless):
+def test_out_of_memory_twice_says_what_to_set(make_trainer, lossless, caplog):
     callback = AdaccCallback(**lossless)
     trainer = make_trainer([callback], trainer_class=failing((4, "forward"), (4, "backward")), max_steps=6)
     with pytest.raises(
         torch.OutOfMemoryError, match=r"(?s)no room in backward.*set memory_budget=\d+ or less.*failed twice"
     ):
         trainer.train()
+    (table,) = [record.getMessage() for record in caplog.records if "when it ran out" in record.getMessage()]
+    assert "planned: peak" in table
+    assert "gradient of transformer.h.0" in table
+
+
+def test_memory_that_suffices_at_the_second_try_is_not_listed(train, lossless, caplog):
+    train([AdaccCallback(**lossless)], trainer_class=failing((4, "forward")), max_steps=5)
+    assert "trying the step again" in caplog.text
+    assert "when it ran out" not in caplog.text
 
 
 def test_half_changed_gradients_are_not_tried_again(make_trainer, lossless):
@@ -416,10 +425,11 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
     assert resumed == (tightened, budgets)
 
 
-def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless):
+def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless, caplog):
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
     with pytest.raises(torch.OutOfMemoryError, match=r"^no room in forward$"):
         make_trainer([callback], trainer_class=failing((4, "forward")), max_steps=6).train()
+    assert caplog.text.count("when it ran out") == 1
 
 
 class SpoilCodec(TrainerCallback):
