@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from adacc_hf.adapt.announcements import announce, describe_costs, describe_coverage
 from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
 from adacc_hf.adapt.controller import Controller
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
@@ -115,6 +116,8 @@ class WarmUpPhase(Phase):
         if not isinstance(inputs, Mapping) or self._profiler.must_wait(model):
             return
         self._checkpointing.remove()
+        if run.source is None or callable(run.source):
+            announce("Adacc: profiling the first batch; the first step begins when a policy is set")
         try:
             first = self._builder.before_first_step(model, run.optimizer, dict(inputs), compute_loss)
         except torch.OutOfMemoryError as error:
@@ -154,6 +157,7 @@ class WarmUpPhase(Phase):
     def _set_policy_after_step(self, step: int) -> None:
         """Profile the most recent batch, solve, and follow the policy from the next step on."""
         run, batches = self._run, self._batches
+        announce("Adacc: profiling after step %d; the next step begins when a policy is set", step)
         self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
         self._checkpointing.remove()  # the profiler's wrappers around the blocks must not enclose these
         profile, policy, is_provisional = self._builder.after_steps(run.model, run.optimizer, *batches.take())
@@ -164,6 +168,15 @@ class WarmUpPhase(Phase):
 
     def abandon_step(self) -> None:
         self._profiler.remove()
+
+    def ends(self) -> None:
+        if self._run.num_steps:
+            log.warning(
+                "Adacc: training ended after %d steps before a policy was set, and all blocks ran under torch's "
+                "checkpoint: train for more steps than profile_steps=%d",
+                self._run.num_steps,
+                self._run.config.profile_steps,
+            )
 
     def remove(self) -> None:
         self._checkpointing.remove()
@@ -222,7 +235,9 @@ class FixedPolicyPhase(Phase):
         return Saved(size_policies=size_policies, memory_budget=budget, history=run.history, step=run.step)
 
     def ends(self) -> None:
-        self._run.save_rest()
+        run = self._run
+        run.save_rest()
+        announce("Adacc: %s", describe_coverage(run.active_policy, run.profile, run.history))
 
     def remove(self) -> None:
         self.handle.remove()
@@ -370,7 +385,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if shapes != sizes:  # else each batch of the bucket would request a policy that fits it better
             cache.refuse(sizes)
         self._run.note(PolicySet(step=step, reason=f"for batches of {describe(shapes)}", **predictions(policy)))
-        log.info("Adacc: for batches of %s: %s", describe(shapes), policy.summary())
+        announce("Adacc: policy for batches of %s: %s", describe(shapes), describe_costs(policy, profile))
         return True
 
     def _restart(self, step: int) -> bool:
@@ -392,7 +407,7 @@ class AdaptivePhase(FixedPolicyPhase):
             return False
         self.controller.restart(self._shapes_of(profile), profile, policy)
         self._run.note(PolicySet(step=step, reason=why, **predictions(policy)))
-        log.info("Adacc: %s: %s", why, policy.summary())
+        announce("Adacc: new policy, because %s: %s", why, describe_costs(policy, profile))
         return True
 
     def _report_failed_restart(self, step: int, why: str, obstacle: str) -> None:
@@ -445,7 +460,7 @@ def follow(
     """
     handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
     run.show(policy, profile)
-    log.info("Adacc: %s", policy.summary())
+    announce("Adacc: policy set: %s", describe_costs(policy, profile))
     if run.source is None and profile is not None:
         return AdaptivePhase(run, handle, policy_step, profiler, batches)
     return FixedPolicyPhase(run, handle)
