@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,13 +70,18 @@ class SavedGradients:
 
 
 def run_with_retry(
-    run: Callable[[], Any], model: nn.Module, tighten: Callable[[], str | None], advice: Callable[[], str]
+    run: Callable[[], Any],
+    model: nn.Module,
+    tighten: Callable[[], str | None],
+    advice: Callable[[], str],
+    report: Callable[[], str],
 ) -> Any:
     """Call `run` and return its result. If it runs out of memory, call it once more with the same random numbers.
 
     `tighten` is called before the second attempt. It frees memory and applies a policy that needs less memory. It
     returns None, or the reason why that is impossible. Raises torch.OutOfMemoryError, with the text of `advice`, if the
-    first attempt cannot be repeated, or if the second attempt runs out of memory too.
+    first attempt cannot be repeated, or if the second attempt runs out of memory too. `report` describes the memory of
+    the failed attempt, and is called while its tensors are alive. The log has the report if the error is raised.
     """
     gradients = SavedGradients(model)
     random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds
@@ -84,11 +90,12 @@ def run_with_retry(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        message = str(error)
+        message, memory = str(error), report()
     # Outside the except clause, because the error's traceback keeps the frames alive whose tensors are to be freed.
     gc.collect()
     obstacle = gradients.restore() or tighten()
     if obstacle is not None:
+        log.error("%s", memory)
         raise torch.OutOfMemoryError(f"{as_sentence(message)} {advice()}. The step was not tried again: {obstacle}")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -99,4 +106,16 @@ def run_with_retry(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
+        log.error("%s", report())
         raise torch.OutOfMemoryError(f"{as_sentence(error)} {advice()}. The step failed twice") from None
+
+
+@contextmanager
+def memory_reported(report: Callable[[], str]) -> Iterator[None]:
+    """Return a context that logs the text of `report` if memory runs out in it. The error is raised all the same."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            log.error("%s", report())
+        raise

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from adacc_hf.adapt.announcements import announce, describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.events import PolicySet, predictions
-from adacc_hf.adapt.oom_retry import run_with_retry
+from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
 from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
@@ -78,12 +79,14 @@ class WarmUpPhase(Phase):
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which may set the first policy, and call it again if memory runs out under that policy."""
+        report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
-            return run()
+            with memory_reported(report):
+                return run()
         try:
             # Looked up at the time of the error, because the phase may change within `run`.
             return run_with_retry(
-                run, self._run.model, lambda: self._run.phase.tighten(), lambda: self._run.phase.advice()
+                run, self._run.model, lambda: self._run.phase.tighten(), lambda: self._run.phase.advice(), report
             )
         except torch.OutOfMemoryError:
             if self._profile_error is not None:
@@ -107,6 +110,8 @@ class WarmUpPhase(Phase):
         if not isinstance(inputs, Mapping) or self._profiler.must_wait(model):
             return
         self._checkpointing.remove()
+        if run.source is None or callable(run.source):
+            announce("Adacc: profiling the first batch; the first step begins when a policy is set")
         try:
             first = self._builder.before_first_step(dict(inputs), compute_loss)
         except torch.OutOfMemoryError as error:
@@ -146,6 +151,7 @@ class WarmUpPhase(Phase):
     def _set_policy_after_step(self, step: int) -> None:
         """Profile the most recent batch, solve, and follow the policy from the next step on."""
         run = self._run
+        announce("Adacc: profiling after step %d; the next step begins when a policy is set", step)
         self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
         self._checkpointing.remove()  # the profiler's wrappers around the blocks must not enclose these
         profile, policy, is_provisional = self._builder.after_steps(*self._batches.take())
@@ -156,6 +162,15 @@ class WarmUpPhase(Phase):
 
     def abandon_step(self) -> None:
         self._profiler.remove()
+
+    def ends(self) -> None:
+        if self._run.num_steps:
+            log.warning(
+                "Adacc: training ended after %d steps before a policy was set, and all blocks ran under torch's "
+                "checkpoint: train for more steps than profile_steps=%d",
+                self._run.num_steps,
+                self._run.config.profile_steps,
+            )
 
     def remove(self) -> None:
         self._checkpointing.remove()
@@ -223,7 +238,7 @@ def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: 
     """
     handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
     run.show(policy, profile)
-    log.info("Adacc: %s", policy.summary())
+    announce("Adacc: policy set: %s", describe_costs(policy, profile))
     if run.source is None and profile is not None:
         return AdaptivePhase(run, handle, policy_step)
     return FixedPolicyPhase(run, handle)

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from adacc_hf.adapt.announcements import announce, describe_costs, describe_coverage
 from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
-from adacc_hf.adapt.oom_retry import advice, run_with_retry
+from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -97,7 +98,9 @@ class FixedPolicyPhase(Phase):
         return Saved(size_policies=saved, memory_budget=run.config.memory_budget, history=run.history, step=run.step)
 
     def ends(self) -> None:
-        self._run.save_rest()
+        run = self._run
+        run.save_rest()
+        announce("Adacc: %s", describe_coverage(run.active_policy, run.profile, run.history))
 
     def remove(self) -> None:
         self.handle.remove()
@@ -160,9 +163,11 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, and call it again under a tighter policy if memory runs out."""
+        report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
-            return run()
-        return run_with_retry(run, self._run.model, self.tighten, self.advice)
+            with memory_reported(report):
+                return run()
+        return run_with_retry(run, self._run.model, self.tighten, self.advice, report)
 
     def tighten(self) -> str | None:
         if self._run.has_stepped:
@@ -280,7 +285,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self.choice.add(shapes, profile, policy, expects_size_model=True)
         if shapes != sizes:  # else each batch of the bucket would request a policy that fits it better
             self.choice.cache.refuse(sizes)
-        self._note_policy(step, f"for batches of {describe(shapes)}", policy)
+        self._note_policy(step, f"for batches of {describe(shapes)}", policy, profile)
         return True
 
     def _restart(self, step: int) -> bool:
@@ -304,12 +309,12 @@ class AdaptivePhase(FixedPolicyPhase):
         self.choice.cache.all.clear()
         requests.restarted()
         self.choice.add(self._shapes_of(profile), profile, policy)
-        self._note_policy(step, requests.why, policy)
+        self._note_policy(step, requests.why, policy, profile)
         return True
 
-    def _note_policy(self, step: int, reason: str, policy: Policy) -> None:
+    def _note_policy(self, step: int, reason: str, policy: Policy, profile: Profile) -> None:
         self._run.note(PolicySet(step=step, reason=reason, **predictions(policy)))
-        log.info("Adacc: %s: %s", reason, policy.summary())
+        announce("Adacc: policy set, %s: %s", reason, describe_costs(policy, profile))
 
     def _report_failed_restart(self, step: int, obstacle: str) -> None:
         """Warn that the run keeps its policies because of the `obstacle`. Calls without a plan use FALLBACK_MODES."""

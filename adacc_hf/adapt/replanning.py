@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
+from adacc_hf.adapt.announcements import announce, describe_costs
 from adacc_hf.adapt.events import MemoryNoted, PolicyChanged, predictions
 from adacc_hf.adapt.oom_retry import tighter_budget
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -127,7 +128,9 @@ class Replanning:
             )
         )
         self._follow(step, size_policy, policy)
-        log.info("Adacc: policy changed at step %d (%s): %s", step, reason, policy.summary())
+        if num_actions:
+            costs = describe_costs(policy, size_policy.replanner.priced)
+            announce("Adacc: policy changed at step %d (%s): %s", step, reason, costs)
 
     def _follow(self, step: int, size_policy: SizePolicy, policy: Policy) -> None:
         self._choice.follow(size_policy, policy)

@@ -12,6 +12,7 @@ from torch import nn
 from adacc_hf.adapt.checkpoint_files import save_files, save_history, warn_on_write_error
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
+from adacc_hf.adapt.memory_table import LiveMemory, memory_table
 from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.run_profiler import RunProfiler
@@ -129,6 +130,10 @@ class RunState:
         """True if the current policy is not saved yet."""
         self._is_uncounted = False
         """True if fallback steps were added to the history's events since the history was last saved."""
+
+    def memory_report(self) -> str:
+        """Return a table of the device's memory. Call this while the tensors of the failed step are alive."""
+        return memory_table(LiveMemory.measure(self.model, self.optimizer), self.policy, self.profile)
 
     @property
     def step(self) -> int:

@@ -195,7 +195,14 @@ class Policy:
         return sum(codec in mask_codecs for codec in codecs)
 
     def summary(self) -> str:
-        """Return a summary in one line for a log. Masks stored as bits, which is lossless, are counted separately."""
+        """Return a summary in one line for a log: the actions, and the predicted memory and time."""
+        return (
+            f"{self.describe_actions()}; stored {format_bytes(self.predicted_stored_bytes)}, "
+            f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
+        )
+
+    def describe_actions(self) -> str:
+        """Return the numbers of blocks and actions. Masks stored as bits, which is lossless, are counted separately."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
         actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
@@ -205,11 +212,7 @@ class Policy:
         head = "" if self.head == "plain" else f", {self.head} head"
         num_blocks = len(calls_per_block(name for name, _ in self.blocks))
         calls = "" if num_blocks == len(self.blocks) else f" called {len(self.blocks)} times"
-        return (
-            f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{head}; "
-            f"stored {format_bytes(self.predicted_stored_bytes)}, "
-            f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
-        )
+        return f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{head}"
 
     def describe(self) -> str:
         """Return the summary, with the bytes that plain training stores if a solver made the policy."""

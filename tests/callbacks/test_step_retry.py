@@ -32,7 +32,7 @@ class Failing:
 
 
 def retry(run, tighten=lambda: None, advice=lambda: "Take less"):
-    return run_with_retry(run, torch.nn.Linear(2, 2).to(run.device), tighten, advice)
+    return run_with_retry(run, torch.nn.Linear(2, 2).to(run.device), tighten, advice, report=lambda: "the table")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,5 +104,5 @@ def test_what_a_broken_backward_left_is_taken_away_before_the_next_try():
             model.weight.grad, model.bias.grad = torch.zeros(1, 2), torch.zeros(1)
             raise torch.OutOfMemoryError("no room")
 
-    run_with_retry(run, model, lambda: None, lambda: "")
+    run_with_retry(run, model, lambda: None, lambda: "", lambda: "")
     assert tries == [(True, None), (True, None)]

@@ -12,10 +12,11 @@ from adacc_hf import (
 from adacc_hf.solve.simple_policies import uniform_policy
 
 
-def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless):
+def test_without_retries_the_error_is_the_model_s_own(make_trainer, lossless, caplog):
     callback = AdaccCallback(**lossless, retry_out_of_memory=False)
     with pytest.raises(torch.OutOfMemoryError, match=r"^no room in forward$"):
         make_trainer([callback], trainer_class=failing((4, "forward")), max_steps=6).train()
+    assert caplog.text.count("when it ran out") == 1
 
 
 def test_a_policy_is_followed_from_the_first_step(train, profile):

@@ -115,13 +115,22 @@ def test_a_size_that_no_profile_recorded_runs_under_the_policy(make_trainer, pla
     assert compares_bits == [True, True, False]
 
 
-def test_out_of_memory_twice_says_what_to_set(make_trainer, lossless):
+def test_out_of_memory_twice_says_what_to_set(make_trainer, lossless, caplog):
     callback = AdaccCallback(**lossless)
     trainer = make_trainer([callback], trainer_class=failing((4, "forward"), (4, "backward")), max_steps=6)
     with pytest.raises(
         torch.OutOfMemoryError, match=r"(?s)no room in backward.*set memory_budget=\d+ or less.*failed twice"
     ):
         trainer.train()
+    (table,) = [record.getMessage() for record in caplog.records if "when it ran out" in record.getMessage()]
+    assert "planned: peak" in table
+    assert "gradient of transformer.h.0" in table
+
+
+def test_memory_that_suffices_at_the_second_try_is_not_listed(train, lossless, caplog):
+    train([AdaccCallback(**lossless)], trainer_class=failing((4, "forward")), max_steps=5)
+    assert "trying the step again" in caplog.text
+    assert "when it ran out" not in caplog.text
 
 
 def test_half_changed_gradients_are_not_tried_again(make_trainer, lossless):

@@ -1,0 +1,214 @@
+"""Table of a device's memory when it ran out: what is live, what the plan predicted, and what would fit."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from adacc_hf.artifacts.policy import Action, Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.size_model import Shapes
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.solve.simple_policies import checkpoint_policy
+from adacc_hf.torch_glue.memory import allocated_bytes, optimizer_tensors
+from adacc_hf.torch_glue.private import storage_key
+from adacc_hf.torch_glue.tensors import parts_with_memory
+
+NUM_LARGEST = 10
+"""Rows of the largest live tensors, and of the largest activations in the plan."""
+MAX_GROWTH = 16
+"""Largest batch whose peak is predicted, as a multiple of the profiled one."""
+OTHER = "activation, temporary or input"
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One live storage, described by the first tensor found on it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{format_bytes(self.nbytes):>12}  {self.dtype} {shape}  {self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveMemory:
+    """Live bytes of one device by purpose, each storage counted once."""
+
+    device: torch.device
+    parameter_bytes: int
+    """Bytes of parameters and buffers."""
+    gradient_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+    """All other live bytes. On a CPU, whose allocator does not count, only tensors that Python code refers to."""
+    unused_bytes: int | None
+    """Bytes that torch's allocator has reserved and does not use, or None on a CPU."""
+    largest: tuple[LiveTensor, ...]
+
+    @classmethod
+    def measure(cls, model: nn.Module, optimizer: Any) -> LiveMemory:
+        """Count the live memory of the device of `model`.
+
+        Call this before the out-of-memory error is left, because its traceback keeps the step's tensors alive. Takes a
+        second or two: the garbage collector lists all objects.
+        """
+        device = next(model.parameters()).device
+        parameters = [*model.named_parameters(), *model.named_buffers()]
+        gradients = [(f"gradient of {name}", p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        states = [] if optimizer is None else [("optimizer state", tensor) for tensor in optimizer_tensors(optimizer)]
+        seen: set[int] = set()
+        groups = [
+            list(_new_storages(tensors, device, seen))
+            for tensors in (parameters, gradients, states, ((OTHER, tensor) for tensor in _python_tensors()))
+        ]
+        parameter_bytes, gradient_bytes, optimizer_bytes, other_bytes = (
+            sum(tensor.nbytes for tensor in group) for group in groups
+        )
+        allocated = allocated_bytes(device)
+        return cls(
+            device=device,
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=optimizer_bytes,
+            other_bytes=max(other_bytes, allocated - parameter_bytes - gradient_bytes - optimizer_bytes),
+            unused_bytes=torch.cuda.memory_reserved(device) - allocated if device.type == "cuda" else None,
+            largest=tuple(sorted((t for g in groups for t in g), key=lambda t: t.nbytes, reverse=True)[:NUM_LARGEST]),
+        )
+
+    @property
+    def live_bytes(self) -> int:
+        """Sum of the four purposes."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.other_bytes
+
+
+def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | None) -> str:
+    """Return the text of the table. `policy` and `profile` are those of the failed step, or None if it had none."""
+    rows = [
+        ("parameters and buffers", live.parameter_bytes),
+        ("gradients", live.gradient_bytes),
+        ("optimizer state", live.optimizer_bytes),
+        ("activations, temporaries and inputs", live.other_bytes),
+        ("live in all", live.live_bytes),
+    ]
+    if live.unused_bytes is not None:
+        rows.append(("reserved by torch, not in use", live.unused_bytes))
+    if policy is not None:
+        rows += _planned_rows(policy, profile)
+    lines = [f"Adacc: memory of {live.device} when it ran out:"]
+    lines += [f"  {name:<40}{format_bytes(nbytes):>12}" for name, nbytes in rows]
+    lines += ["Largest live tensors:", *(f"{tensor}" for tensor in live.largest)]
+    if policy is not None and profile is not None:
+        stored = _stored_activations(policy, profile)
+        if stored:
+            lines += ["Largest activations that the plan stores, summed over blocks of one kind:", *stored]
+        lines += filter(None, [_what_would_fit(min(live.live_bytes, policy.predicted_peak_bytes), profile)])
+    return "\n".join(lines)
+
+
+def _planned_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, int]]:
+    rows = [
+        ("planned: peak", policy.predicted_peak_bytes),
+        ("planned: stored activations of blocks", policy.predicted_stored_bytes),
+    ]
+    if profile is not None:
+        rows.insert(1, ("planned: live before the step", profile.static_bytes))
+    return rows
+
+
+def _python_tensors() -> Iterator[torch.Tensor]:
+    """Yield the tensors that Python code refers to. The classes are compared without asking proxies for theirs."""
+    return (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+
+
+def _new_storages(
+    tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device, seen: set[int]
+) -> Iterator[LiveTensor]:
+    """Yield the storages of `tensors` on `device` that are not in `seen`, and add them to `seen`."""
+    for name, tensor in tensors:
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            key = storage_key(storage)
+            if storage.device == device and key not in seen and storage.nbytes():
+                seen.add(key)
+                yield LiveTensor(name, tuple(part.shape), str(part.dtype).removeprefix("torch."), storage.nbytes())
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold the memory of `tensor`; none if it has no storage, as within torch.func."""
+    try:
+        parts = parts_with_memory(tensor)
+        return [part for part in parts if part.untyped_storage().nbytes()]
+    except (RuntimeError, NotImplementedError):  # must not take the place of the out-of-memory error
+        return []
+
+
+def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
+    """Return one line for each of the largest activations that `policy` stores."""
+    blocks: dict[tuple[int, int], list[str]] = {}
+    plans = dict(policy.blocks)
+    for block in profile.blocks:
+        if block.name in plans:
+            blocks.setdefault((block.kind, plans[block.name]), []).append(block.name)
+    rows = []
+    for (number, plan_number), names in blocks.items():
+        kind, plan = profile.kinds[number], policy.plans[plan_number]
+        if plan.kind != kind.digest or plan.is_checkpointed:
+            continue
+        for value in kind.activations:
+            choice = plan.choice(value.index)
+            if choice.action is Action.RETAIN:
+                nbytes = value.nbytes
+            elif choice.action is Action.COMPRESS:
+                nbytes = kind.codec_option(value.index, choice).nbytes
+            else:
+                continue
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            rows.append((nbytes * len(names), f"{choice}  {kind.names[value.index]} of {names[0]}{others}"))
+    rows.sort(key=lambda row: row[0], reverse=True)
+    return [f"{format_bytes(nbytes):>12}  {text}" for nbytes, text in rows[:NUM_LARGEST] if nbytes]
+
+
+def _what_would_fit(limit: int, profile: Profile) -> str | None:
+    """Return a line on the largest batches that fit into `limit` bytes, or None if sizes cannot be predicted."""
+    sizes = profile.sizes
+    if sizes is None:
+        return None
+    shapes = profile.measured[0][0]
+    _, first_size = shapes[0]
+
+    def fits(other: Shapes) -> bool:
+        if sizes.size_class(other) is None:
+            return False
+        return checkpoint_policy(sizes.profile_at(profile, other)).predicted_peak_bytes <= limit
+
+    def largest(dim: int) -> int:
+        bound = MAX_GROWTH * first_size[dim] + 1
+        return bisect_left(range(1, bound), True, key=lambda n: not fits(_resized(shapes, dim, first_size[dim], n)))
+
+    samples = largest(0)
+    tokens = largest(1) if len(first_size) > 1 else 0
+    found = [f"{samples} samples of this length"] if samples else []
+    found += [f"{first_size[0]} samples of length {tokens}"] if tokens else []
+    if not found:
+        return f"Predicted to fit into {format_bytes(limit)} with every block recomputed: not even one sample"
+    return f"Predicted to fit into {format_bytes(limit)} with every block recomputed: {' or '.join(found)}"
+
+
+def _resized(shapes: Shapes, dim: int, before: int, after: int) -> Shapes:
+    """Return `shapes` with `after` in place of `before`: the samples (dimension 0), or a length (later dimensions)."""
+
+    def change(place: int, n: int) -> int:
+        return after if n == before and (place == 0) == (dim == 0) else n
+
+    return tuple((name, tuple(change(place, n) for place, n in enumerate(size))) for name, size in shapes)
