@@ -420,10 +420,13 @@ def _cut_shape(
 
 
 def _keep_padding(batch: Mapping[str, Any], part: dict[str, Any], shapes: BatchShapes) -> dict[str, Any]:
-    """Return `part` with masked positions wherever `batch` has some. Models leave out a mask that masks nothing.
+    """Return `part` with masked positions wherever `batch` has some, and with several documents in a row if `batch` has
+    rows of several documents. Models leave out a mask that masks nothing.
 
     An eighth of a text's positions are masked, because one position of a sound is shorter than one of its features.
     """
+    for name in (shape.name for shape in shapes if shape.name.endswith("position_ids") and len(shape.size) == 2):
+        part[name] = _keep_documents(batch[name], part[name])
     for shape in shapes:
         mask = part[shape.name]
         if (
@@ -436,3 +439,19 @@ def _keep_padding(batch: Mapping[str, Any], part: dict[str, Any], shapes: BatchS
             part[shape.name] = mask = mask.clone()
             mask[0, slice(num_masked) if not bool(batch[shape.name][:, 0].all()) else slice(-num_masked, None)] = 0
     return part
+
+
+def _keep_documents(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return the positions `part`, cut from the positions `whole`, with a second document in each row if `whole` has
+    rows of several documents.
+
+    A document begins where positions do not increase. A model masks other documents only if a row has several.
+    """
+
+    def has_documents(positions: torch.Tensor) -> bool:
+        return bool((positions.diff(dim=1) <= 0).any())
+
+    middle = part.shape[1] // 2
+    if not has_documents(whole) or has_documents(part) or middle == 0:
+        return part
+    return torch.cat([part[:, :middle], part[:, middle:] - part[:, middle : middle + 1]], dim=1)

@@ -176,3 +176,23 @@ def test_what_a_profile_ran_on_is_freed_at_once(profile, one_thread):
         assert [ref() for ref in tensor_refs] == [None, None]
     finally:
         gc.enable()
+
+
+def test_parts_of_packed_rows_have_several_documents_too():
+    """Without a second document, a model would leave out the mask between documents."""
+    positions = torch.cat([torch.arange(n) for n in (50, 20, 58)])[None]
+    ids = torch.ones(1, 128, dtype=torch.long)
+    boundaries = torch.tensor([0, 50, 70, 128], dtype=torch.int32)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "cu_seq_lens_q": boundaries}
+    parts = [part for parts in small_parts(batch) for part in parts]
+    assert parts
+    for part in parts:
+        assert (part["position_ids"].diff() <= 0).any()
+        assert part["position_ids"].min() == 0
+        assert part["cu_seq_lens_q"][-1] == part["input_ids"].shape[1] < 128
+
+
+def test_parts_of_rows_with_one_document_have_one_document():
+    ids = torch.ones(1, 128, dtype=torch.long)
+    for parts in small_parts({"input_ids": ids, "labels": ids, "position_ids": torch.arange(128)[None]}):
+        assert all((part["position_ids"].diff() == 1).all() for part in parts)
