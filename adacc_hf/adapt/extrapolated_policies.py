@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from adacc_hf.adapt.policy_cache import MAX_UNTRACKED, PolicyCache
-from adacc_hf.adapt.policy_selection import current_policy, over_bound, with_margin
+from adacc_hf.adapt.policy_selection import UNCERTAINTY, current_policy, over_bound, with_margin
 from adacc_hf.adapt.profile_updates import without_codecs
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.adapt.run_context import RunContext
@@ -18,7 +18,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO
 from adacc_hf.price.batch_subsampling import resize_profile
 from adacc_hf.price.memory_profile import with_missing_bytes
-from adacc_hf.solve.solver import quick_least_policy, solve_policy
+from adacc_hf.solve.solver import provisional_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,11 @@ class ExtrapolatedPolicies:
         profile = self.profile_at(sizes)
         return sizes, profile, self.solve_or_least(sizes, profile)
 
-    def least(self, profile: Profile) -> Policy:
-        """Return a policy with about the least memory for batches with `profile`, found without the solver."""
-        return quick_least_policy(self._allowed(profile), with_margin(self._config))
+    def provisional(self, profile: Profile) -> Policy:
+        """Return a policy with little memory for batches with `profile`, for steps before the first measured one."""
+        budget = Budget.resolve(self._context.memory_budget, profile, self._config)
+        limit = int(budget.nbytes / (1 + UNCERTAINTY))
+        return provisional_policy(self._allowed(profile), limit, with_margin(self._config))
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
@@ -97,6 +99,7 @@ class ExtrapolatedPolicies:
         if self._config.on_over_budget == "error":
             raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
         log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
+        self._context.warnings.add(sizes)
         self._context.note_memory(f"{text}: {why}")
         return least
 

@@ -4,11 +4,11 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | sizes of the micro-batch | policy |
 |---|---|
 | in a size class with a policy | that policy |
-| in a new class, before the first measured step | the run's first policy if it fits, else one with the least memory |
+| in a new class, before the first measured step | the run's first policy if it fits, else one with little memory |
 | in a new class, later | a policy solved for the class's extrapolated profile |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | the same, as plans that tracking never changes |
 | in no class, but within a profiled size | the policy of the smallest such size |
-| in no class and larger than each profiled size | none: torch's checkpoint |
+| in no class and larger than each profiled size | none: torch's checkpoint, with a warning under a budget of the peak |
 """
 
 from __future__ import annotations
@@ -87,6 +87,12 @@ class PolicyChoice:
             plans = self.cache.untracked_plans(sizes, shapes)
         if size_policy is not self.current or plans is not self.plans:
             self._put(size_policy, plans)
+        if size_policy is not None:
+            self._context.warnings.before(shapes, size_policy)
+        elif plans is None:
+            self._context.warnings.before_checkpointing(shapes, self._reference)
+        else:
+            self._context.warnings.before_untracked(shapes, sizes or shapes, plans.policy, self._reference)
         # Each batch whose bucket lacks a policy is counted.
         self._lasts = size_policy is not None and not self.cache.unplanned_buckets
 
@@ -108,7 +114,7 @@ class PolicyChoice:
         return self.add_extrapolated(sizes, profile, policy)
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return `measured`. If it exceeds the budget at `sizes`, return a policy with the least memory for this class.
+        """Return `measured`. If it exceeds the budget at `sizes`, return a provisional policy for this class.
 
         With several ranks, such a class gets plans without a size policy, and the result is None.
         """
@@ -116,13 +122,13 @@ class PolicyChoice:
         policy = current_policy(profile, measured.replanner.policy)
         if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
             return measured
-        policy = self.extrapolated.least(profile)
+        policy = self.extrapolated.provisional(profile)
         if not self._is_alone:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
-        least = self.add_extrapolated(sizes, profile, policy)
-        least.is_provisional = True
-        return least
+        added = self.add_extrapolated(sizes, profile, policy)
+        added.is_provisional = True
+        return added
 
     def add(
         self,
@@ -184,6 +190,10 @@ class PolicyChoice:
         """Apply `plans` to the next calls of the blocks."""
         self._handle.follow(plans)
         self.current, self.plans, self._lasts = size_policy, plans, False
+
+    def check_budget(self) -> None:
+        """Compare the predicted peak of the next micro-batch with the budget, also if its sizes have not changed."""
+        self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
         """Return the size policies of the step's micro-batches; None for those without one."""

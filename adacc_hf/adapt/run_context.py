@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from adacc_hf.adapt.budget_warnings import BudgetWarnings
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.events import Event, MemoryNoted
 from adacc_hf.adapt.profile_updates import SwitchedOff
@@ -38,6 +39,11 @@ class RunContext:
     """Time in ms by which steps with tracking, solving, measuring or profiling took longer than normal steps."""
     turns: CountingTurns = field(default_factory=CountingTurns)
     """Schedule of the steps whose memory is measured."""
+    warnings: BudgetWarnings = field(init=False)
+    """Warnings before micro-batches that may exceed the budget."""
+
+    def __post_init__(self) -> None:
+        self.warnings = BudgetWarnings(self.note_memory)
 
     @property
     def memory_budget(self) -> str | float | int:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.milp import PricedPlan
 from adacc_hf.solve.search import Kinds, PolicySearch
-from adacc_hf.solve.simple_policies import policy_of_plans
+from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -72,6 +72,24 @@ def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> P
         least = error.least
     assert least is not None  # errors that the solver raises have this policy
     return least
+
+
+def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
+    """Return a policy for the steps before a step's memory was measured: slow, and with little memory.
+
+    If recomputing everything, or torch's checkpoint on all blocks, has a peak of at most `nbytes`, this needs no solver
+    and takes some milliseconds. Otherwise return `quick_least_policy`, which takes 0.3 to 1.5 seconds.
+    """
+    config = config or AdaccConfig()
+    policies: list[Policy] = []
+    for name in config.heads if "recompute" in config.actions else ():
+        if name in profile.heads:
+            with_head = profile.with_head(name)
+            policies += [checkpoint_policy(with_head), uniform_policy(with_head, Action.RECOMPUTE)]
+    policy = min(policies, key=lambda policy: policy.predicted_peak_bytes, default=None)
+    if policy is not None and policy.predicted_peak_bytes <= nbytes:
+        return policy
+    return quick_least_policy(profile, config)
 
 
 def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:

@@ -30,7 +30,9 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
     """
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
     return tuple(
-        TensorShape(name, tuple(t.shape)) for name, t in tensors.items() if not _is_index_list(t, list(tensors.values()))
+        TensorShape(name, tuple(t.shape))
+        for name, t in tensors.items()
+        if not _is_index_list(t, list(tensors.values()))
     )
 
 

@@ -135,6 +135,32 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
 
 
+def test_a_size_above_the_budget_is_warned_of_before_it_runs_also_before_a_step_was_measured(
+    make_trainer, make_model, caplog
+):
+    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.4)
+    run_lengths(make_trainer, [15, 16, 16], [probe], model=make_model())
+    budget = int(1.03 * least_policy(probe.profile, probe.config).predicted_peak_bytes)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
+    # Step 2 comes before the first measured step, with a size at which no policy fits.
+    run_lengths(make_trainer, [16, 32, 32, 16], [callback], model=make_model())
+    found = [event for event in events(callback, "memory") if "is predicted to take" in event.get("reason", "")]
+    assert [event["step"] for event in found] == [2]
+    assert f"above memory_budget={budget}" in found[0]["reason"]
+    assert "set memory_budget=" in found[0]["reason"]
+    assert [r.levelname for r in caplog.records if "is predicted to take" in r.getMessage()] == ["WARNING"]
+
+
+def test_a_batch_without_a_policy_is_warned_of_before_it_runs(make_trainer, late_policy, monkeypatch, caplog):
+    refuse_profiles_of(32, monkeypatch)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget="1GiB")
+    run_lengths(make_trainer, [16] * 3 + [32, 16, 32], [callback])
+    found = [event for event in events(callback, "memory") if "under torch's checkpoint" in event.get("reason", "")]
+    assert [event["step"] for event in found] == [4]
+    assert "no profile predicts batches of this size" in found[0]["reason"]
+    assert [r.levelname for r in caplog.records if "of this size. It takes about" in r.getMessage()] == ["WARNING"]
+
+
 def test_a_size_of_which_too_little_is_known_is_said_where_the_budget_has_no_room_for_that(
     make_trainer, make_model, monkeypatch, late_policy
 ):

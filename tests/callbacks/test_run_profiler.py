@@ -44,6 +44,18 @@ def test_a_state_that_is_foreseen_is_left_to_the_profile(profiler, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("budget", "level"), [("1GiB", "WARNING"), (2**30, "WARNING"), (0.5, "INFO"), ("auto", "INFO")]
+)
+def test_first_steps_that_no_profile_predicts_are_warned_of_under_a_budget_in_bytes(budget, level, caplog):
+    with caplog.at_level(logging.INFO):
+        RunProfiler(AdaccConfig(memory_budget=budget), TrainingLoop()).note_unpredicted("the batch has no images")
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert "the first steps run under torch's checkpoint: the batch has no images" in record.message
+    assert ("bounds no step" in record.message) == (level == "WARNING")
+
+
 def test_a_profile_waits_for_a_batch_that_trains_every_block(make_model):
     """Waiting ends at MOST_STEPS with an error that says what to set."""
     model, tokens = make_model(), torch.arange(8)[None]
