@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
@@ -66,19 +67,14 @@ def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
 
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
     """Return a policy with the same peak as `least_policy` in half the solver time. Its steps may be slower."""
-    try:
-        return solve_policy(profile, 1, config)
-    except InfeasibleBudgetError as error:
-        least = error.least
-    assert least is not None  # errors that the solver raises have this policy
-    return least
+    return _within_or_least(profile, 1, config)
 
 
 def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
-    """Return a policy for the steps before a step's memory was measured: slow, and with little memory.
+    """Return a policy for the steps before a step's memory was measured, with a peak of at most `nbytes` if possible.
 
-    If recomputing everything, or torch's checkpoint on all blocks, has a peak of at most `nbytes`, this needs no solver
-    and takes some milliseconds. Otherwise return `quick_least_policy`, which takes 0.3 to 1.5 seconds.
+    If recomputing everything, or torch's checkpoint on all blocks, fits, this needs no solver and takes some
+    milliseconds. If no policy fits, return a policy with the least peak.
     """
     config = config or AdaccConfig()
     policies: list[Policy] = []
@@ -89,7 +85,17 @@ def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None
     policy = min(policies, key=lambda policy: policy.predicted_peak_bytes, default=None)
     if policy is not None and policy.predicted_peak_bytes <= nbytes:
         return policy
-    return quick_least_policy(profile, config)
+    return replace(_within_or_least(profile, nbytes, config), facts=())  # `nbytes` is not the run's budget
+
+
+def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
+    """Return the fastest policy whose peak is at most `nbytes`, or a policy with the least peak if there is none."""
+    try:
+        return solve_policy(profile, nbytes, config)
+    except InfeasibleBudgetError as error:
+        least = error.least
+    assert least is not None  # errors that the solver raises have this policy
+    return least
 
 
 def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
