@@ -158,13 +158,15 @@ def measure_step_layout(
 ) -> StepLayout:
     """Run one forward and backward under the installed strategies and divide its memory.
 
-    `outcomes` has the tensors that each block stores under full recomputation. If `accumulates`, an earlier micro-batch
-    runs first, in `no_sync()` if that is given, and its gradients are live before the measured one.
+    `outcomes` has the tensors that each block stores under full recomputation. If `accumulates`, the gradients of an
+    earlier micro-batch are live before the measured one. Those of an earlier measurement serve, which leaves them. Else
+    such a micro-batch runs first, in `no_sync()` if that is given.
     """
     device = next(model.parameters()).device
     installation.begin_step()
-    earlier_bytes = 0
-    if accumulates:
+    leaves_gradients = accumulates and no_sync is None  # with `no_sync`, gradients of later micro-batches are sharded
+    earlier_bytes = _gradient_bytes(model) if leaves_gradients else 0
+    if accumulates and not earlier_bytes:
         with garbage_collection_disabled(), measurement.meter(device) as meter, (no_sync or nullcontext)():
             measurement.backward(forward_loss(model, batch))
             meter.mark(("end",))
@@ -185,8 +187,9 @@ def measure_step_layout(
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
         trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
-        gradient_bytes = distinct_bytes(p.grad for p in trained if p.grad is not None)
-        model.zero_grad(set_to_none=True)
+        gradient_bytes = _gradient_bytes(model)
+        if not leaves_gradients:
+            model.zero_grad(set_to_none=True)
     for name, function in functions.items():
         function.strategy = strategies[name]
     for probe in probes:
@@ -197,6 +200,10 @@ def measure_step_layout(
     live |= {probe.name: probe.stored_bytes - probe.cached_bytes for probe in probes}
     readings = _StepReadings(meter.points, list(functions), probes, stored, live)
     return readings.layout(loss_bytes, gradient_bytes, earlier_bytes, trained, ms)
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
 @dataclass

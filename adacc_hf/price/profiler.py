@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -394,10 +394,8 @@ def _profile(
             model, batch, installation, probes, outcomes, measurement, step.accumulates, step.no_sync
         )
 
-    # On real memory, only one block at a time retains its activations: a model with many kinds would otherwise retain
-    # nearly all blocks at once.
     names = tuple(watched_names.values())
-    groups = [(name,) for name in names] if measurement.watches_one_block else [names]
+    groups = _watched_groups(watched_names, kinds) if measurement.watches_one_block else [names]
     layout = StepLayout.merged({group: measure(group) for group in groups})
     recorder.learn_orders(layout.events)
     recorder.set_full_recompute_strategies(installation, (), sources)
@@ -414,6 +412,7 @@ def _profile(
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in kinds for index in kind.held})
     saved_shared_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
     other_head = head_profiler.measure_chunked_head(model, batch, measure, measurement)
+    model.zero_grad(set_to_none=True)  # each measurement left its gradients for the next one
     device = next(model.parameters()).device
     profile = Profile(
         model_class=type(installation.model).__name__,
@@ -448,6 +447,25 @@ def _profile(
         measured=((to_profile_shapes(batch_shapes(batch)), ()),),
     )
     return with_idle_blocks(profile, idle, installation)
+
+
+def _watched_groups(watched_names: Mapping[int, str], kinds: Sequence[KindProfile]) -> list[tuple[str, ...]]:
+    """Return groups of the watched blocks, one block per kind. A group retains its activations in one measured step.
+
+    No group retains more bytes than the largest block: a model with many kinds would otherwise retain nearly all blocks
+    at once.
+    """
+    nbytes = {
+        name: sum(value.nbytes for value in kinds[index].activations if value.saved)
+        for index, name in watched_names.items()
+    }
+    limit, groups = max(nbytes.values()), list[list[str]]()
+    for name in sorted(nbytes, key=nbytes.__getitem__, reverse=True):
+        group = next((group for group in groups if sum(map(nbytes.__getitem__, group)) + nbytes[name] <= limit), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(name)
+    return [tuple(group) for group in groups]
 
 
 def _chunked_head(
