@@ -3,7 +3,7 @@
 NOTE [States of a size policy]
 | state | meaning | ends with |
 |---|---|---|
-| `is_provisional` | the policy has the least memory, and no step was measured | the first measured step |
+| `is_provisional` | the policy has little memory, and no step was measured | the first measured step |
 | `must_measure` | no step's memory was measured under its actions | the next measured step at this size |
 | `due` is a step | the solver runs on a thread | that step's end, when the result is applied |
 | `must_solve` | prices changed while the solver ran | the next start of the solver |
@@ -38,7 +38,7 @@ class SizePolicy:
     must_solve: bool = False
     """True if prices changed while the solver ran."""
     is_provisional: bool = False
-    """True if this is the policy with the least memory, used until the memory of a whole step is measured."""
+    """True if this is a policy with little memory, used until the memory of a whole step is measured."""
     must_measure: bool = True
     """True if no step's memory was measured under the present actions."""
     is_extrapolated: bool = False
