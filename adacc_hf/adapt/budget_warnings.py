@@ -44,7 +44,7 @@ class BudgetWarnings:
         if sizes in self._sizes or (replanner.profile is profile and replanner.policy is policy):
             return
         self._compared[sizes] = replanner.profile, replanner.policy
-        self._compare(shapes, sizes, replanner.predicted_peak_bytes(), replanner)
+        self._compare(shapes, sizes, replanner.predicted_peak_bytes(), replanner, size_policy.due)
 
     def before_untracked(self, shapes: BatchShapes, sizes: BatchShapes, policy: Policy, reference: SizePolicy) -> None:
         """Warn if a micro-batch of `shapes` is predicted to exceed the budget under `policy`, which was made for
@@ -52,15 +52,25 @@ class BudgetWarnings:
         if sizes not in self._sizes:
             self._compare(shapes, sizes, policy.predicted_peak_bytes, reference.replanner)
 
-    def _compare(self, shapes: BatchShapes, sizes: BatchShapes | None, peak: int, replanner: Replanner) -> None:
+    def _compare(
+        self,
+        shapes: BatchShapes,
+        sizes: BatchShapes | None,
+        peak: int,
+        replanner: Replanner,
+        due: int | None = None,
+    ) -> None:
+        """Warn if `peak` exceeds the budget. `due` is the step at whose end another policy follows, if that is
+        known."""
         if not replanner.is_over_budget(peak):
             return
         self._sizes.add(sizes)
         budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
         self._warn(
             f"a batch of {describe(shapes)} is predicted to take {peak} bytes ({format_bytes(peak)}), "
-            f"{peak / budget.nbytes - 1:.1%} above memory_budget={budget.setting!r}, under a policy with the least "
-            f"memory that is known: set memory_budget={peak} or more, or use a smaller batch"
+            f"{peak / budget.nbytes - 1:.1%} above memory_budget={budget.setting!r}"
+            + (f", until the solver's result is applied after step {due}" if due is not None else "")
+            + f": to avoid this, set memory_budget={peak} or more, or use a smaller batch"
         )
 
     def before_checkpointing(self, shapes: BatchShapes, reference: SizePolicy) -> None:

@@ -59,6 +59,8 @@ class SavedSizePolicy:
     """True if the policy is the one with the least memory, used until the memory of a step is measured."""
     is_told: bool = False
     """True if the profile was predicted from the profile of another size."""
+    is_borrowed: bool = False
+    """True if the policy was made for another size, and a solver run may find a faster one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record of the fields that have no file of their own."""
@@ -69,6 +71,7 @@ class SavedSizePolicy:
             "memory_budget": self.memory_budget,
             "is_provisional": self.is_provisional,
             "is_told": self.is_told,
+            "is_borrowed": self.is_borrowed,
         }
 
     @classmethod
@@ -90,6 +93,7 @@ class SavedSizePolicy:
             searched=searched,
             is_provisional=record.get("is_provisional", False),
             is_told=record.get("is_told", False),
+            is_borrowed=record.get("is_borrowed", False),
         )
 
     def save(self, folder: Path, number: int) -> None:

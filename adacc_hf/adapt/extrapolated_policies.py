@@ -24,8 +24,8 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Share of the budget that a policy of another class must use at the new size to be taken over without solving, which
-takes 0.1 to 2 seconds."""
+"""Share of the budget that a policy of another class must use at the new size to be final there. A policy that fits and
+uses less is borrowed until the class has come often enough to be worth a solver run of 0.1 to 2 seconds."""
 
 FAR_ABOVE = 0.05
 """If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called.
@@ -37,6 +37,27 @@ class ExtrapolatedPolicies:
 
     def __init__(self, context: RunContext, cache: PolicyCache) -> None:
         self._context, self._cache, self._config = context, cache, context.config
+
+    def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
+        """Return (profile, policy) for the class `sizes`, with the fastest policy of another class that fits there.
+
+        None if none fits, or if the fastest one uses up the budget, so that it is final.
+        """
+        profile = self.profile_at(sizes)
+        budget = Budget.resolve(self._with_room(profile), profile, self._config)
+        fitting = [policy for policy in self._others(profile) if budget.needed_bytes(policy) <= budget.nbytes]
+        fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
+        if fastest is None or fastest.is_plain or budget.needed_bytes(fastest) >= USED_UP * budget.nbytes:
+            return None
+        return profile, fastest
+
+    def solve_again(self, profile: Profile) -> Policy | None:
+        """Return a policy for a class that has borrowed one; None if there is no better one."""
+        allowed = self._allowed(profile)
+        try:
+            return solve_policy(allowed, self._with_room(profile), with_margin(self._config))
+        except InfeasibleBudgetError:
+            return None
 
     def solve(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
         """Return (sizes, profile, policy) for a batch of `shapes` in the class `sizes`.
@@ -115,9 +136,11 @@ class ExtrapolatedPolicies:
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)
         self._refuse_far_above(allowed, budget)
-        others = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
-        candidates = [current_policy(allowed, p) for p in others if not over_bound(allowed, p, self._config)]
-        candidates = [p for p in candidates if USED_UP * budget.nbytes <= budget.needed_bytes(p) <= budget.nbytes]
+        candidates = [
+            policy
+            for policy in self._others(profile)
+            if USED_UP * budget.nbytes <= budget.needed_bytes(policy) <= budget.nbytes
+        ]
         if candidates:
             return min(candidates, key=lambda policy: policy.predicted_overhead_ms)
         try:
@@ -125,6 +148,12 @@ class ExtrapolatedPolicies:
         except InfeasibleBudgetError as error:
             self._cache.least = error.least
             raise
+
+    def _others(self, profile: Profile) -> list[Policy]:
+        """Return the policies of other classes, at the prices of `profile`."""
+        allowed = self._allowed(profile)
+        policies = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
+        return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
         """Raise InfeasibleBudgetError if the least-memory policy of another size takes far more than `budget` here.
