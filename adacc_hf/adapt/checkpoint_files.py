@@ -60,6 +60,8 @@ class SavedSizePolicy:
     """True if the policy is the one with the least memory, used until the memory of a step is measured."""
     is_told: bool = False
     """True if the profile was predicted from the profile of another size."""
+    is_borrowed: bool = False
+    """True if the policy was made for another size, and a solver run may find a faster one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record of the fields that have no file of their own."""

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from adacc_hf.adapt.policy_cache import MAX_UNTRACKED, PolicyCache
-from adacc_hf.adapt.policy_selection import current_policy, over_bound, with_margin
+from adacc_hf.adapt.policy_selection import UNCERTAINTY, current_policy, over_bound, with_margin
 from adacc_hf.adapt.profile_updates import without_codecs
 from adacc_hf.adapt.replanner import Replanner
 from adacc_hf.adapt.run_context import RunContext
@@ -18,14 +18,14 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO
 from adacc_hf.price.estimated_profile import resize_profile
 from adacc_hf.price.memory_profile import with_missing_bytes
-from adacc_hf.solve.solver import quick_least_policy, solve_policy
+from adacc_hf.solve.solver import provisional_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes
 
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Share of the budget that a policy of another class must use at the new size to be taken over without solving, which
-takes 0.1 to 2 seconds."""
+"""Share of the budget that a policy of another class must use at the new size to be final there. A policy that fits and
+uses less is borrowed until the class has come often enough to be worth a solver run of 0.1 to 2 seconds."""
 
 FAR_ABOVE = 0.05
 """If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called.
@@ -37,6 +37,27 @@ class ExtrapolatedPolicies:
 
     def __init__(self, context: RunContext, cache: PolicyCache) -> None:
         self._context, self._cache, self._config = context, cache, context.config
+
+    def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
+        """Return (profile, policy) for the class `sizes`, with the fastest policy of another class that fits there.
+
+        None if none fits, or if the fastest one uses up the budget, so that it is final.
+        """
+        profile = self.profile_at(sizes)
+        budget = Budget.resolve(self._with_room(profile), profile, self._config)
+        fitting = [policy for policy in self._others(profile) if budget.needed_bytes(policy) <= budget.nbytes]
+        fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
+        if fastest is None or fastest.is_plain or budget.needed_bytes(fastest) >= USED_UP * budget.nbytes:
+            return None
+        return profile, fastest
+
+    def solve_again(self, profile: Profile) -> Policy | None:
+        """Return a policy for a class that has borrowed one; None if there is no better one."""
+        allowed = self._allowed(profile)
+        try:
+            return solve_policy(allowed, self._with_room(profile), with_margin(self._config))
+        except InfeasibleBudgetError:
+            return None
 
     def solve(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
         """Return (sizes, profile, policy) for a batch of `shapes` in the class `sizes`.
@@ -55,9 +76,11 @@ class ExtrapolatedPolicies:
         profile = self.profile_at(sizes)
         return sizes, profile, self.solve_or_least(sizes, profile)
 
-    def least(self, profile: Profile) -> Policy:
-        """Return a policy with about the least memory for batches with `profile`, found without the solver."""
-        return quick_least_policy(self._allowed(profile), with_margin(self._config))
+    def provisional(self, profile: Profile) -> Policy:
+        """Return a policy with little memory for batches with `profile`, for steps before the first measured one."""
+        budget = Budget.resolve(self._context.memory_budget, profile, self._config)
+        limit = int(budget.nbytes / (1 + UNCERTAINTY))
+        return provisional_policy(self._allowed(profile), limit, with_margin(self._config))
 
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
@@ -97,6 +120,7 @@ class ExtrapolatedPolicies:
         if self._config.on_over_budget == "error":
             raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
         log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
+        self._context.warnings.add(sizes)
         self._context.note_memory(f"{text}: {why}")
         return least
 
@@ -112,9 +136,11 @@ class ExtrapolatedPolicies:
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)
         self._refuse_far_above(allowed, budget)
-        others = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
-        candidates = [current_policy(allowed, p) for p in others if not over_bound(allowed, p, self._config)]
-        candidates = [p for p in candidates if USED_UP * budget.nbytes <= budget.needed_bytes(p) <= budget.nbytes]
+        candidates = [
+            policy
+            for policy in self._others(profile)
+            if USED_UP * budget.nbytes <= budget.needed_bytes(policy) <= budget.nbytes
+        ]
         if candidates:
             return min(candidates, key=lambda policy: policy.predicted_overhead_ms)
         try:
@@ -122,6 +148,12 @@ class ExtrapolatedPolicies:
         except InfeasibleBudgetError as error:
             self._cache.least = error.least
             raise
+
+    def _others(self, profile: Profile) -> list[Policy]:
+        """Return the policies of other classes, at the prices of `profile`."""
+        allowed = self._allowed(profile)
+        policies = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
+        return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
         """Raise InfeasibleBudgetError if the least-memory policy of another size takes far more than `budget` here.

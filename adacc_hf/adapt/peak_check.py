@@ -154,4 +154,5 @@ class PeakCheck:
         self._context.note(MemoryNoted(step=step, measured_peak_bytes=peak, peak_bytes=predicted, corrected=is_above))
         if is_above:
             size_policy.replanner.add_memory(peak - predicted)
+            self._choice.check_budget()
             self._replanning.start(step, size_policy)

@@ -107,7 +107,11 @@ class WarmUpPhase(Phase):
     def _set_policy_before_forward(self, inputs: Any, compute_loss: ComputeLoss | None) -> None:
         """Profile the first batch before its forward and follow the policy, if the batch allows that."""
         run, model = self._run, self._run.model
-        if not isinstance(inputs, Mapping) or self._profiler.must_wait(model):
+        if not isinstance(inputs, Mapping):
+            self._profiler.note_unpredicted(f"inputs of type {type(inputs).__name__} are not profiled, only mappings")
+            return
+        if self._profiler.must_wait(model):
+            self._profiler.note_unpredicted("a profiler of torch's is active")
             return
         self._checkpointing.remove()
         if run.source is None or callable(run.source):

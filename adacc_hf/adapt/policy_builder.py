@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.policy_selection import UNCERTAINTY
 from adacc_hf.adapt.profile_updates import SwitchedOff, with_finer, without_codecs
 from adacc_hf.adapt.run_context import RunContext
-from adacc_hf.adapt.run_profiler import FIRST_STEPS_CHECKPOINTED
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError, as_sentence
-from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.memory_profile import with_missing_bytes
-from adacc_hf.solve.solver import least_policy, quick_least_policy, solve_policy
+from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.solver import least_policy, provisional_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, from_profile_shapes, has_same_tensors
 from adacc_hf.torch_glue.distributed import (
     broadcast_from_first_rank,
@@ -43,11 +44,6 @@ log = logging.getLogger(__name__)
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
-UNCERTAINTY = 0.25
-"""Share by which an approximately estimated least peak may be too high (0.21 was measured, for T5). A budget that is
-less than this below it is not refused before a step's memory was measured."""
-
-
 class RefusedSizeError(Exception):
     """Batches of a size, or batches that train more blocks, get no policy of their own. The message says why."""
 
@@ -63,14 +59,15 @@ class PolicyBuilder:
     ) -> tuple[Profile, Policy] | None:
         """Return the profile and the policy for the first batch, before any step, the same on all ranks.
 
-        If the budget bounds the peak, the policy is plain training if that fits, else the policy with the least memory.
-        After the first measured step, it is solved again. Return None if the batch leaves blocks out or has no loss on
-        some rank, or if a forward has collectives (sharded parameters, SyncBatchNorm), since ranks may run different
-        numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        If the budget bounds the peak, the policy is plain training if that fits, else a policy with little memory
+        (`provisional_policy`). It is solved again after the first measured step. Return None if the batch leaves blocks
+        out or has no loss on some rank, or if a forward has collectives (sharded parameters, SyncBatchNorm), since
+        ranks may run different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
         has_collectives = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         if is_sharded(model) or (has_collectives and num_ranks() > 1):
+            self._profiler.note_unpredicted("forward needs all ranks, so it cannot run on parts of the first batch")
             return None
         try:
             estimated = self._profiler.estimate(model, optimizer, batch, compute_loss)
@@ -78,7 +75,7 @@ class PolicyBuilder:
             raise self._profiler.with_advice(error, batch) from error
         if not all(gather_from_all_ranks(estimated is not None)) or estimated is None:
             if estimated is not None:
-                log.info(FIRST_STEPS_CHECKPOINTED, "another rank has no profile")
+                self._profiler.note_unpredicted("another rank has no profile")
             return None
         profile = common_profile(estimated)
         self._warn_fragments(profile)
@@ -91,21 +88,23 @@ class PolicyBuilder:
         budget = Budget.resolve(self._config.memory_budget, profile, self._config)
         if callable(self._source) or not budget.limits_peak:
             return self._solve(profile, self._config.memory_budget)
+        uncertainty = 0.0 if profile.sizes is None else profile.sizes.uncertainty
+        plain = uniform_policy(profile, Action.RETAIN)
+        if plain.predicted_peak_bytes * (1 + uncertainty) <= budget.nbytes:
+            fastest = self._solve(profile, self._config.memory_budget)
+            if fastest.is_plain:
+                return fastest
+        allowed = profile.without_codecs_below(self._config.min_compress_bytes)
+        policy = provisional_policy(allowed, int(budget.nbytes / (1 + UNCERTAINTY)), self._config)
+        if policy.predicted_peak_bytes <= budget.nbytes:
+            return policy
         try:
-            policy = self._solve(profile, self._config.memory_budget)
+            return self._solve(profile, self._config.memory_budget)
         except InfeasibleBudgetError as error:
             is_approximate = profile.sizes is not None and profile.sizes.is_approximate
-            if (
-                not is_approximate
-                or error.least is None
-                or (1 - UNCERTAINTY) * error.smallest_budget_bytes > budget.nbytes
-            ):
+            if not is_approximate or (1 - UNCERTAINTY) * error.smallest_budget_bytes > budget.nbytes:
                 raise
-            return error.least  # the measurement of a step shows whether it fits
-        uncertainty = 0.0 if profile.sizes is None else profile.sizes.uncertainty
-        if policy.is_plain and policy.predicted_peak_bytes * (1 + uncertainty) <= budget.nbytes:
-            return policy
-        return quick_least_policy(profile.without_codecs_below(self._config.min_compress_bytes), self._config)
+        return policy  # the measurement of a step shows whether it fits
 
     def after_steps(
         self, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None

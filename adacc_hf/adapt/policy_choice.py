@@ -4,11 +4,12 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | sizes of the micro-batch | policy |
 |---|---|
 | in a size class with a policy | that policy |
-| in a new class, before the first measured step | the run's first policy if it fits, else one with the least memory |
-| in a new class, later | a policy solved for the class's extrapolated profile |
+| in a new class, before the first measured step | the run's first policy if it fits, else one with little memory |
+| in a new class, later | another class's policy if it fits, until the ENOUGH_BORROWED-th batch |
+| the same, if none fits or from that batch on | a policy solved for the class's extrapolated profile |
 | in a new class, with several ranks or beyond MAX_SIZE_POLICIES | the same, as plans that tracking never changes |
 | in no class, but within a profiled size | the policy of the smallest such size |
-| in no class and larger than each profiled size | none: torch's checkpoint |
+| in no class and larger than each profiled size | none: torch's checkpoint, with a warning under a budget of the peak |
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 from adacc_hf.torch_glue.distributed import num_ranks
+
+ENOUGH_BORROWED = 4
+"""Number of batches of a size class at which the solver runs for it, if the policy of another class fits before. Many
+classes have fewer batches in a short run, and a solver run takes as long as several steps of a small model."""
 
 
 class PolicyChoice:
@@ -87,8 +92,15 @@ class PolicyChoice:
             plans = self.cache.untracked_plans(sizes, shapes)
         if size_policy is not self.current or plans is not self.plans:
             self._put(size_policy, plans)
+        if size_policy is not None:
+            self.context.warnings.before(shapes, size_policy)
+        elif plans is None:
+            self.context.warnings.before_checkpointing(shapes, self._reference)
+        else:
+            self.context.warnings.before_untracked(shapes, sizes or shapes, plans.policy, self._reference)
         # Each batch whose bucket lacks a policy is counted.
-        self._lasts = size_policy is not None and not self.cache.unplanned
+        is_final = size_policy is not None and not size_policy.is_borrowed
+        self._lasts = is_final and not self.cache.unplanned
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
         """Return the size policy for a batch of `shapes`, whose size class is `sizes`. Make one if the class is new.
@@ -96,19 +108,43 @@ class PolicyChoice:
         None if the class has only plans, without a size policy.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
+        if size_policy is not None and size_policy.is_borrowed:
+            self._count_borrowed(size_policy)
         if size_policy is not None or self.cache.untracked_plans(sizes, shapes) is not None:
             return size_policy
         measured, _ = self.cache.size_model()
         if measured.is_provisional:
             return self._before_measurement(sizes, measured)
+        has_size_policy = self._is_alone and not self.cache.is_full
+        borrowed = self.extrapolated.borrow(sizes) if has_size_policy else None
+        if borrowed is not None:
+            size_policy = self.add_extrapolated(sizes, *borrowed)
+            size_policy.is_borrowed = True
+            return size_policy
         sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
-        if not self._is_alone or self.cache.is_full:
+        if not has_size_policy:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
         return self.add_extrapolated(sizes, profile, policy)
 
+    def _count_borrowed(self, size_policy: SizePolicy) -> None:
+        """Count a batch of a class with a borrowed policy. Solve for the class at its ENOUGH_BORROWED-th batch."""
+        replanner = size_policy.replanner
+        size_policy.num_borrowed += 1
+        if size_policy.num_borrowed < ENOUGH_BORROWED or replanner.is_solving:
+            return
+        size_policy.is_borrowed = False
+        policy = self.extrapolated.solve_again(replanner.profile)
+        borrowed_ms = current_policy(replanner.profile, replanner.policy).predicted_overhead_ms
+        if policy is None or policy.predicted_overhead_ms >= borrowed_ms:
+            return
+        replanner.adopt(policy)
+        self.follow(size_policy, policy)
+        reason = f"for batches of {describe(size_policy.shapes or ())}, which have come {ENOUGH_BORROWED} times"
+        self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
+
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return `measured`. If it exceeds the budget at `sizes`, return a policy with the least memory for this class.
+        """Return `measured`. If it exceeds the budget at `sizes`, return a provisional policy for this class.
 
         With several ranks, such a class gets plans without a size policy, and the result is None.
         """
@@ -116,13 +152,13 @@ class PolicyChoice:
         policy = current_policy(profile, measured.replanner.policy)
         if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
             return measured
-        policy = self.extrapolated.least(profile)
+        policy = self.extrapolated.provisional(profile)
         if not self._is_alone:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
-        least = self.add_extrapolated(sizes, profile, policy)
-        least.is_provisional = True
-        return least
+        added = self.add_extrapolated(sizes, profile, policy)
+        added.is_provisional = True
+        return added
 
     def add(
         self,
@@ -184,6 +220,10 @@ class PolicyChoice:
         """Apply `plans` to the next calls of the blocks."""
         self._handle.follow(plans)
         self.current, self.plans, self._lasts = size_policy, plans, False
+
+    def check_budget(self) -> None:
+        """Compare the predicted peak of the next micro-batch with the budget, also if its sizes have not changed."""
+        self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
         """Return the size policies of the step's micro-batches; None for those without one."""

@@ -24,6 +24,11 @@ MIN_GAIN = 0.02
 """A new policy is followed if it saves this share of the overhead, or if the old one no longer fits the budget. Prices
 vary by a few percent from one profile to the next, so a smaller gain is noise."""
 
+UNCERTAINTY = 0.25
+"""Share by which a peak that was estimated approximately, before a step was measured, may be wrong (0.21 was measured,
+for T5). A budget that is less than this below the estimated least peak is not refused. A policy that is used before
+the measurement leaves this share of the budget free if that needs no solver."""
+
 MIN_FREED = 0.01
 """The solver runs again if codecs need less memory than at its last run, by this share of the bytes that the policy
 stores, or if the policy no longer keeps to its bounds. The overhead falls by one to three times the share by which

@@ -187,6 +187,11 @@ class Replanner:
         self.priced = self.searched = profile
         return self.policy
 
+    def adopt(self, policy: Policy) -> None:
+        """Set the policy to one that was solved for the current prices."""
+        self.policy = policy
+        self.priced = self.searched = self.profile
+
     def start_solving(self) -> None:
         """Begin to solve for the current prices, on a thread of the first rank."""
         profile, policy, budget = self._allowed_profile(), self.policy, self.memory_budget

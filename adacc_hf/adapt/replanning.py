@@ -61,6 +61,7 @@ class Replanning:
             self._context.extra_ms += max(0.0, size_policy.replanner.solver_ms - waited_ms)
             if NOTHING_FITS in result.reason:
                 log.warning("Adacc: step %d: %s", step, result.reason)
+                self._context.warnings.add(size_policy.shapes)
             if result.policy is not None:
                 has_changed = True
                 self._change(step, size_policy, before, result.policy, result.reason, waited_ms)
@@ -78,6 +79,7 @@ class Replanning:
             policy = replanner.solve_for(profile)
         except InfeasibleBudgetError as error:
             log.warning("Adacc: step %d: %s: %s; the policy of least memory stays", step, NOTHING_FITS, error)
+            self._context.warnings.add(size_policy.shapes)
             self._context.note(MemoryNoted(step=step, reason=f"{NOTHING_FITS}: {error}"))
             return False
         waited_ms = (time.perf_counter() - started) * 1e3

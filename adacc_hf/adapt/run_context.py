@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from adacc_hf.adapt.budget_warnings import BudgetWarnings
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.events import Event, MemoryNoted
 from adacc_hf.adapt.profile_updates import SwitchedOff
@@ -40,6 +41,11 @@ class RunContext:
     measure_after: int = 0
     """Step after which memory may be measured."""
     _pause: int = 0
+    warnings: BudgetWarnings = field(init=False)
+    """Warnings before micro-batches that may exceed the budget."""
+
+    def __post_init__(self) -> None:
+        self.warnings = BudgetWarnings(self.note_memory)
 
     @property
     def memory_budget(self) -> str | float | int:

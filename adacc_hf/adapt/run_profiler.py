@@ -35,8 +35,6 @@ from adacc_hf.torch_glue.private import is_profiling
 
 log = logging.getLogger(__name__)
 
-FIRST_STEPS_CHECKPOINTED = "Adacc: the first steps run under torch's checkpoint: %s"
-
 
 class RunProfiler:
     """Profiler of one run's batches.
@@ -86,7 +84,7 @@ class RunProfiler:
                 if is_out_of_memory(error):
                     raise
                 level = logging.INFO if isinstance(error, UncalledBlocksError) else logging.WARNING
-                log.log(level, FIRST_STEPS_CHECKPOINTED, as_sentence(error))
+                self.note_unpredicted(as_sentence(error), level)
                 log.debug("Adacc: no profile of the first batch", exc_info=error)
                 return None
 
@@ -144,12 +142,30 @@ class RunProfiler:
             + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
         )
 
+    def note_unpredicted(self, why: str, level: int = logging.INFO) -> None:
+        """Log before the first step that the first steps run without a policy, and `why`.
+
+        If the budget bounds the peak in bytes, this is a warning, because nothing predicts the peak of these steps.
+        """
+        text = f"the first steps run under torch's checkpoint: {why}"
+        if self._has_budget_in_bytes:
+            level = logging.WARNING
+            text += (
+                f". Until there is a profile, memory_budget={self._config.memory_budget!r} bounds no step. These steps "
+                f"take as much as gradient checkpointing does, which no profile predicts: begin with a batch that "
+                f"calls all blocks, or set a budget above the peak of training with gradient checkpointing"
+            )
+        log.log(level, "Adacc: %s", text)
+
+    @property
+    def _has_budget_in_bytes(self) -> bool:
+        return not isinstance(self._config.memory_budget, float) and self._config.memory_budget != "auto"
+
     def _warn_whole_batch(self, batch: dict[str, Any], why: str) -> None:
         """Log that a whole batch is about to be profiled: as a warning if the budget bounds the peak in bytes."""
         budget = self._config.memory_budget
-        in_bytes = not isinstance(budget, float) and budget != "auto"
         log.log(
-            logging.WARNING if in_bytes else logging.INFO,
+            logging.WARNING if self._has_budget_in_bytes else logging.INFO,
             "Adacc: a whole batch of %s is profiled, which takes what one block makes on top of full recomputation and "
             "may be more than memory_budget=%r: %s",
             describe(batch_shapes(batch)),

@@ -3,10 +3,11 @@
 NOTE [States of a size policy]
 | state | meaning | ends with |
 |---|---|---|
-| `is_provisional` | the policy has the least memory, and no step was measured | the first measured step |
+| `is_provisional` | the policy has little memory, and no step was measured | the first measured step |
 | `must_measure` | no step's memory was measured under its actions | the next measured step at this size |
 | `due` is a step | the solver runs on a thread | that step's end, when the result is applied |
 | `must_solve` | prices changed while the solver ran | the next start of the solver |
+| `is_borrowed` | the policy was made for another size, and leaves much of the budget | ENOUGH_BORROWED batches |
 | `is_fresh` | no step has run under its present plans | the end of such a step |
 """
 
@@ -38,11 +39,15 @@ class SizePolicy:
     must_solve: bool = False
     """True if prices changed while the solver ran."""
     is_provisional: bool = False
-    """True if this is the policy with the least memory, used until the memory of a whole step is measured."""
+    """True if this is a policy with little memory, used until the memory of a whole step is measured."""
     must_measure: bool = True
     """True if no step's memory was measured under the present actions."""
     is_extrapolated: bool = False
     """True if the profile was predicted from another size's."""
+    is_borrowed: bool = False
+    """True if the policy was made for another size, and a solver run may find a faster one."""
+    num_borrowed: int = 1
+    """Batches with the borrowed policy so far."""
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False
@@ -67,12 +72,13 @@ class SizePolicy:
             memory_budget=replanner.memory_budget,
             is_provisional=self.is_provisional,
             is_told=self.is_extrapolated,
+            is_borrowed=self.is_borrowed,
         )
 
     def resume(self, record: SavedSizePolicy) -> None:
         """Restore the state of `record`. If the solver was running then, start it again."""
         self.replanner.num_tracked, self.due = record.num_tracked, record.due
-        self.is_provisional = record.is_provisional
+        self.is_provisional, self.is_borrowed = record.is_provisional, record.is_borrowed
         if record.memory_budget is not None:
             self.replanner.memory_budget = record.memory_budget
         if record.prices is not None:

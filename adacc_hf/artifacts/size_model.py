@@ -3,8 +3,8 @@
 A profile is taken at one size, and its memory at three more (price/batch_subsampling.py). A number that is a sum of
 products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`). A peak is the maximum of several
 sums, and may follow no polynomial. The model then interpolates linearly between the two nearest measured sizes, which
-overestimates the peak, and extrapolates above the largest size with the line through the last two. The time of an
-operator scales with the bytes that it reads and writes.
+overestimates the peak, and extrapolates above the largest size with the line through the largest and the next clearly
+smaller one. The time of an operator scales with the bytes that it reads and writes.
 """
 
 from __future__ import annotations
@@ -214,6 +214,12 @@ class _Interpolation:
         for num_elements, number in points:
             maxima[num_elements] = max(number, maxima.get(num_elements, number))
         self._points = sorted(maxima.items())
+        largest = self._points[-1][0]
+        smaller = [point for point in self._points if point[0] * SIZE_CLASS_RATIO <= largest] or self._points[:1]
+        high = max(number for num_elements, number in self._points if num_elements >= smaller[-1][0])
+        self._line = smaller[-1], (largest, high)
+        """Two points of the line above the largest size. They are not two close sizes, such as 3 x 88 and 2 x 129
+        tokens, which differ by the shape of the batch more than by its size: a line through them may fall."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
         points = self._points
@@ -221,6 +227,8 @@ class _Interpolation:
             return points[0][1]
         place = min(max(bisect_left(points, (num_elements,)), 1), len(points) - 1)
         (start, low), (end, high) = points[place - 1], points[place]
+        if num_elements > end:
+            (start, low), (end, high) = self._line
         if num_elements < start:
             return min(low, high)
         return math.ceil(low + (high - low) * (num_elements - start) / (end - start))

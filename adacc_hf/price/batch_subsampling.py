@@ -66,12 +66,16 @@ class Batch:
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
-        """Return the batch cut or repeated to `shapes`, with masked positions wherever this batch has some.
+        """Return the batch cut or repeated to `shapes`, with masked positions wherever this batch has some, and with
+        several documents in a row if this batch has rows of several documents.
 
         Models leave out a mask that masks nothing. An eighth of a text's positions are masked, because one position of
         a sound is shorter than one of its features.
         """
         tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
+        for shape in self.shapes:
+            if shape.name.endswith("position_ids") and len(shape.size) == 2:
+                tensors[shape.name] = _keep_documents(self.tensors[shape.name], tensors[shape.name])
         for name in (shape.name for shape in self.shapes if shape.name.endswith("attention_mask")):
             whole_mask, mask = self.tensors[name], tensors[name]
             if mask.dim() == 2 and bool(mask.all()) and not whole_mask.all():
@@ -288,3 +292,19 @@ def _shorter(length: int, target: int) -> int:
     length.
     """
     return max(ALIGNED, target // ALIGNED * ALIGNED) if length % ALIGNED == 0 and length >= 3 * ALIGNED else target | 1
+
+
+def _keep_documents(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return the positions `part`, cut from the positions `whole`, with a second document in each row if `whole` has
+    rows of several documents.
+
+    A document begins where positions do not increase. A model masks other documents only if a row has several.
+    """
+
+    def has_documents(positions: torch.Tensor) -> bool:
+        return bool((positions.diff(dim=1) <= 0).any())
+
+    middle = part.shape[1] // 2
+    if not has_documents(whole) or has_documents(part) or middle == 0:
+        return part
+    return torch.cat([part[:, :middle], part[:, middle:] - part[:, middle : middle + 1]], dim=1)

@@ -1,8 +1,8 @@
 """The profile of a batch, measured in a few passes over it.
 
 One forward records every block's tape, verifies replay and measures prices. Further passes measure memory: one forward,
-and one forward and backward under full recomputation for each kind of block, in which one block of the kind is watched.
-The first forward and backward is also timed.
+and one forward and backward under full recomputation for each group of kinds, in which one block of each kind is
+watched. The first forward and backward is also timed.
 """
 
 from __future__ import annotations
@@ -104,10 +104,8 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
     installation.expect(block.name for block in recording.blocks)
     forward = measure_forward(profiled, batch, recording)
     recording = recording.with_forwards(forward.events)
-    # On real memory, only one block at a time retains its activations: a model with many kinds would otherwise retain
-    # nearly all blocks at once.
     names = tuple(recording.watched_names)
-    groups = [(name,) for name in names] if measurement.watches_one_block else [names]
+    groups = _watched_groups(recording) if measurement.watches_one_block else [names]
     step = StepLayout.merged({group: measure_step(profiled, batch, recording, group) for group in groups})
     recording.learn_orders(step.events)
     recording.set_full_recompute_strategies(installation.functions, ())
@@ -125,8 +123,28 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
             partial(measure_step, profiled, batch, recording), partial(profiled.forward_loss, batch), measurement
         ),
     )
+    profiled.model.zero_grad(set_to_none=True)  # each measurement left its gradients for the next one
     profile = _assemble(profiled, batch, replace(recording, kinds=kinds), readings)
     return with_idle_blocks(profile, installation)
+
+
+def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
+    """Return groups of the watched blocks, one block per kind. A group retains its activations in one measured step.
+
+    No group retains more bytes than the largest block: a model with many kinds would otherwise retain nearly all blocks
+    at once.
+    """
+    nbytes = {
+        name: sum(value.nbytes for value in kind.activations if value.saved)
+        for name, kind in zip(recording.watched_names, recording.kinds, strict=True)
+    }
+    limit, groups = max(nbytes.values()), list[list[str]]()
+    for name in sorted(nbytes, key=nbytes.__getitem__, reverse=True):
+        group = next((group for group in groups if sum(map(nbytes.__getitem__, group)) + nbytes[name] <= limit), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(name)
+    return [tuple(group) for group in groups]
 
 
 def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: ModelRecording) -> KindProfile:

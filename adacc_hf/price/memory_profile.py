@@ -131,17 +131,19 @@ def measure_step(
 ) -> StepLayout:
     """Run one forward and backward under full recomputation and divide its memory.
 
-    Each of the watched calls retains everything under a probe instead. If the step accumulates gradients, an earlier
-    micro-batch runs first, and its gradients are live before the measured one.
+    Each of the watched calls retains everything under a probe instead. If the step accumulates gradients, those of an
+    earlier micro-batch are live before the measured one. Those of an earlier measurement serve, which leaves them. Else
+    such a micro-batch runs first.
     """
     measurement, device, model = profiled.measurement, profiled.device, profiled.model
     functions = profiled.installation.functions
     probes = recording.set_full_recompute_strategies(functions, watched_names)
     profiled.installation.begin_step()
-    earlier_bytes = 0
-    if profiled.step.gradient_accumulation_steps > 1:
-        no_sync = profiled.step.no_sync or nullcontext
-        with garbage_collection_disabled(), measurement.meter(device) as meter, no_sync():
+    accumulates, no_sync = profiled.step.gradient_accumulation_steps > 1, profiled.step.no_sync
+    leaves_gradients = accumulates and no_sync is None  # with `no_sync`, gradients of later micro-batches are sharded
+    earlier_bytes = _gradient_bytes(model) if leaves_gradients else 0
+    if accumulates and not earlier_bytes:
+        with garbage_collection_disabled(), measurement.meter(device) as meter, (no_sync or nullcontext)():
             measurement.backward(profiled.forward_loss(batch))
             meter.mark(("end",))
         earlier_bytes = meter.points[-1].live_bytes
@@ -160,8 +162,9 @@ def measure_step(
         loss_bytes = loss.untyped_storage().nbytes()
         del loss
         trained = tuple(parameter for parameter in model.parameters() if parameter.grad is not None)
-        gradient_bytes = distinct_bytes(p.grad for p in trained if p.grad is not None)
-        model.zero_grad(set_to_none=True)
+        gradient_bytes = _gradient_bytes(model)
+        if not leaves_gradients:
+            model.zero_grad(set_to_none=True)
     for name, function in functions.items():
         function.strategy = strategies[name]
     for probe in probes:
@@ -173,6 +176,10 @@ def measure_step(
     live |= {probe.name: probe.stored_bytes - probe.cached_bytes for probe in probes}
     readings = _StepReadings(meter.points, list(functions), probes, stored, live)
     return readings.layout(loss_bytes, gradient_bytes, earlier_bytes, trained, ms)
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
 @dataclass

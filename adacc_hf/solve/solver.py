@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.milp import PricedPlan
 from adacc_hf.solve.search import Kinds, PolicySearch
-from adacc_hf.solve.simple_policies import policy_of_plans
+from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -67,8 +68,31 @@ def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
 
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
     """Return a policy with the same peak as `least_policy` in half the solver time. Its steps may be slower."""
+    return _within_or_least(profile, 1, config)
+
+
+def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
+    """Return a policy for the steps before a step's memory was measured, with a peak of at most `nbytes` if possible.
+
+    If recomputing everything, or torch's checkpoint on all blocks, fits, this needs no solver and takes some
+    milliseconds. If no policy fits, return a policy with the least peak.
+    """
+    config = config or AdaccConfig()
+    policies: list[Policy] = []
+    for name in config.heads if "recompute" in config.actions else ():
+        if name in profile.heads:
+            with_head = profile.with_head(name)
+            policies += [checkpoint_policy(with_head), uniform_policy(with_head, Action.RECOMPUTE)]
+    policy = min(policies, key=lambda policy: policy.predicted_peak_bytes, default=None)
+    if policy is not None and policy.predicted_peak_bytes <= nbytes:
+        return policy
+    return replace(_within_or_least(profile, nbytes, config), facts=())  # `nbytes` is not the run's budget
+
+
+def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
+    """Return the fastest policy whose peak is at most `nbytes`, or a policy with the least peak if there is none."""
     try:
-        return solve_policy(profile, 1, config)
+        return solve_policy(profile, nbytes, config)
     except InfeasibleBudgetError as error:
         least = error.least
     assert least is not None  # errors that the solver raises have this policy

@@ -24,9 +24,32 @@ BatchShapes = tuple[TensorShape, ...]
 
 
 def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
-    """Return the shapes of the tensors in `batch` with at least one dimension, sorted by name."""
+    """Return the shapes of the tensors in `batch` that determine its size, sorted by name.
+
+    Scalars do not, and neither do lists of indices, such as the boundaries of packed documents (`cu_seq_lens_q`).
+    """
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
-    return tuple(TensorShape(name, tuple(t.shape)) for name, t in tensors.items())
+    return tuple(
+        TensorShape(name, tuple(t.shape))
+        for name, t in tensors.items()
+        if not _is_index_list(t, list(tensors.values()))
+    )
+
+
+def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Return True if `tensor` is a list of integers that refer to a larger tensor of the batch, and not data.
+
+    Such a list has one dimension, is not as long as the batch has samples, and is shorter than another tensor of
+    integers. Activations do not grow with its length.
+    """
+    if tensor.dim() != 1 or not _has_integers(tensor):
+        return False
+    has_own_samples = any(other.dim() > 1 and other.shape[0] == len(tensor) for other in tensors)
+    return not has_own_samples and any(_has_integers(other) and other.numel() > len(tensor) for other in tensors)
+
+
+def _has_integers(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
 def to_profile_shapes(shapes: BatchShapes) -> Shapes:
@@ -103,7 +126,8 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
     """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
 
     A tensor that is not in `after`, such as one that a collator adds later, is resized in each dimension whose size
-    equals a number of samples or a length in `before`.
+    equals a number of samples or a length in `before`. Boundaries of packed
+    documents end at the new length.
     """
     sizes = {s.name: s.size for s in after}
     mapping = {
@@ -111,7 +135,24 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
         for s, t in zip(before, after, strict=True)
         for old, new in zip(s.size[:2], t.size[:2], strict=True)  # number of samples, and length of a text
     }
-    return {name: _resize_tensor(value, sizes.get(name), mapping) for name, value in batch.items()}
+    return {
+        name: _resize_boundaries(value, mapping)
+        if name not in sizes and _is_boundary_list(value, mapping)
+        else _resize_tensor(value, sizes.get(name), mapping)
+        for name, value in batch.items()
+    }
+
+
+def _is_boundary_list(value: Any, mapping: Mapping[int, int]) -> bool:
+    """Return True if `value` divides a dimension of the batch, whose size is a key of `mapping`, into documents."""
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or len(value) < 2 or not _has_integers(value):
+        return False
+    return int(value[0]) == 0 and int(value[-1]) in mapping and bool((value.diff() >= 0).all())
+
+
+def _resize_boundaries(value: torch.Tensor, mapping: Mapping[int, int]) -> torch.Tensor:
+    end = mapping[int(value[-1])]
+    return torch.cat([value[:-1].clamp(max=end), value.new_tensor([end])])
 
 
 def _resize_tensor(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:

@@ -24,6 +24,7 @@ from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adacc_hf.torch_glue.dynamo_gaps import ClassReads, guard_identities, name_of, record_class_reads, record_dict_order
+from adacc_hf.torch_glue.memory import garbage_collection_disabled
 
 Scope = dict[str, Any]
 """Local variables of the function that Dynamo traces: `call`, `args` and `kwargs` of a block's call."""
@@ -284,6 +285,9 @@ def _dynamo() -> Any:
         "use_recursive_dict_tags_for_guards": False,
         # Dynamo would split the graph at DDP's buckets.
         "optimize_ddp": False,
+        # With symbolic sizes, nearly no operator's result is found in this cache, and filling it takes a third of a
+        # trace.
+        "fake_tensor_cache_enabled": False,
         "suppress_errors": False,
     }
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}
@@ -308,6 +312,7 @@ def _dynamo() -> Any:
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_quiet())
+            stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(grouped_products_of_any_dtype())
             stack.enter_context(guard_identities(inputs.numbers))
             stack.enter_context(record_class_reads(inputs.class_reads, inputs.numbers))

@@ -5,7 +5,11 @@ from __future__ import annotations
 from run_builders import events, run_lengths
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt import extrapolated_policies
+from adacc_hf.adapt.policy_choice import ENOUGH_BORROWED, PolicyChoice
+from adacc_hf.price.estimated_profile import resize_profile
+from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.solver import least_policy
 
 
 def test_other_lengths_get_policies_of_their_own(make_trainer):
@@ -22,6 +26,27 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
     ]
     stored_bytes = [event["stored_bytes"] for event in policy_events]
     assert stored_bytes[3] < stored_bytes[2] < stored_bytes[0] < stored_bytes[1]
+
+
+def test_a_size_borrows_a_policy_until_it_has_come_often(make_trainer, make_model, monkeypatch):
+    monkeypatch.setattr(extrapolated_policies, "USED_UP", 1.0)  # most of this model's memory is weights at any size
+    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
+    run_lengths(make_trainer, [32, 32, 32], [probe], model=make_model())
+    # The longest batches recompute most, and 24 tokens do not fit without recomputation.
+    least = least_policy(probe.profile, probe.config).predicted_peak_bytes
+    shorter = resize_profile(probe.profile, (("input_ids", (4, 24)), ("labels", (4, 24))))
+    plain = uniform_policy(shorter, "retain").predicted_peak_bytes
+    assert least < plain
+    budget = (2 * least + plain) // 3
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
+    run_lengths(make_trainer, [32] * 5 + [24, 32] * 5, [callback], model=make_model())
+    reasons = [event["reason"] for event in events(callback, "policy")[1:]]
+    size = events(callback, "policy")[1]["reason"].removeprefix("for batches of ")
+    assert reasons == [f"for batches of {size}", f"for batches of {size}, which have come {ENOUGH_BORROWED} times"]
+    borrowed, solved = events(callback, "policy")[1:]
+    assert (borrowed["step"], solved["step"]) == (6, 12)
+    assert solved["overhead_ms"] < borrowed["overhead_ms"]
+    assert max(borrowed["peak_bytes"], solved["peak_bytes"]) <= budget
 
 
 def test_other_lengths_get_policies_of_their_own_where_the_first_batch_leaves_blocks_out(make_trainer, late_policy):

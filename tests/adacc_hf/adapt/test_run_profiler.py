@@ -55,3 +55,15 @@ def test_a_state_that_is_foreseen_is_left_to_the_profile(profiler, state_bytes, 
     profiler.inner_steps.has_detected = True
     assert state_bytes(model, UnpredictableSGD(model.parameters())) == 0
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("budget", "level"), [("1GiB", "WARNING"), (2**30, "WARNING"), (0.5, "INFO"), ("auto", "INFO")]
+)
+def test_first_steps_that_no_profile_predicts_are_warned_of_under_a_budget_in_bytes(budget, level, caplog):
+    with caplog.at_level(logging.INFO):
+        RunProfiler(AdaccConfig(memory_budget=budget), TrainingLoop()).note_unpredicted("the batch has no images")
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert "the first steps run under torch's checkpoint: the batch has no images" in record.message
+    assert ("bounds no step" in record.message) == (level == "WARNING")

@@ -223,3 +223,23 @@ def test_what_is_no_text_is_recorded_with_fewer_samples(toy_model, toy_batch, pa
     part_sizes = sizes(parts_of(toy_model(lambda block, hidden: hidden + block.up(hidden).tanh()), toy_batch(5)), "x")
     assert part_sizes
     assert all(size[0] < 5 and size[1:] == (6, 8) for size in part_sizes)
+
+
+def test_parts_of_packed_rows_have_several_documents_too():
+    """Without a second document, a model would leave out the mask between documents."""
+    positions = torch.cat([torch.arange(n) for n in (50, 20, 58)])[None]
+    ids = torch.ones(1, 128, dtype=torch.long)
+    boundaries = torch.tensor([0, 50, 70, 128], dtype=torch.int32)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "cu_seq_lens_q": boundaries}
+    parts = [part.tensors for parts in small_parts(Batch(batch)) for part in parts]
+    assert parts
+    for part in parts:
+        assert (part["position_ids"].diff() <= 0).any()
+        assert part["position_ids"].min() == 0
+        assert part["cu_seq_lens_q"][-1] == part["input_ids"].shape[1] < 128
+
+
+def test_parts_of_rows_with_one_document_have_one_document():
+    ids = torch.ones(1, 128, dtype=torch.long)
+    for parts in small_parts(Batch({"input_ids": ids, "labels": ids, "position_ids": torch.arange(128)[None]})):
+        assert all((part.tensors["position_ids"].diff() == 1).all() for part in parts)

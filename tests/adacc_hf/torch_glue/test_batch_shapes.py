@@ -86,3 +86,39 @@ def test_a_batch_may_lack_tensors_of_a_larger_one():
     assert not fits_in(seeing, batch_shapes({"input_ids": ids}))
     assert not fits_in(batch_shapes({"input_ids": ids, "attention_mask": ids}), seeing)
     assert fits_in(seeing, seeing)
+
+
+def packed(lengths):
+    """Return a batch of one row with documents of `lengths`, as TRL's collator makes it."""
+    boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+    ids = torch.ones(1, sum(lengths), dtype=torch.long)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return {"input_ids": ids, "position_ids": positions, "cu_seq_lens_q": boundaries, "max_length_q": max(lengths)}
+
+
+def test_the_number_of_documents_in_a_row_is_no_size():
+    assert batch_shapes(packed([5, 3, 8])) == batch_shapes(packed([10, 6]))
+    assert batch_shapes(packed([5, 3])) != batch_shapes(packed([10, 6]))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param({"pixel_values": torch.zeros(6, 3, 8, 8), "labels": torch.arange(6)}, id="one label per image"),
+        pytest.param({"input_ids": torch.ones(4, 9).long(), "labels": torch.arange(4)}, id="one label per text"),
+        pytest.param({"tokens": torch.arange(30), "boundaries": torch.tensor([0, 30])}, id="one flat text"),
+        pytest.param({"tokens": torch.arange(30), "patches": torch.zeros(5, 99)}, id="flat text and patches"),
+        pytest.param({"input_ids": torch.ones(1, 99).long(), "sound": torch.zeros(40)}, id="sound"),
+    ],
+)
+def test_one_dimension_of_data_is_a_size(batch):
+    names = [shape.name for shape in batch_shapes(batch)]
+    assert names == sorted(batch.keys() - {"boundaries"})
+
+
+@pytest.mark.parametrize(("length", "boundaries"), [(10, [0, 5, 8, 10]), (6, [0, 5, 6, 6]), (20, [0, 5, 8, 20])])
+def test_boundaries_end_with_the_resized_text(length, boundaries):
+    batch = packed([5, 3, 8])
+    before = batch_shapes(batch)
+    after = tuple(TensorShape(shape.name, (1, length)) for shape in before)
+    assert resize_batch(batch, before, after)["cu_seq_lens_q"].tolist() == boundaries

@@ -1,0 +1,97 @@
+"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget, once for each size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from adacc_hf.adapt.fallback_stats import full_recomputation, ratio
+from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, bucket_of, describe
+
+if TYPE_CHECKING:
+    from adacc_hf.adapt.replanner import Replanner
+    from adacc_hf.adapt.size_policy import SizePolicy
+    from adacc_hf.artifacts.policy import Policy
+    from adacc_hf.artifacts.profile import Profile
+
+log = logging.getLogger(__name__)
+
+
+class BudgetWarnings:
+    """Warnings before micro-batches whose predicted peak exceeds the budget, or is only a rough estimate.
+
+    Each size is warned of once. A size is a size class, or a bucket of sizes that no profile predicts.
+    """
+
+    def __init__(self, note_memory: Callable[[str], None]) -> None:
+        self._note_memory = note_memory
+        self._sizes: set[BatchShapes | None] = set()
+        """Sizes that were warned of."""
+        self._compared: dict[BatchShapes | None, tuple[Profile, Policy]] = {}
+        """Profile and policy that were compared with the budget last, for each size."""
+
+    def add(self, sizes: BatchShapes | None) -> None:
+        """Record that the log has a warning for batches of `sizes` already."""
+        self._sizes.add(sizes)
+
+    def before(self, shapes: BatchShapes, size_policy: SizePolicy) -> None:
+        """Warn if a micro-batch of `shapes` under `size_policy` is predicted to exceed the budget."""
+        replanner, sizes = size_policy.replanner, size_policy.shapes
+        profile, policy = self._compared.get(sizes, (None, None))
+        if sizes in self._sizes or (replanner.profile is profile and replanner.policy is policy):
+            return
+        self._compared[sizes] = replanner.profile, replanner.policy
+        self._compare(shapes, sizes, replanner.predicted_peak_bytes(), replanner, size_policy.due)
+
+    def before_untracked(self, shapes: BatchShapes, sizes: BatchShapes, policy: Policy, reference: SizePolicy) -> None:
+        """Warn if a micro-batch of `shapes` is predicted to exceed the budget under `policy`, which was made for
+        `sizes` and never changes."""
+        if sizes not in self._sizes:
+            self._compare(shapes, sizes, policy.predicted_peak_bytes, reference.replanner)
+
+    def _compare(
+        self,
+        shapes: BatchShapes,
+        sizes: BatchShapes | None,
+        peak: int,
+        replanner: Replanner,
+        due: int | None = None,
+    ) -> None:
+        """Warn if `peak` exceeds the budget. `due` is the step at whose end another policy follows, if that is
+        known."""
+        if not replanner.is_over_budget(peak):
+            return
+        self._sizes.add(sizes)
+        budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
+        self._warn(
+            f"a batch of {describe(shapes)} is predicted to take {peak} bytes ({format_bytes(peak)}), "
+            f"{peak / budget.nbytes - 1:.1%} above memory_budget={budget.setting!r}"
+            + (f", until the solver's result is applied after step {due}" if due is not None else "")
+            + f": to avoid this, set memory_budget={peak} or more, or use a smaller batch"
+        )
+
+    def before_checkpointing(self, shapes: BatchShapes, reference: SizePolicy) -> None:
+        """Warn that a micro-batch of `shapes` has no policy, if the budget limits the peak.
+
+        The warning has an estimate: the peak of full recomputation at the size of `reference`, scaled to `shapes`.
+        """
+        replanner, sizes = reference.replanner, bucket_of(shapes)
+        budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
+        if sizes in self._sizes or not budget.limits_peak:
+            return
+        self._sizes.add(sizes)
+        static_bytes = replanner.profile.static_bytes
+        above_static = full_recomputation(replanner.profile).predicted_peak_bytes - static_bytes
+        peak = int(static_bytes + ratio(shapes, reference.shapes) * above_static)
+        self._warn(
+            f"a batch of {describe(shapes)} runs under torch's checkpoint, because no profile predicts batches of this "
+            f"size. It takes about {peak} bytes ({format_bytes(peak)}), {peak / budget.nbytes:.0%} of memory_budget="
+            f"{budget.setting!r}, and perhaps more. To avoid this, pad batches to one size, or begin with the largest"
+        )
+
+    def _warn(self, text: str) -> None:
+        log.warning("Adacc: %s", text)
+        self._note_memory(text)
