@@ -384,7 +384,7 @@ class AdaccSession:
             self.hooks.is_on = False
             self.phase.abandon_step()
             if is_first and may_try and isinstance(error, RuntimeError) and is_out_of_memory(error):
-                log.error("%s\n%s", RETRY, self._run.memory_report())
+                log.error("%s\n%s", RETRY, self.state.memory_report())
             raise
 
 

@@ -158,7 +158,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         is_running = self.session is not None and not self._session.is_closed
         if is_running and isinstance(exception, RuntimeError) and is_out_of_memory(exception):
             log.error(OUT_OF_MEMORY, trainer.global_step + 1, self.config.memory_budget)
-            log.error("%s", self._active_session.state.memory_report())
+            log.error("%s", self._session.state.memory_report())
         with suppress(OSError):  # the error that ends the run must not be replaced by another one
             self.state_dict()  # for checkpoints that are saved after the exception
         self.detach()
