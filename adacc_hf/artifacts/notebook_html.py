@@ -10,11 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from adacc_hf.artifacts.policy import IDLE_KIND, Action, Choice, Plan
 from adacc_hf.artifacts.units import format_bytes
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.policy import Policy
+    from adacc_hf.artifacts.policy import Choice, Plan, Policy
     from adacc_hf.artifacts.profile import Profile
 
 ACTION_COLORS = {"retain": "#0072B2", "compress": "#E69F00", "recompute": "#D5D9DE"}
@@ -56,12 +55,12 @@ def plans_html(policy: Policy) -> str:
     rows = []
     for index, plan in enumerate(policy.plans):
         names = [name for name, plan_index in policy.blocks if plan_index == index]
-        if plan.kind == IDLE_KIND:
+        if plan.is_idle:
             rows.append([escape(describe_names(names)), "not trained", "", "", ""])
             continue
-        counts = [sum(choice.action is action for _, choice in plan.choices) for action in Action]
+        counts = [sum(choice.action.value == name for _, choice in plan.choices) for name in ACTION_COLORS]
         rows.append([escape(describe_names(names)), plan.block_action.value, *map(str, counts)])
-    actions = [action.value for action in Action]
+    actions = list(ACTION_COLORS)
     return table_html(("blocks", "run as", *actions), rows, numbers=actions)
 
 
@@ -74,7 +73,7 @@ def policy_map_html(policy: Policy, profile: Profile) -> str:
     plans_of_kind: dict[int, dict[str, Plan]] = {}
     for index, plan in enumerate(policy.plans):
         names = [name for name, plan_index in policy.blocks if plan_index == index]
-        if plan.kind != IDLE_KIND:
+        if not plan.is_idle:
             plans_of_kind.setdefault(kinds[names[0]], {})[describe_names(names)] = plan
     tables = []
     for kind_index, plans in plans_of_kind.items():

@@ -111,6 +111,11 @@ class Plan:
     """(value index, argument place) of each compressed input of a checkpointed block."""
 
     @property
+    def is_idle(self) -> bool:
+        """True if the profiled batch ran the block only without gradients."""
+        return self.kind == IDLE_KIND
+
+    @property
     def is_plain(self) -> bool:
         """True if all activations are retained, so that the block runs unchanged."""
         return not self.is_checkpointed and all(choice.action is Action.RETAIN for _, choice in self.choices)
