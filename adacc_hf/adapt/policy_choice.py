@@ -131,7 +131,7 @@ class PolicyChoice:
         """Count a batch of a class with a borrowed policy. Solve for the class at its ENOUGH_BORROWED-th batch."""
         replanner = size_policy.replanner
         size_policy.num_borrowed += 1
-        if size_policy.num_borrowed < ENOUGH_BORROWED or replanner.is_solving:
+        if size_policy.num_borrowed < ENOUGH_BORROWED or size_policy.due is not None:
             return
         size_policy.is_borrowed = False
         policy = self.extrapolated.solve_again(replanner.profile)

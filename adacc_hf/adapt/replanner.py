@@ -116,11 +116,6 @@ class Replanner:
     def is_tracking(self) -> bool:
         return self._plans is not None
 
-    @property
-    def is_solving(self) -> bool:
-        """True from `start_solving` until `take_over`."""
-        return self._solver is not None
-
     def has_work(self) -> bool:
         """Return True if the policy compresses any activation with loss."""
         return bool(self.lossy_blocks())

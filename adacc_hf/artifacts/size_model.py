@@ -173,7 +173,7 @@ class SizeModel:
         approximation = self._basis.fit_least_squares(column) if allows_least_squares else None
         if approximation is not None:
             return _LeastSquares(*approximation)
-        return _Interpolation(sorted(zip(self._num_elements, column, strict=True)))
+        return Interpolation(sorted(zip(self._num_elements, column, strict=True)))
 
 
 @lru_cache(maxsize=8)
@@ -206,7 +206,7 @@ class _LeastSquares:
         return math.ceil(sum(factor * products[place] for factor, place in self._terms) + self._shortfall)
 
 
-class _Interpolation:
+class Interpolation:
     """A number interpolated linearly over the elements of the measured batches."""
 
     def __init__(self, points: Sequence[tuple[int, int]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.artifacts.size_model import MAX_EXACT_SIZE, SIZE_CLASS_RATIO, SizeModel, _Interpolation
+from adacc_hf.artifacts.size_model import MAX_EXACT_SIZE, SIZE_CLASS_RATIO, Interpolation, SizeModel
 
 
 def texts(samples, *lengths):
@@ -52,7 +52,7 @@ def test_a_line_above_the_measured_sizes_does_not_follow_from_two_close_ones():
     """2 x 129 and 3 x 88 tokens differ by 2 %, and their peaks by their shapes. The numbers are measured peaks of a
     step."""
     peaks = {(3, 40): 17_924_788, (2, 72): 20_348_560, (2, 104): 26_539_152, (2, 129): 31_378_402, (3, 88): 31_840_564}
-    interpolation = _Interpolation([(samples * length, peak) for (samples, length), peak in peaks.items()])
+    interpolation = Interpolation([(samples * length, peak) for (samples, length), peak in peaks.items()])
     assert interpolation((), 4 * 129) == pytest.approx(56_097_404, rel=0.01)
-    falling = _Interpolation([(100, 1000), (200, 1200), (204, 1190)])
+    falling = Interpolation([(100, 1000), (200, 1200), (204, 1190)])
     assert falling((), 400) > 1500
