@@ -70,4 +70,4 @@ def test_a_run_that_resumes_keeps_the_tightened_budget_and_the_due_solver(gpt2_l
     assert resumed.replanner.memory_budget == 0.8
     assert resumed.replanner.num_tracked == 4
     assert resumed.is_provisional
-    assert not resumed.replanner.is_solving
+    assert resumed.due is None
