@@ -16,15 +16,17 @@ from adacc_hf.child_process import run_child
 PARENT = "import os, sys; from adacc_hf.child_process import run_child; sys.exit(run_child(sys.argv[1:], os.environ))"
 # Makes standard input the controlling terminal, as a terminal emulator does, then does the same.
 WITH_TERMINAL = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {PARENT}"
-# Counts signals until 0.2 seconds have passed without one, and exits with 10 + their number.
+# Python's own reactions, also if the tests run in a shell's background or under nohup, which ignore signals.
+REACTIONS = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL)"
+# Counts signals until 0.2 seconds have passed without one, or 20 seconds in all, and exits with 10 + their number.
 COUNT = """
 import signal, sys, time
-numbers = []
+numbers, end = [], time.monotonic() + 20
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, _: numbers.append(number))
 print("ready", flush=True)
 count = -1
-while not numbers or count < len(numbers):
+while time.monotonic() < end and (not numbers or count < len(numbers)):
     count = len(numbers)
     time.sleep(0.2)
 sys.exit(10 + len(numbers))
@@ -36,7 +38,7 @@ WAIT = "import time; print('ready', flush=True); time.sleep(60)"
 def start(parent: str, child: str, **options) -> subprocess.Popen:
     """Start `child` under `parent` in a new session, and wait until the child is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-c", parent, sys.executable, "-c", child],
+        [sys.executable, "-c", f"{REACTIONS}; {parent}", sys.executable, "-c", child],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
