@@ -78,7 +78,7 @@ def test_the_launchers_files_are_read(tmp_path: Path) -> None:
 
 
 def test_every_page_says_what_to_look_at_and_what_can_go_wrong() -> None:
-    assert len(PAGES) == 8
+    assert len(PAGES) == 9
     for page in PAGES:
         headings = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert headings[-2:] == ["What to look at", "What can go wrong"], page.name
