@@ -64,13 +64,13 @@ def train_stepping(train, make_model):
     return run
 
 
-def test_the_first_policy_is_that_of_least_memory_until_a_step_was_counted(train_stepping):
+def test_the_first_policy_takes_little_memory_until_a_step_was_counted(train_stepping):
     plain = train_stepping([])
     roomy = AdaccCallback(memory_budget="1GiB", **LOSSLESS)
     train_stepping([roomy])
     least = least_policy(roomy.profile, AdaccConfig(**LOSSLESS)).predicted_peak_bytes
-    retained = roomy.history[-1]["measured_peak_bytes"]
-    callback = AdaccCallback(memory_budget=(least + retained) // 2, **LOSSLESS)
+    # The first policy leaves a fifth of the budget free, so that recomputing everything would take too much.
+    callback = AdaccCallback(memory_budget=6 * least // 5, **LOSSLESS)
     adacc_run = train_stepping([callback])
     first, memory_event, change = callback.history[:3]
     assert [(e["step"], e["event"]) for e in (first, memory_event, change)] == [
