@@ -1,7 +1,7 @@
 """Train Hugging Face language models under a memory budget.
 
-Names are imported on first use, so that importing this package does not initialize CUDA and loads neither triton,
-highspy nor lm_eval.
+Names are imported on first use. Therefore the import of this package does not initialize CUDA, and does not load
+triton, highspy or lm_eval.
 """
 
 import os as _os
@@ -68,7 +68,7 @@ __all__ = sorted(_EXPORTS)
 
 
 _RENAMED = {"Rectifier": "Replanner"}
-"""Names of the release before, which warn when they are used."""
+"""Old names that still work with a DeprecationWarning, and their new names."""
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""Child process in the place of a command: it gets the signals, and its exit status is returned."""
+"""Run of the command of `adacc run` in a child process. Signals are forwarded, and the exit status is returned."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""Exit statuses of shells for a command that cannot run."""
+"""Exit statuses that shells return for a command that cannot be executed or is not found."""
 FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-"""Signals that the child receives."""
+"""Signals that are forwarded to the child."""
 FROM_TERMINAL = ("SIGINT", "SIGQUIT")
-"""Signals that a terminal sends to every process of the foreground group, and so to the child too."""
+"""Signals that a terminal sends to every process of the foreground group. The child gets them without forwarding."""
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -49,7 +49,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Return a context in which `handle` is called for the signals in FORWARDED.
 
-    A signal that is ignored, such as SIGHUP under `nohup`, stays ignored, and the child ignores it too.
+    Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored. The child ignores them too.
     """
     handlers = {number: signal.getsignal(number) for number in FORWARDED}
     replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
@@ -63,7 +63,7 @@ def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 def _is_in_foreground() -> bool:
-    """Return True if a terminal sends its signals to the process group of this process."""
+    """Return True if this process is in the foreground group of a terminal, which gets the terminal's signals."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY)
     except OSError:  # no controlling terminal

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from adacc_hf.price.profile_cache import ProfileCache, Row
 
 USER_ERROR = 2
-"""Exit status for errors that the user can fix, the same as argparse's."""
+"""Exit status for errors that the user can fix. argparse uses the same one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 or its own, or 2 after a one-line message on stderr."""
+    """Run the `adacc` command with the arguments `argv`, or of the command line if None. Return the exit status.
+
+    After an error that the user can fix, the status is 2, and stderr has a message of one line.
+    """
     arguments = _parser().parse_args(argv)
     try:
         result = arguments.run(arguments)
@@ -148,7 +151,7 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 
 def _fallback_lines(policy: Path) -> list[str]:
-    """Describe the steps that fell back to checkpointing or plain blocks instead of following `policy`."""
+    """Describe the fallback steps in the history next to the policy file `policy`, in lines for `adacc explain`."""
     from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
     summary, *reasons = [*describe_fallbacks(_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
@@ -193,7 +196,10 @@ def _describe_files(markdown: Path) -> str:
 
 
 def _policy_file(path: Path) -> Path:
-    """Return the policy file in a folder, or `path` if it is a file. Raises ValueError if the folder has no policy."""
+    """Return the policy file in the folder `path`, or `path` itself if it is not a folder.
+
+    Raises ValueError if the folder has no policy.
+    """
     if not path.is_dir():
         return path
     policy_files = [path / name for name in (POLICY_FILE, COMPILED_FILE) if (path / name).is_file()]
@@ -206,7 +212,10 @@ def _policy_file(path: Path) -> Path:
 
 
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
-    """Load the policy in a file if it is for compiled graphs, else return None without importing torch's compiler."""
+    """Return the policy in a file if it is for compiled graphs, else None.
+
+    In the second case, torch's compiler is not imported.
+    """
     record = read_json(path, PolicyMismatchError, "policy")
     if not isinstance(record, dict) or record.get("format") != COMPILED_FORMAT:
         return None
@@ -216,16 +225,17 @@ def _compiled_policy(path: Path) -> CompiledPolicy | None:
 
 
 def _saved_profile(policy: Path) -> Path | None:
-    """Return the profile that a run saved next to a policy file, or None if the file does not exist.
+    """Return the path of the profile that a run saved next to the file `policy`, or None if there is no profile.
 
-    A checkpoint's newer profile is not used, because its codecs may keep fewer raw channels than the policy needs.
+    The newer profile in a checkpoint is not used, because its codecs may store fewer raw channels than the policy
+    needs.
     """
     profile = policy.with_name(policy.name.replace("policy", "profile"))
     return profile if profile != policy and profile.is_file() else None
 
 
 def _history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
-    """Load a run's history. Return an empty one if the file is missing and `is_required` is False."""
+    """Load a run's history. If the file is missing and `is_required` is False, return an empty history."""
     if not is_required and not path.is_file():
         return ()
     history = read_json(path, AdaccError, "history")
@@ -259,8 +269,8 @@ RUNNERS = {
     "table4": ("repository.table4", "train by every method, then score all of them (Table 4)"),
     "all": ("repository.run_all", "every runner above at the demo's scale, one after the other"),
 }
-"""Module of `adacc_hf.eval` and description of each runner, by the name on the command line. A wheel lacks the modules
-in `repository`, which measure the figures of the source checkout's pages."""
+"""(module in `adacc_hf.eval`, description) of each runner, by the runner's name on the command line. Only a source
+checkout has the modules in `repository`, which measure the numbers on its pages."""
 
 
 def _add_eval_parser(commands: Any) -> None:
@@ -284,14 +294,14 @@ def _add_eval_parser(commands: Any) -> None:
 
 
 def _runner_name(text: str) -> str:
-    """Return the runner's name for a name from the command line, which may also be the name of its module."""
+    """Return the name of a runner for `text` from the command line: the runner's name, or the name of its module."""
     hyphened = text.replace("_", "-")
     by_module = {module.rpartition(".")[2].replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
 def _run_eval(arguments: argparse.Namespace) -> int:
-    """Run a module of `adacc_hf.eval`, which prints its own output, and return its exit status."""
+    """Run the module of `adacc_hf.eval` for a runner, which prints its own output. Return the exit status."""
     module, _ = RUNNERS[arguments.runner]
     try:
         runner = import_module(f"adacc_hf.eval.{module}")

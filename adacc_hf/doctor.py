@@ -17,14 +17,14 @@ from typing import Any
 from packaging.requirements import Requirement
 
 NUM_LAUNCHES = 200
-"""Number of launches that are timed together, to measure the host's time per operator."""
+"""Number of operator launches that are timed together, to measure the host's time per launch."""
 SLOW_HOST_US = 20.0
-"""Threshold in microseconds per operator. A host above it is slow, or busy with other programs."""
+"""Limit in microseconds per launch. If a launch takes longer, the host is slow or busy with other programs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check."""
+    """Result of one check of `adacc doctor`."""
 
     subject: str
     status: str
@@ -68,9 +68,10 @@ def examine() -> list[Finding]:
 
 
 def examine_blocks(run: Path) -> list[Finding]:
-    """Return a finding for each kind of blocks in the profile of a run.
+    """Return a finding for each kind of blocks (blocks that run the same operators) in the profile of a run.
 
-    Raises FileNotFoundError if the folder has no profile.
+    A finding has advice if calls of the blocks have extra overhead. Raises FileNotFoundError if the folder `run` has no
+    profile.
     """
     from adacc_hf.artifacts.files import PROFILE_FILE
     from adacc_hf.artifacts.profile import Profile
@@ -90,7 +91,7 @@ def examine_blocks(run: Path) -> list[Finding]:
 
 
 def _tracing() -> Finding:
-    """Check that Dynamo can trace. The guards of blocks come from Dynamo."""
+    """Check that Dynamo can trace, because the guards of blocks come from Dynamo."""
     import torch
 
     from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
@@ -109,7 +110,7 @@ def _tracing() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Check the versions of required packages. Advise to install missing ones in the version that adacc_hf requires."""
+    """Report the versions of required packages. For a missing package, advise to install the required version."""
     yield Finding("python", platform.python_version())
     requirements = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
     for name in ("torch", "transformers", "accelerate", "pulp", "highspy"):

@@ -20,7 +20,7 @@ from adacc_hf.artifacts.config import AdaccConfig, parse_budget
 from adacc_hf.child_process import NOT_EXECUTABLE, NOT_FOUND, run_child
 
 NOT_TRAINED = 2
-"""Exit status if no Trainer began training and the command itself did not fail."""
+"""Exit status of `adacc run` if no Trainer began training although the command succeeded."""
 SETTINGS_VARIABLE, RECORDS_VARIABLE = "ADACC_HF_RUN_SETTINGS", "ADACC_HF_RUN_RECORDS"
 """Environment variables that callbacks/startup/sitecustomize.py reads."""
 NEXT_STEPS = {
@@ -39,7 +39,7 @@ NEXT_STEPS = {
         "callbacks=[AdaccCallback(...)] to the Trainer"
     ),
 }
-"""Next steps if no Trainer began training, by the last event that callbacks/startup/sitecustomize.py recorded."""
+"""Advice if no Trainer began training, by the last event that callbacks/startup/sitecustomize.py recorded."""
 
 
 def add_parser(commands: Any) -> None:
@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the settings, run the command, and return the exit status.
+    """Carry out `adacc run`: check the settings, run the command, and return the exit status.
 
     Raises ValueError or OSError, before the command starts, if a setting is wrong.
     """
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of(arguments: argparse.Namespace) -> AdaccConfig:
-    """Return the settings of the command line, which override those of the file."""
+    """Return the AdaccConfig of the command line. Its options override the settings in the file of --config."""
     config = AdaccConfig() if arguments.config is None else read_config(arguments.config)
     if arguments.memory_budget is not None:
         config = config.with_overrides(memory_budget=arguments.memory_budget)
@@ -115,9 +115,9 @@ def config_of(arguments: argparse.Namespace) -> AdaccConfig:
 
 
 def read_config(path: Path) -> AdaccConfig:
-    """Read fields of AdaccConfig from a JSON or YAML file.
+    """Return the AdaccConfig with the fields in a JSON or YAML file.
 
-    Raises ValueError, which names the file, for another format, an unknown field or a value outside its range.
+    Raises ValueError for another format, an unknown field or a value outside its range. The message names the file.
     """
     settings = _parse(path)
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
@@ -146,7 +146,10 @@ def _parse(path: Path) -> Any:
 
 
 def child_environment(environment: Mapping[str, str], settings: str, records: str) -> dict[str, str]:
-    """Return the environment of the command: `environment`, with the startup folder and the settings."""
+    """Return the environment for the command of `adacc run`.
+
+    This is `environment` with the startup folder first on PYTHONPATH, the `settings` in JSON and the folder `records`.
+    """
     search_path = [startup_folder(), *filter(None, [environment.get("PYTHONPATH")])]
     return {
         **environment,
@@ -157,7 +160,7 @@ def child_environment(environment: Mapping[str, str], settings: str, records: st
 
 
 def startup_folder() -> str:
-    """Return the folder with the `sitecustomize` module, without an import of the callbacks and of torch."""
+    """Return the folder of the `sitecustomize` module. This does not import the callbacks, which would import torch."""
     spec = find_spec("adacc_hf.callbacks")
     assert spec is not None  # a package of this distribution
     assert spec.submodule_search_locations
@@ -165,7 +168,7 @@ def startup_folder() -> str:
 
 
 def _refuse_command(name: str, error: OSError) -> int:
-    """Print why the command cannot be started. Return the exit status that a shell returns."""
+    """Print why the command `name` cannot be started. Return the exit status that a shell returns in this case."""
     hint = ""
     if name.endswith(".py"):
         hint = f"; to run a script, write `adacc run -- python {name}`"

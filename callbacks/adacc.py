@@ -48,15 +48,15 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     `memory_budget` and the number of ranks are the same. When training ends or fails, the model is restored.
 
     `policy` replaces the solver: a Policy, the path of a policy file, or a function that makes a Policy of a Profile.
-    This policy never changes. A Policy or a file is used from the first step, also if the checkpoint has another one.
-    Keyword arguments named as fields of `AdaccConfig` replace `config`, or override its fields.
+    This policy never changes. A Policy or a file is used from the first step, even if the checkpoint has another one.
+    Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
 
     | logged key | unit |
     |---|---|
     | `adacc/stored_gib` | GiB stored for backward, predicted |
     | `adacc/peak_gib` | GiB of live tensors at the step's peak, predicted |
     | `adacc/overhead_ms` | milliseconds of recomputation and codecs per micro-batch since the last log, predicted |
-    | `adacc/fallback_steps` | steps so far with a fallback: at least a part did not follow the policy |
+    | `adacc/fallback_steps` | steps so far in which at least one call of a block did not follow the policy |
     | `adacc/compression_rate` | stored bytes divided by the stored bytes of plain training |
     | `adacc/measured_peak_gib` | GiB of live tensors at the peak of the last measured step |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
@@ -76,14 +76,14 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         """Wrappers around the methods of the current run's Trainer. None outside a run, and without a Trainer."""
         self._own_logs = OwnLogs(None)
         self._trainer_run: tuple[Trainer, str | None] | None = None
-        """The Trainer and the checkpoint folder that `serving` was called with."""
+        """(trainer, checkpoint folder) of AdaccTrainerMixin inside the context `serving`, else None."""
         self._compiled_policy: Any = None
 
     @property
     def compiled_policy(self) -> Any:
-        """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`, whose `policy` is None.
+        """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`. None before the run has finished.
 
-        None before the run has finished.
+        In such a run, the attribute `policy` is None.
         """
         return self._compiled_policy
 
@@ -219,10 +219,10 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     @contextmanager
     def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
-        """Return a context for AdaccTrainerMixin: one `trainer.train()`, which resumes from the folder `checkpoint`.
+        """Return a context in which AdaccTrainerMixin calls `train` of `trainer`.
 
-        Within the context the callback does not search the stack for its Trainer. If training raises, the callback is
-        detached.
+        `checkpoint` is the folder from which training resumes, or None. Within the context the callback does not search
+        the stack for its Trainer. If training raises, the callback is detached.
         """
         self._trainer_run = trainer, checkpoint
         try:
@@ -265,7 +265,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     @property
     def _compiled_phase(self) -> Compiled | None:
-        """The phase of the current run, if the run compiles its model."""
+        """The phase of the current run if the run uses torch.compile, else None."""
         phase = None if self.session is None else self._session.phase
         return phase if isinstance(phase, Compiled) else None
 
@@ -275,7 +275,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         return f"<AdaccCallback({settings}): {policy}>" if policy else f"AdaccCallback({settings})"
 
     def _repr_html_(self) -> str:
-        """Return the settings and, once there is a policy, its map as small tables, which notebooks show."""
+        """Return HTML for notebooks: the settings and, if there is a policy, tables of its actions."""
         if self.policy is None:
             return paragraph(f"{self!r}: no policy yet")
         policy_map = "" if self.profile is None else policy_map_html(self.policy, self.profile)

@@ -1,4 +1,4 @@
-"""Phase of a run with `torch_compile=True`, whose decisions are made inside the compiled graphs."""
+"""Compiled: phase of a Trainer's run with `torch_compile=True`, whose policies are for compiled graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from adacc_hf.adapt.fallback_stats import UNCOMPILED
 from adacc_hf.adapt.run_state import Phase, RunState
 
 COMPILED_RUN = "adacc_hf.compiler.compiled_run"
-"""Module that makes the decisions. Imported by name when a compiled run begins, because callbacks/ must not import
-compiler/, and Inductor is slow to import."""
+"""Module with the policies of compiled graphs. It is imported by name when a compiled run begins, because callbacks/
+must not import compiler/, and Inductor is slow to import."""
 
 
 class Compiled(Phase):
-    """Training with compiled graphs, partitioned within the budget (compiler/compiled_run.py)."""
+    """Phase of training with compiled graphs, which are partitioned within the budget (compiler/compiled_run.py)."""
 
     def __init__(self, run: RunState, checkpoint: str | Path | None) -> None:
         self._run = run
@@ -24,8 +24,8 @@ class Compiled(Phase):
         def note(step: int, event: str, **figures: Any) -> None:
             """Append an event to the history.
 
-            The function refers to `run` and not to `self`. The phase keeps this function alive, so `self` would be a
-            reference cycle.
+            The function refers to `run` and not to `self`, because the phase keeps this function alive and a reference
+            to `self` would be a cycle.
             """
             run.history.append({"step": step, "event": event, **figures})
 

@@ -1,4 +1,4 @@
-"""Entry of `adacc run` into a Trainer: AdaccCallback is added when training begins."""
+"""Part of `adacc run` in the training process: adds AdaccCallback to a Trainer when training begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adacc_hf.callbacks.trainer_guard import calling_trainer
 def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: str) -> None:
     """Add an AdaccCallback to the callbacks of a Trainer that begins to train, and print a line on the main process.
 
-    `settings` are the fields of AdaccConfig in JSON. A Trainer that has an AdaccCallback keeps it.
+    `settings` are the fields of AdaccConfig in JSON. If the Trainer already has an AdaccCallback, none is added.
     """
     config = AdaccConfig(**json.loads(settings))
     callback = next((one for one in handler.callbacks if isinstance(one, AdaccCallback)), None)

@@ -1,4 +1,4 @@
-"""The methods compared in the paper, as callbacks and settings of the Trainer."""
+"""Methods that the paper compares (checkpointing, quantization, Adacc), as callbacks and settings of the Trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
 def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallback], dict[str, Any]]:
-    """Return the callbacks of `method`, and the TrainingArguments that it changes.
+    """Return (callbacks, changed TrainingArguments) for training by `method`, a name from the command line.
 
     `memory_budget` is the text from the command line. Only the adacc methods use it. CompAct's optimizer is not
     included. Raises ValueError for an unknown method or an invalid budget.

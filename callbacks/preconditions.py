@@ -1,4 +1,4 @@
-"""Checks at the start of a run: settings that AdaccCallback does not support are refused or reported."""
+"""Checks by AdaccCallback when training begins: unsupported settings of the Trainer raise an error or a warning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def refuse_context_parallel(trainer: Trainer) -> None:
 
 
 def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
-    """Raise RuntimeError if `callback` is in a run of `trainer`, and another Trainer begins a run with it."""
+    """Raise RuntimeError if another Trainer begins a run with `callback` while it is in use by a run of `trainer`.
+
+    `trainer` is None if the callback is not in use.
+    """
     caller = calling_trainer(callback)
     if trainer is not None and caller is not None and caller[0] is not trainer:
         raise RuntimeError(
@@ -56,9 +59,9 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
 
 
 def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Return True if the run compiles its model, by its arguments or by the settings of `accelerate launch`.
+    """Return True if the run uses torch.compile, by its TrainingArguments or by the settings of `accelerate launch`.
 
-    Raises ValueError for a backend other than Inductor, because others have no partitioner.
+    Raises ValueError for a backend other than Inductor, because the other backends have no partitioner.
     """
     launch_backend = None if trainer is None else compiler_of(trainer)
     backend = launch_backend or (args.torch_compile_backend if args.torch_compile else None)
@@ -73,10 +76,10 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
 
 
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
-    """Warn that a policy replaces torch's checkpointing.
+    """Warn, if gradient checkpointing is on, that a policy replaces checkpointing.
 
-    TRL's arguments switch it on by default. LLaMA-Factory and ms-swift switch it on in the model, by settings of their
-    own.
+    TRL's arguments switch checkpointing on by default. LLaMA-Factory and ms-swift switch it on in the model, by their
+    own settings.
     """
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(

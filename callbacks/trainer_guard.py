@@ -1,8 +1,8 @@
-"""TrainerGuard: access to a running Trainer for callbacks. A failed run leaves no trace on the Trainer.
+"""TrainerGuard: wraps methods of a running Trainer for callbacks, and restores the methods even if the run fails.
 
 Transformers sends no event when a run fails, so the methods between on_train_begin and on_train_end are wrapped.
 A callback's additions to a log reach only later callbacks. TensorBoard and the other reporters come first in the list,
-so guarded callbacks move to the front while the run lasts.
+so callbacks with a guard are moved to the front during the run.
 
 Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_names.py checks that all names
 of the Trainer used here exist.
@@ -21,19 +21,18 @@ from transformers import Trainer, TrainerCallback
 GUARDED_METHODS = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of the Trainer that run between on_train_begin and on_train_end."""
 RESUMED_FROM = "resume_from_checkpoint"
-"""Name of the argument, in the frames of the Trainer's training loop, that has the checkpoint folder."""
+"""Local variable with the checkpoint folder, in the stack frames of the Trainer's training loop."""
 
 _ATTRIBUTE = "_adacc_guard"
 _ABSENT = object()
 
 
 class TrainerGuard:
-    """Wrappers around a Trainer's methods during one run, shared by callbacks.
+    """Temporary wrappers around the methods of a Trainer, for one run.
 
-    The wrappers are removed when `leave` has been called for all callbacks.
-
-    `around_caller` makes the guard of a Trainer that calls a callback. `of_known` makes one for a Trainer that reports
-    a failure itself.
+    Several callbacks may share a guard. When `leave` has been called for each of them, the original methods are
+    restored. Create a guard by `around_caller`, or by `of_known` if the Trainer detaches its callback itself after a
+    failed run.
     """
 
     def __init__(self, trainer: Trainer, checkpoint: str | None) -> None:
@@ -47,10 +46,10 @@ class TrainerGuard:
 
     @classmethod
     def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
-        """Return the guard of the Trainer whose `train` is calling `callback`, or None if no Trainer is.
+        """Return the guard of the Trainer whose `train` is calling `callback`, or None if no Trainer calls it.
 
-        Call this in `on_train_begin`. The Trainer is found on the call stack. If it has no guard yet, one is installed.
-        If the run raises, `on_failure` is called, which must call `leave`.
+        Call this method in `on_train_begin`. The Trainer is found on the call stack. If the Trainer has no guard yet, a
+        guard is installed. If the run raises, the guard calls `on_failure`, which must call `leave`.
         """
         caller = calling_trainer(callback)
         if caller is None:
@@ -65,19 +64,19 @@ class TrainerGuard:
 
     @classmethod
     def of_known(cls, trainer: Trainer, checkpoint: str | None, callback: TrainerCallback) -> TrainerGuard:
-        """Return a guard for a Trainer that reports its failures itself (AdaccTrainerMixin), for `callback` alone.
+        """Return a guard of `trainer` for `callback` alone, without a search of the call stack.
 
-        The guard only wraps methods passed to `wrap`. If the run raises, the Trainer itself must make the callback
-        `leave`.
+        The guard wraps only the methods passed to `wrap`. If the run raises, the caller (AdaccTrainerMixin) must call
+        `leave`. `checkpoint` is the folder from which the run resumes, or None.
         """
         guard = cls(trainer, checkpoint)
         guard._on_failure[callback] = lambda: None
         return guard
 
     def leave(self, callback: TrainerCallback) -> None:
-        """Remove `callback` from the guard.
+        """Remove `callback` from the guard. If no callback remains, restore the Trainer's methods.
 
-        Remove all wrappers if no callback remains. Further calls have no effect.
+        Further calls have no effect.
         """
         if self._on_failure.pop(callback, None) is None or self._on_failure:
             return
@@ -120,7 +119,7 @@ class TrainerGuard:
         self._handler.callbacks = self._before
 
     def _guard(self, owner: Any, name: str) -> None:
-        """Wrap a method so that an exception calls every `on_failure`."""
+        """Wrap the method `name` of `owner`. If the method raises, every `on_failure` is called."""
         method = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +138,10 @@ class TrainerGuard:
 
 
 def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
-    """Return the Trainer whose training loop is on the stack, and the checkpoint folder from which it resumes."""
+    """Return (trainer, checkpoint folder) of the run that is calling `callback`, from the call stack.
+
+    The folder is None for a new run. The result is None if no Trainer with this callback is on the stack.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals

@@ -1,4 +1,4 @@
-"""TrainerLoop: the facts about a Trainer's training loop that a session asks for.
+"""TrainerLoop: gives an AdaccSession the properties of a Trainer's training loop.
 
 tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used here exist.
 """
@@ -29,7 +29,7 @@ NO_BATCH = (
 
 
 class TrainerLoop(TrainingLoop):
-    """Facts about the training loop of a Trainer or, without one, from the training arguments."""
+    """Properties of the training loop of a Trainer. If `trainer` is None, they come from the TrainingArguments."""
 
     no_batch = NO_BATCH
 
@@ -56,7 +56,10 @@ class TrainerLoop(TrainingLoop):
         return self.num_micro + self.num_prefetched(device) if device.type == "cpu" else 0
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return the context maker for micro-batches before a step's last; None if each exchanges gradients."""
+        """Return a function that makes the context of the micro-batches before a step's last one.
+
+        In this context, ranks do not exchange gradients. Return None if ranks exchange them in every micro-batch.
+        """
         if self._trainer is None:
             return None
         accelerator = self._trainer.accelerator
@@ -68,11 +71,11 @@ class TrainerLoop(TrainingLoop):
 
 @contextmanager
 def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """Return a context that restores the attributes of `trainer`, and their contents, when left. Logs are dropped.
+    """Return a context for profiling that restores the attributes of `trainer`, and their contents, at its end.
 
-    A profile calls `compute_loss` more often than training does. Trainers of preferences and rewards collect their
-    metrics there, and users log theirs. These metrics must come from training alone. The Trainer's models are left out,
-    because the profile restores them itself.
+    Logs within the context are dropped. A profile calls `compute_loss` more often than training does. Trainers of
+    preferences and rewards collect metrics in `compute_loss`, and users log metrics there. These metrics must come from
+    training alone. The Trainer's models are not restored here, because the profiler restores them.
     """
     if trainer is None:
         yield
@@ -87,7 +90,7 @@ def keep_figures(trainer: Trainer | None) -> Iterator[None]:
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replace `Trainer.log` during a profile."""
+    """Do nothing. This function replaces `Trainer.log` during a profile."""
 
 
 def batch_loss(
@@ -98,7 +101,7 @@ def batch_loss(
     model: nn.Module,
     batch: dict[str, Any],
 ) -> torch.Tensor:
-    """Return the loss of `batch` by `compute`, which is the `compute_loss` of `trainer`."""
+    """Return the loss of `batch`, for a profile. `compute` is the method `compute_loss` of `trainer`."""
     assert trainer is not None  # because `compute` is its method
     with trainer.compute_loss_context_manager():
         result = compute(model, batch, *args, **kwargs)
@@ -106,18 +109,18 @@ def batch_loss(
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder of the checkpoint of the current step."""
+    """Return the folder in which the Trainer saves the checkpoint of the current step."""
     assert args.output_dir is not None  # it has a default name
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def parallelism_of(trainer: Trainer) -> Any:
-    """Return the ParallelismConfig of the Trainer's Accelerator, or None."""
+    """Return the ParallelismConfig of the Trainer's Accelerator, or None if parallelism is not configured."""
     return getattr(trainer.accelerator, "parallelism_config", None)
 
 
 def compiler_of(trainer: Trainer) -> str | None:
-    """Return the torch.compile backend of the Trainer's Accelerator in lower case, or None if it does not compile."""
+    """Return the torch.compile backend of the Trainer's Accelerator in lower case, or None without torch.compile."""
     plugin = trainer.accelerator.state.dynamo_plugin
     backend = "no" if plugin is None else plugin.backend.value.lower()
     return None if backend == "no" else backend

@@ -35,8 +35,8 @@ class AdaccTrainerMixin(_Base):
     """
 
     adacc_callback: AdaccCallback
-    """The AdaccCallback of this Trainer: its `policy`, `profile`, `history` and `session`. It is the Trainer's first
-    callback, so that TensorBoard and the other reporters get its figures."""
+    """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run. It is the
+    Trainer's first callback. Therefore TensorBoard and the other reporters get its metrics."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -57,8 +57,8 @@ class AdaccTrainerMixin(_Base):
         Args:
             args: arguments of the Trainer's class.
             adacc_config: settings. None means the defaults, with `memory_budget="auto"`.
-            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. Replaces
-                the solver; the policy then never changes.
+            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. It is
+                used instead of the solver, and never changes during the run.
             kwargs: keyword arguments of the Trainer's class.
 
         Raises TypeError for another type of `adacc_config` or `adacc_policy`, and ValueError if `callbacks` has an

@@ -1,4 +1,4 @@
-"""Logs of a Trainer's training steps: recognition of the Trainer's own logs, and addition of figures.
+"""Logs of a Trainer's training steps: addition of a callback's metrics, and recognition of the Trainer's own logs.
 
 tests/callbacks/test_trainer_names.py checks that all names of the Trainer used here exist.
 """
@@ -10,27 +10,27 @@ from typing import TypeGuard
 from transformers import Trainer, TrainerState
 
 LAST_LOGGED = "_globalstep_last_logged"
-"""Attribute that the Trainer sets to the current step right before it logs. It does not exist before the first run."""
+"""Attribute that the Trainer sets to the current step right before a log. It does not exist before the first run."""
 TRAINING_KEYS = frozenset({"loss", "train_loss"})
 """Keys of the Trainer's logs of training steps and of the whole run. Logs of evaluation lack them."""
 
 
 def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
-    """Return True if `logs` are of training steps or of the whole run."""
+    """Return True if `logs` are the metrics of training steps or of the whole run, and not of an evaluation."""
     return logs is not None and not TRAINING_KEYS.isdisjoint(logs)
 
 
 def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, float]) -> None:
-    """Add `metrics` to `logs`, which later callbacks see, and to the copy of `logs` in the Trainer's history."""
+    """Add `metrics` to `logs`, which later callbacks get, and to the copy of `logs` in `state.log_history`."""
     logs.update(metrics)
     if state.log_history:
         state.log_history[-1].update(metrics)
 
 
 class OwnLogs:
-    """Detector of the logs that the Trainer itself makes of training steps, which all ranks make.
+    """Detector of the Trainer's own logs of training steps, which are made on all ranks.
 
-    A user may log a loss on one rank alone. If the figures were gathered from all ranks then, that rank would hang.
+    A user may log a loss on one rank alone. If metrics were then gathered from all ranks, this rank would hang.
     """
 
     def __init__(self, trainer: Trainer | None) -> None:

@@ -109,12 +109,12 @@ def encode_groups(
     keep: Tensor | None = None,
     channels: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous tensor in A groups of G = `group_size` elements. Return codes uint8 [rows, G] and peaks [A].
+    """Encode a contiguous tensor in A groups of G = `group_size` elements. Return codes and peaks [A].
 
-    A peak is a group's element of largest magnitude. The result equals `_symmetric.encode_ref`, bit for bit. `keep` is
-    a bit mask for the elements of each channel: 0 replaces them by zeros, -1 keeps them. Its integers are as wide as
-    the elements. The mask is periodic, [channels + G] long, so that a group that begins at any channel reads a
-    contiguous range.
+    Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. A peak is a group's element of largest magnitude. The
+    result equals `_symmetric.encode_ref`, bit for bit. `keep` is a bit mask for the elements of each channel: 0
+    replaces the elements by zeros, -1 keeps them. The mask's integers are as wide as the elements. The mask is
+    periodic, and [channels + G] long. A group that begins at any channel therefore reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)
@@ -131,7 +131,7 @@ def encode_groups(
 
 
 def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor: float) -> None:
-    """Decode codes [rows, G] and the groups' peaks [A] into `out_N`, a contiguous tensor."""
+    """Decode the codes and peaks of `encode_groups` into `out_N`, a contiguous tensor."""
     rows, group_size = codes.shape
     _functions().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,

@@ -78,7 +78,7 @@ def peaks_ref(x_AGB: Tensor, signed: bool) -> Tensor:
 def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
     """Return 1 / (peak * `factor`) in float32 for each peak: the factor from an element to its code.
 
-    Return 0 for tiny and non-finite peaks, so that all elements of the group get the code of zero.
+    Return 0 for tiny and non-finite peaks, which gives all elements of the group the code of zero.
     """
     peaks = peaks.float()
     magnitude = peaks.abs()
@@ -89,7 +89,7 @@ def inverse_ref(peaks: Tensor, factor: float) -> Tensor:
 def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
     """Return noise for stochastic rounding, float32 [count] in [0, 1).
 
-    The noise is a hash of the element's index and the seed, so that no random generator is used:
+    The noise is a hash of the element's index and the seed, without a random generator:
 
     u(i) = lowbias32(i + seed mod 2^32) >> 8, times 2^-24.
     """
@@ -103,7 +103,8 @@ def noise_ref(count: int, seed: int, device: torch.device) -> Tensor:
 def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Tensor | float:
     """Return the offset that is added to scaled elements before they are truncated to codes.
 
-    It is `zero`, the code of zero, plus one half, or plus noise in [0, 1) for stochastic `rounding`.
+    The offset is `zero` (the code that stands for 0.0) plus one half. For stochastic `rounding`, noise in [0, 1)
+    replaces the half.
     """
     if rounding == "nearest":
         return 0.5 + zero
@@ -135,7 +136,7 @@ def packed_ref(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> t
 
 
 def packed_at_once(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | float) -> tuple[Tensor, ...]:
-    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return them and the other tensors.
+    """Encode all groups with `encode`, then pack the 4-bit codes, two per byte. Return the codes and the other tensors.
 
     This is fastest on a CPU. A compiled graph on a GPU would need two kernels that read all of x.
     """

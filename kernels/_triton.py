@@ -120,7 +120,7 @@ def peak_keys(x, SIGNED: tl.constexpr):
 def stored_peak(key, dtype: tl.constexpr):
     """Return the float32 peak that belongs to a key of `peak_keys`.
 
-    Truncate it to bfloat16 if the tensor is float32.
+    The peak is truncated to bfloat16 if the tensor is float32.
     """
     bits = (key >> 1) | (key << 31)
     if dtype == tl.float32:
@@ -153,8 +153,8 @@ def inverse_of(peak, factor):
 def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
     """Return the float32 offset that is added to scaled elements before they are truncated to codes.
 
-    It is `zero`, the code of zero, plus one half, or plus noise in [0, 1) if STOCHASTIC. The noise is a hash of the
-    element's index and the seed.
+    The offset is `zero` (the code that stands for 0.0) plus one half. If STOCHASTIC, noise in [0, 1) replaces the half:
+    a hash of `index`, the element's index in the flat tensor, and `seed`.
     """
     fraction = 0.5
     if STOCHASTIC:

@@ -51,7 +51,8 @@ def _encode_half(
 ):
     """Encode T groups from first_group on. Store their offsets and half ranges, and return int32 codes [T, G].
 
-    A byte packs the codes of two groups, so that the caller encodes the two halves of the groups one after the other.
+    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore encodes one half of
+    the groups, then the other half.
     """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -130,7 +131,8 @@ def _decode_half(
 ):
     """Decode T groups from their unpacked int32 codes [T, G], and store the elements.
 
-    A byte packs the codes of two groups, so that the caller decodes the two halves of the groups one after the other.
+    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
+    the groups, then the other half.
     """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)

@@ -67,7 +67,7 @@ class Bitmask(Codec):
     def accepts(self, tensor: Tensor) -> bool:
         """Return True if all nonzero elements have the same bit pattern. -0.0 counts as nonzero.
 
-        Synchronise with the device.
+        The test synchronises with the device.
         """
         if not self.supports(tuple(tensor.shape), tensor.dtype):
             return False

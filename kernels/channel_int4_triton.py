@@ -75,7 +75,7 @@ def _encode_kernel(
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Encode one group of rows of each half, in COLUMNS columns, and pack their codes two per byte."""
+    """Encode one group of rows of each half of the tensor, in COLUMNS columns, and pack their codes two per byte."""
     pair, first_column = _first_places(columns, COLUMNS)
     low = _encode_half(
         x_ptr, peaks_ptr, pair, first_column, rows, columns, factor, seed, STOCHASTIC, SIGNED, G, COLUMNS
@@ -95,9 +95,10 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, group, first_column, rows, columns, factor, G: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Decode one group of rows from its unpacked int32 codes [G, COLUMNS] and its columns' peaks.
+    """Decode one group of rows from its unpacked int32 codes [G, COLUMNS] and one peak per column. Store the elements.
 
-    A byte packs the codes of two groups, so that the caller decodes the two halves of the groups one after the other.
+    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
+    the groups, then the other half.
     """
     row = group * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)
@@ -120,7 +121,7 @@ def _decode_kernel(
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Decode one group of rows of each half, in COLUMNS columns, from codes packed two per byte."""
+    """Decode one group of rows of each half of the tensor, in COLUMNS columns, from codes packed two per byte."""
     pair, first_column = _first_places(columns, COLUMNS)
     row = pair * G + tl.arange(0, G)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]

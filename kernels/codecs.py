@@ -37,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def without_gradients(function: F) -> F:
     """Decorate a function to run with gradients disabled, as under torch.no_grad().
 
-    If gradients are disabled already, skip torch.no_grad(), which takes ten times as long as this test. They are
+    If gradients are disabled already, skip torch.no_grad(), which takes ten times as long as the check. Gradients are
     disabled whenever a block's tensors are encoded or decoded, some hundreds of times a step.
     """
 
@@ -56,7 +56,7 @@ class Payload:
     """Encoded tensor: the tensors that `Codec.encode` stores, and the layout that `Codec.decode` restores."""
 
     tensors: tuple[Tensor, ...]
-    """Stored tensors. Their storages are new and belong to this payload alone."""
+    """Stored tensors. The storages of these tensors are new, and belong to this payload alone."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -69,7 +69,8 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Pair of functions with a codec's kernels for one device type. A module with these two functions serves too."""
+    """Pair of functions with a codec's kernels for one device type. A module with these two functions can be used
+    instead."""
 
     encode: Callable[..., tuple[Tensor, ...]]
     """Function that encodes a contiguous tensor, and returns the tensors to store."""
@@ -105,15 +106,16 @@ class Codec:
     settings: ClassVar[frozenset[str]] = frozenset()
     """Names of the codec's options that take their values from the user's settings of the same name."""
     keeps_outliers: ClassVar[bool] = False
-    """True if the codec stores outlier channels raw. Its option `num_outliers` is their number (`count_outliers`)."""
+    """True if the codec stores outlier channels raw. The codec's option `num_outliers` is the number of these channels
+    (`count_outliers`)."""
     stands_in: ClassVar[bool] = False
     """True for the precise codec, which is used where the codecs of a role cause too large errors. One codec has
     True."""
     instead_of: ClassVar[str | None] = None
     """Name of the codec that this codec replaces on tensors on which its error is smaller. None for most codecs.
 
-    A codec with such a name is not used otherwise, unless the settings name it. `adacc plan` and compiled graphs never
-    use it, because they have no data to compare the errors on."""
+    A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
+    graphs never use it, because they have no data to compare the errors on."""
     is_baseline: ClassVar[bool] = False
     """True for the codec of the paper's "Quantization" baseline. One codec has True."""
 
@@ -122,8 +124,8 @@ class Codec:
     cpu: ClassVar[Kernels | None] = None
     """C++ kernels for CPU tensors, or None."""
     keeps_rows: ClassVar[bool] = False
-    """True if kernels get tensors as matrices [R, C], whose rows are the last dimension. Else they get [N] in memory
-    order."""
+    """True if kernels get tensors as matrices [R, C], whose rows are the last dimension. Otherwise kernels get tensors
+    as [N] in memory order."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -196,7 +198,7 @@ class Codec:
     def _kernels_for(self, tensor: Tensor) -> Kernels | None:
         """Return the kernels for the device of `tensor`: Triton on a GPU, C++ on a CPU if it can be built.
 
-        Return None if there are no kernels, so that plain torch is used.
+        Return None if there are no kernels. Plain torch is then used.
         """
         if tensor.is_cuda:
             return None if self.triton is None else _triton_kernels(self.triton)
@@ -279,7 +281,7 @@ def _triton_kernels(file: str) -> Any:
 
 @cache
 def _discover() -> None:
-    """Import every codec file of this folder once, so that `registry` is complete."""
+    """Import every codec file of this folder once. `registry` is then complete."""
     for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__):
         if not (module.name.startswith("_") or module.name.endswith("_triton")):
             import_module(f"{_PACKAGE}.{module.name}")
@@ -325,7 +327,7 @@ def replacements(name: str, role: str) -> list[str]:
 
 @cache
 def precise_codec() -> str:
-    """Return the name of the codec that is used where the others cause too large errors (`Codec.stands_in`)."""
+    """Return the name of the codec that is used where the other codecs cause too large errors (`Codec.stands_in`)."""
     return next(name for name in list_codecs() if registry[name].stands_in)
 
 

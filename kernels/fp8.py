@@ -1,9 +1,9 @@
 """FP8 (E4M3) with one scale for `group_size` elements of a row, for tensors with a few very large elements.
 
 An E4M3 code has a sign, 4 bits of exponent and 3 of mantissa. 448 is the largest number, 2^-6 the least normal one, and
-2^-9 the step below that. A row is the last dimension. Its last group may be shorter; no group reaches into another row.
-The group's peak, stored in 16 bits as in the other codecs, maps to 448. A peak of float32 is cut by up to 2^-7: its
-element comes to at most 451.5, which rounds to 448 as well.
+2^-9 the step below that. A row is the last dimension. The last group of a row may be shorter. No group reaches into
+another row. The group's peak, stored in 16 bits as in the other codecs, maps to 448. A peak of float32 is cut by up to
+2^-7: its element comes to at most 451.5, which rounds to 448 as well.
 
 The codes of `int8` have one step for all elements of a group. The step of FP8 is relative: it rounds by at most 2^-4.
 INT8 is better for elements of similar size, FP8 for small elements next to a large peak. The setting
@@ -101,7 +101,8 @@ def _rows(x_AG: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _is_zero(number: int) -> bool:
-    """Return True if the number is certainly 0. A compiled graph may know the number only when it runs."""
+    """Return True if a number in the codec is certainly 0. A number in a compiled graph may be known only when the
+    graph runs."""
     return isinstance(number, int) and number == 0
 
 

@@ -30,13 +30,12 @@ class Outliers:
     keep: Tensor
     """Periodic bit mask [C + group_size] in integers as wide as the elements: 0 for a raw channel, else -1.
 
-    The period is C, so that a group that begins at any channel reads a contiguous range.
-    """
+    The period is C. A group that begins at any channel therefore reads a contiguous range."""
 
 
 SUMMED_ELEMENTS = 2**16
-"""Number of elements whose magnitudes a CPU computes at once. They fit into the processor's cache, so that 1024 x 3072
-float32 elements take 0.6 ms instead of 11, and no second tensor of the input's size is allocated."""
+"""Number of elements whose magnitudes a CPU computes at once. These elements fit into the processor's cache. 1024 x
+3072 float32 elements therefore take 0.6 ms instead of 11, and no second tensor of the input's size is allocated."""
 
 
 @torch.no_grad()
@@ -226,7 +225,8 @@ class OutlierInt4(Codec):
         return decode_ref(rows_and_columns(size), dtype, self._factor, *tensors).reshape(size)
 
     def _fitted(self, tensor: Tensor) -> Outliers | None:
-        """Return the outlier channels that `fit` has chosen. If it was not called, choose them from `tensor`.
+        """Return the outlier channels that `fit` has chosen. If `fit` was not called, choose the channels from
+        `tensor`.
 
         Return None if `num_outliers` is 0.
         """

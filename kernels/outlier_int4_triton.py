@@ -149,7 +149,8 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups of each half, pack their codes two per byte, and copy the outliers in these groups."""
+    """Encode T groups of each half of the tensor, pack their codes two per byte, and copy the outliers in these
+    groups."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     low_row, low_column = _row_and_column(first_row, channels, ROW_OF_GROUPS, G)
@@ -182,9 +183,10 @@ def _encode_kernel(
 def _decode_half(
     out_ptr, codes, peaks_ptr, first_group, groups_left, numel, factor, T: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
-    """Decode T groups from their unpacked int32 codes [T, G] and peaks.
+    """Decode T groups from their unpacked int32 codes [T, G] and peaks, and store the elements.
 
-    A byte packs the codes of two groups, so that the caller decodes the two halves of the groups one after the other.
+    Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore decodes one half of
+    the groups, then the other half.
     """
     first = first_group.to(tl.int64) * G
     group = tl.arange(0, T)
@@ -214,7 +216,8 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Decode T groups of each half from codes packed two per byte, and write the outliers in these groups."""
+    """Decode T groups of each half of the tensor from codes packed two per byte, and write the outliers in these
+    groups."""
     first_row = tl.program_id(0) * T
     groups_left = rows - first_row
     group = tl.arange(0, T)[:, None]
@@ -263,7 +266,8 @@ def encode(
 ) -> tuple[Tensor, ...]:
     """Encode a contiguous matrix on a GPU. Return codes and peaks; with outliers, also raw channels and their indices.
 
-    The result equals `outlier_int4.encode_ref`. `indices` and `keep` are those of `outlier_int4.Outliers`, or None.
+    The result equals `outlier_int4.encode_ref`. `indices` and `keep` are fields of `outlier_int4.Outliers`, or None
+    without outliers.
     """
     rows_R, channels = x_RC.shape
     groups = even_groups(x_RC.numel(), group_size)

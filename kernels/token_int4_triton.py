@@ -47,7 +47,7 @@ def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: tl.constexpr):
-    """Compute the peaks (elements of largest magnitude) of T rows, and store those of rows below `last`.
+    """Compute the peaks (elements of largest magnitude) of T rows, and store the peaks of rows below `last`.
 
     `keys` [T, BLOCK] are the results of `peak_keys`. Return the reciprocal scales, float32 [T].
     """
@@ -87,7 +87,7 @@ def _encode_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode T rows of each half, of at most BLOCK elements, and pack their codes two per byte."""
+    """Encode T rows of each half of the tensor, and pack their codes two per byte. Rows have at most BLOCK elements."""
     low = tl.program_id(0) * T
     high = low + pairs
     x, index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
@@ -114,7 +114,7 @@ def _encode_long_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode T rows of each half in chunks of BLOCK elements, and pack their codes two per byte."""
+    """Encode T rows of each half of the tensor in chunks of BLOCK elements, and pack their codes two per byte."""
     low = tl.program_id(0) * T
     high = low + pairs
     low_x, low_index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
@@ -148,7 +148,8 @@ def _encode_long_kernel(
 def _decode_half(out_ptr, codes, peaks_ptr, first, last, columns, start, factor, T: tl.constexpr, BLOCK: tl.constexpr):
     """Decode columns of the rows `first` to `last` - 1 from unpacked int32 codes [T, BLOCK], and store the elements.
 
-    A byte packs the codes of two rows, so that the caller decodes the two halves of the rows one after the other.
+    Each byte packs the codes of two rows, one from each half of the tensor. The caller therefore decodes one half of
+    the rows, then the other half.
     """
     row = first + tl.arange(0, T)
     column = start + tl.arange(0, BLOCK)[None, :]
@@ -170,7 +171,7 @@ def _decode_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode T rows of each half, in BLOCK columns, from codes packed two per byte."""
+    """Decode T rows of each half of the tensor, in BLOCK columns, from codes packed two per byte."""
     low = tl.program_id(0) * T
     start = tl.program_id(1) * BLOCK
     row = low + tl.arange(0, T)[:, None]

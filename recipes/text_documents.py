@@ -1,7 +1,7 @@
 """Training documents: the Pile, the running Python's standard library, a file, or a folder of files.
 
-Every source gives one `datasets` object with the single column "text", one row per document. Local text is cached as
-an Arrow file with its content as the key, so that a changed file is read again. The Pile is streamed.
+Every source gives one `datasets` object with the single column "text", one row per document. Local text is cached as an
+Arrow file with its content as the key, and a changed file is therefore read again. The Pile is streamed.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def _file_rows(paths: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _content_digest(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of the files' suffixes, lengths and bytes, so that moving text between files changes it."""
+    """Return the SHA-256 of the files' suffixes, lengths and bytes, so moving text between files changes the hash."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())

@@ -17,8 +17,8 @@ _ENCODE_BATCH = 256  # documents per tokenizer call: enough for the tokenizer's 
 def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
     """Split into (training, validation) documents. Equal texts are always in the same part.
 
-    The documents with the smallest hashes are held out, so that the split depends only on the texts, not on their order
-    or a seed. Raises ValueError if no training document would be left.
+    The documents with the smallest hashes are held out. The split therefore depends only on the texts, not on their
+    order or a seed. Raises ValueError if no training document would be left.
     """
     hashes = [_text_hash(text) for text in documents["text"]]
     num_validation = max(1, round(validation_fraction * len(hashes)))

@@ -1,1 +1,1 @@
-"""The parts of the replanner: what is measured while training, and when another policy is worth following."""
+"""Controller of a run: sessions, measurements while training, and the choice and replacement of policies."""

@@ -1,4 +1,4 @@
-"""Lines on the progress of a run that are visible without a configuration of logging.
+"""Messages on the progress of a run, shown on stderr even if the program does not configure logging.
 
 Python shows only warnings of a library. The logger `adacc_hf.progress` shows a few lines of information too: when
 profiling starts, when a policy is set or changed, and how much of the run followed it. To switch them off, set the
@@ -22,7 +22,7 @@ progress = logging.getLogger("adacc_hf.progress")
 
 
 class _Fallback(logging.Handler):
-    """Handler that writes to stderr, unless the program has configured logging for these records."""
+    """Handler that writes to stderr, unless the root logger or the logger "adacc_hf" has a handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and not logging.getLogger("adacc_hf").handlers:
@@ -34,13 +34,13 @@ progress.addHandler(_Fallback())
 
 
 def announce(text: str, *details: Any) -> None:
-    """Show a line on the first rank. `text` has a %-format for `details`."""
+    """Log a message on the first rank. `text` is a %-format string for `details`."""
     if is_first_rank():
         progress.info(text, *details)
 
 
 def describe_costs(policy: Policy, profile: Profile | None) -> str:
-    """Return the actions of `policy`, with its memory and time relative to plain training if there is a profile."""
+    """Describe the actions of `policy` and, if there is a profile, memory and time relative to plain training."""
     if profile is None or not profile.plain_stored_bytes:
         return policy.summary()
     plain_ms = profile.step_ms - full_recomputation(profile).predicted_overhead_ms
@@ -54,7 +54,10 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
 
 
 def describe_coverage(policy: Policy, profile: Profile | None, history: Sequence[Mapping[str, Any]]) -> str:
-    """Return which block calls have planned actions, why others have none, and how many steps differed."""
+    """Describe how many block calls have an action for each activation, and how many steps followed `policy`.
+
+    For the block calls under torch's checkpoint, the text has the reasons from the profile, if there is a profile.
+    """
     counts = policy.block_counts()
     parts = [
         f"{counts[action.value]} {text}"

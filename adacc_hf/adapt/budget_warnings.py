@@ -1,4 +1,4 @@
-"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget, once for each size."""
+"""BudgetWarnings: warnings before a micro-batch that may take more memory than the budget. One warning per size."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 class BudgetWarnings:
     """Warnings before micro-batches whose predicted peak exceeds the budget, or is only a rough estimate.
 
-    Each size is warned of once. A size is a size class, or a bucket of sizes that no profile predicts.
+    There is one warning for each size: a size class or, if no profile predicts the size, a bucket of sizes.
     """
 
     def __init__(self, note_memory: Callable[[str], None]) -> None:
         self._note_memory = note_memory
         self._sizes: set[BatchShapes | None] = set()
-        """Sizes that were warned of."""
+        """Sizes for which a warning was logged."""
         self._compared: dict[BatchShapes | None, tuple[Profile, Policy]] = {}
-        """Profile and policy that were compared with the budget last, for each size."""
+        """Profile and policy that were last compared with the budget, by size."""
 
     def add(self, sizes: BatchShapes | None) -> None:
-        """Record that the log has a warning for batches of `sizes` already."""
+        """Record that another module has logged a warning for batches of `sizes`."""
         self._sizes.add(sizes)
 
     def before(self, shapes: BatchShapes, size_policy: SizePolicy) -> None:
@@ -47,8 +47,10 @@ class BudgetWarnings:
         self._compare(shapes, sizes, replanner.predicted_peak_bytes(), replanner, size_policy.due)
 
     def before_untracked(self, shapes: BatchShapes, sizes: BatchShapes, policy: Policy, reference: SizePolicy) -> None:
-        """Warn if a micro-batch of `shapes` is predicted to exceed the budget under `policy`, which was made for
-        `sizes` and never changes."""
+        """Warn if a micro-batch of `shapes` is predicted to exceed the budget under `policy`, which never changes.
+
+        `policy` was made for batches of `sizes`. The budget is read from `reference`, another size's policy.
+        """
         if sizes not in self._sizes:
             self._compare(shapes, sizes, policy.predicted_peak_bytes, reference.replanner)
 
@@ -60,8 +62,10 @@ class BudgetWarnings:
         replanner: Replanner,
         due: int | None = None,
     ) -> None:
-        """Warn if `peak` exceeds the budget. `due` is the step at whose end another policy follows, if that is
-        known."""
+        """Warn if `peak`, the predicted peak of a micro-batch of `shapes`, exceeds the budget.
+
+        If the solver is running for this size, `due` is the step at whose end its result is applied, else None.
+        """
         if not replanner.is_over_budget(peak):
             return
         self._sizes.add(sizes)
@@ -74,9 +78,10 @@ class BudgetWarnings:
         )
 
     def before_checkpointing(self, shapes: BatchShapes, reference: SizePolicy) -> None:
-        """Warn that a micro-batch of `shapes` has no policy, if the budget limits the peak.
+        """Warn, if the budget is a limit on peak memory, that a micro-batch of `shapes` runs under torch's checkpoint.
 
-        The warning has an estimate: the peak of full recomputation at the size of `reference`, scaled to `shapes`.
+        The peak in the warning is an estimate: the peak of full recomputation for the profile of `reference`, scaled
+        to `shapes`.
         """
         replanner, sizes = reference.replanner, bucket_of(shapes)
         budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)

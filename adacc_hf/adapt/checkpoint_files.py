@@ -1,4 +1,4 @@
-"""Files of a run: policy, profile and history in its folder, and the state for resuming in each checkpoint."""
+"""Files of a run: policy, profile and history in the run's folder, and the state for resuming in each checkpoint."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
 REQUIRED_FIELDS = {"policy_step", "memory_budget", "tightened", "history", "losses", "tracking_ms"}
-"""Fields of `Saved` that every checkpoint has. Older checkpoints lack others, which get their defaults."""
+"""Fields of `Saved` that every checkpoint has. Older checkpoints lack other fields, which get their defaults."""
 SIZE_POLICIES = "shape_policies"
-"""Key of the size policies in a checkpoint. The name is that of the first release."""
+"""Key of the size policies (policies of one batch size each) in a checkpoint. The first release used this name."""
 
 
 FILES = {"profile": PROFILE_FILE, "prices": PRICES_FILE, "searched": SEARCHED_FILE}
@@ -42,7 +42,7 @@ FILES = {"profile": PROFILE_FILE, "prices": PRICES_FILE, "searched": SEARCHED_FI
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSizePolicy:
-    """State of a run at one batch size, for resuming."""
+    """Policy of a run for one batch size, and its state, in a checkpoint."""
 
     policy: Policy
     profile: Profile | None
@@ -53,18 +53,18 @@ class SavedSizePolicy:
     memory_budget: str | float | int | None = None
     """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""
     prices: Profile | None = None
-    """Profile with the current prices, if they differ from those of `profile`, from which the policy was made."""
+    """Profile with the current prices. None if they are the prices in `profile`, from which the policy was made."""
     searched: Profile | None = None
-    """Profile for which the solver ran last, if it differs from `profile`."""
+    """Profile for which the solver ran last. None if that was `profile`."""
     is_provisional: bool = False
-    """True if the policy is the one with the least memory, used until the memory of a step is measured."""
+    """True if the policy has little memory, and is to be replaced once the memory of a step has been measured."""
     is_told: bool = False
     """True if the profile was predicted from the profile of another size."""
     is_borrowed: bool = False
     """True if the policy was made for another size, and a solver run may find a faster one."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record of the fields that have no file of their own."""
+        """Return a JSON record of the fields that are not saved in files of their own."""
         plain = {name: getattr(self, name) for name in _names(self, "policy", *FILES)}
         return plain | {"shapes": shapes_to_json(self.shapes)}
 
@@ -86,7 +86,7 @@ class SavedSizePolicy:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Write the fields that have files of their own, the policy last."""
+        """Write the profiles and, at last, the policy into `folder`. `number` is part of the file names."""
         for name, prices in ((PRICES_FILE, self.prices), (SEARCHED_FILE, self.searched)):
             if prices is not None:
                 prices.save(folder / _numbered(name, number))
@@ -95,16 +95,16 @@ class SavedSizePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """State of a run, for resuming."""
+    """State of a run in a checkpoint, for resuming."""
 
     size_policies: list[SavedSizePolicy]
     """Size policies, the current one first."""
     policy_step: int | None = None
-    """Step from which tracking steps are counted; None for the step at which the run resumes."""
+    """Step from which tracking steps are counted. None means the step at which the run resumes."""
     memory_budget: str | float | int | None = None
-    """Budget in the run's config; None if only the policy is known."""
+    """Budget in the run's config. None if there is only a policy."""
     tightened: float | int | None = None
-    """Budget of policies for other sizes, if a step ran out of memory under `memory_budget`."""
+    """Smaller budget for new policies, if a step ran out of memory under `memory_budget`, else None."""
     history: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     suspicion: str | None = None
@@ -112,19 +112,19 @@ class Saved:
     switched_off: list[SwitchedOff] = field(default_factory=list)
     """Codecs that new policies must not use, because they degraded gradients."""
     is_unproven: bool = False
-    """True if codecs were switched off and no policy without them was followed yet."""
+    """True if codecs were switched off, and the next policy, which avoids these codecs, was not followed yet."""
     tracking_ms: float = 0.0
     step: int | None = None
-    """Number of finished steps. None in older checkpoints, and unused by the Trainer, which has its own count."""
+    """Number of finished steps. None in older checkpoints. Not used in a Trainer, which counts steps itself."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that a measured step needed in addition to its profile, by moment of the step."""
+    """Bytes by which a measured step exceeded its profile, by moment of the step."""
     counted_elements: int = 0
-    """Number of elements in the largest micro-batch of that step."""
+    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`."""
     num_ranks: int = field(default_factory=num_ranks)
-    """Number of ranks of the run, because with more ranks each holds less of a sharded model."""
+    """Number of ranks of the run, which decides on each rank's part of a sharded model."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record of all fields, without the parts of size policies that have files of their own."""
+        """Return a JSON record of all fields, without the policies and profiles, which have files of their own."""
         return {
             "version": STATE_VERSION,
             **{name: getattr(self, name) for name in _names(self, "size_policies")},
@@ -150,7 +150,7 @@ class Saved:
 
 @contextmanager
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Return a context that replaces an OSError while writing into `folder` by a warning with its `consequence`."""
+    """Return a context for writing into `folder`. An OSError is logged as a warning with the text `consequence`."""
     try:
         yield
     except OSError as error:
@@ -184,9 +184,10 @@ def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
 
 
 def save_in_checkpoint(folder: Path, saved: Saved) -> None:
-    """Write the state into `folder`, a checkpoint without files of this state.
+    """Write the state into `folder`, a checkpoint without files of an earlier run (see `drop_files`).
 
-    The first policy is written last. A resumed run reads no file without it, so it reads all files or none.
+    The file of the first policy is written last. Without this file a resumed run reads no other file, so an incomplete
+    state is never read.
     """
     if not folder.is_dir():
         log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run will profile again", folder)
@@ -199,8 +200,8 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
 def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
     """Return the state of the run that wrote the checkpoint `folder`.
 
-    Return None if it has no policy, or one for another budget or another number of ranks. Raises PolicyMismatchError or
-    AdaccError for a damaged file, FileNotFoundError for a missing one.
+    Return None if the checkpoint has no policy, or if its policies are for another budget or another number of ranks.
+    Raises PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
     """
     folder = Path(folder)
     if not (folder / POLICY_FILE).is_file():

@@ -1,9 +1,9 @@
 """LossGuard: switches off the codecs that degrade gradients. LossSpikeDetector: finds suspicious losses in the logs.
 
 A gradient is degraded if its relative error exceeds DEGRADED_ERROR. Gradients are checked in the sampled blocks of
-every tracking step and, after a suspicious loss, in one block of every kind in the next step. The codecs that degrade
-them are not used from then on. The first step of the next policy checks every kind again, because a policy may
-recompute, from compressed values, a value that must be exact.
+every tracking step. If a logged loss is suspicious, the next step also checks one block of every kind (blocks that run
+the same operators). The codecs that degrade gradients are not used from then on. The first step of the next policy
+checks every kind again, because a policy may recompute, from compressed values, a value that must be exact.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 log = logging.getLogger(__name__)
 
 PROOF = "codecs that degraded gradients were switched off"
-"""`LossGuard.suspicion` of a check that no suspicious loss has caused. Saved in checkpoints."""
+"""Value of `LossGuard.suspicion` if the check was requested for a new policy, and not by a suspicious loss. This text
+is saved in checkpoints."""
 
 
 WINDOW = 16
-"""Number of earlier logged losses that a new one is compared with."""
+"""Number of earlier logged losses with which a new loss is compared."""
 MIN_LOSSES = 4
 """Fewest earlier losses for a comparison, because the median of fewer is close to a single loss."""
 
@@ -39,17 +40,17 @@ reinforcement learning, are often many times their median. Of normally distribut
 
 
 class LossGuard:
-    """A guard that requests checks of the gradients of all kinds of blocks, and judges their results."""
+    """A guard of the accuracy during the run. It requests checks of gradients, and judges the results of the checks."""
 
     def __init__(
         self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
     ) -> None:
         self.suspicion: str | None = None
-        """Reason to check all kinds of blocks in the next step. None if no check is due."""
+        """Reason to check the gradients of all kinds of blocks in the next step. None if no check is due."""
         self.switched_off = frozenset(switched_off)
         """Codecs that have degraded gradients. No batch size uses them any more."""
         self.is_unproven = False
-        """True if codecs were switched off and no policy without them is followed yet."""
+        """True if codecs were switched off, and the next policy, which avoids these codecs, is not followed yet."""
         self._is_on = config.guard
         self._detector = LossSpikeDetector(config.loss_spike, losses)
 
@@ -59,9 +60,10 @@ class LossGuard:
         return self._detector.losses
 
     def logged(self, logs: Mapping[str, float], is_lossy: bool) -> None:
-        """Check the logged loss and gradient norm, and set `suspicion` if they are suspicious and a policy is lossy.
+        """Check the loss and the gradient norm in `logs`. If they are suspicious, request a check of gradients.
 
-        All ranks have to log at the same steps.
+        `is_lossy` is True if any policy compresses with loss. Without lossy compression, no check is requested. All
+        ranks have to log at the same steps.
         """
         if not self._is_on or self.suspicion is not None:
             return
@@ -71,7 +73,7 @@ class LossGuard:
             self.suspicion = reason
 
     def check_new_policy(self) -> bool:
-        """Request a gradient check in the new policy's first step, if codecs were switched off for the policy.
+        """Request a check of gradients in the first step of a new policy, if codecs were switched off before it.
 
         Return True if a check was requested.
         """
@@ -81,22 +83,23 @@ class LossGuard:
         return True
 
     def take_suspicion(self) -> str | None:
-        """Reset `suspicion`. Return the reason of the check that was due, or None if no suspicious loss caused it."""
+        """Set `suspicion` to None. Return its text if a suspicious loss or gradient norm was the cause, else None."""
         suspicion, self.suspicion = self.suspicion, None
         return None if suspicion == PROOF else suspicion
 
     def doubt(self, tracking: Tracking) -> str | None:
-        """Return the reason to judge the codecs after this tracking step, although no loss was suspicious.
+        """Return a text if a gradient measured in the tracking step is degraded, else None.
 
-        Return None if every gradient's error is at most DEGRADED_ERROR.
+        The text is the reason for `judge` if no loss was suspicious.
         """
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
 
     def judge(self, suspicion: str, profile: Profile, tracking: Tracking) -> tuple[bool, str]:
-        """Return (is_degraded, verdict), and log the verdict.
+        """Judge the gradients measured in a tracking step. Return (is_degraded, verdict), and log the verdict.
 
-        `is_degraded` is True if compression degrades the gradient of any kind of block.
+        `suspicion` is the reason for the check. `is_degraded` is True if compression degrades the gradient of any kind
+        of block.
         """
         errors = {kind: gradient.error for kind, gradient in tracking.gradients.items()}
         degraded = {kind: error for kind, error in errors.items() if not error <= DEGRADED_ERROR}
@@ -112,7 +115,10 @@ class LossGuard:
         return False, verdict
 
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
-        """Log the codecs that are switched off, and return the verdict."""
+        """Log which codecs are switched off because of the degraded gradients, and return this verdict as text.
+
+        `degraded` has the errors of the degraded gradients by kind of block.
+        """
         self.is_unproven = True
         culprits = sorted(key for key in tracking.degrading_codecs if key[0] in degraded)
         names = ", ".join(f"{full_name(profile, (kind, value))} ({codec})" for kind, value, codec in culprits)
@@ -126,9 +132,9 @@ class LossGuard:
 
 
 class LossSpikeDetector:
-    """A detector of spikes and values that are not finite among logged losses and gradient norms.
+    """A detector of spikes, NaN and infinity among logged losses and gradient norms.
 
-    Only logged figures are read, because logging has synchronized with the device already.
+    Only logged values are read, because logging has synchronized with the device already.
 
     A loss is a spike if its distance above the median of the last WINDOW losses exceeds their noise (NOISE) and
     `spike` - 1 times the median's absolute value.
@@ -144,7 +150,10 @@ class LossSpikeDetector:
         return list(self._losses)
 
     def check(self, loss: float | None, gradient_norm: float | None) -> str | None:
-        """Return the reason why the figures are suspicious, or None, and add `loss` to the earlier losses."""
+        """Add `loss` to the earlier losses. Return a text if `loss` or `gradient_norm` is suspicious, else None.
+
+        An argument is None if it was not logged.
+        """
         for name, value in (("loss", loss), ("grad_norm", gradient_norm)):
             if value is not None and not math.isfinite(value):
                 return f"{name} is {value}"

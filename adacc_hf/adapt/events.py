@@ -1,4 +1,4 @@
-"""Typed events of a run. Their records make up `AdaccSession.history` and the file that `adacc report` reads."""
+"""Typed events of a run. `AdaccSession.history` and the file that `adacc report` reads contain their records."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ class Event:
 
     name: ClassVar[str]
     step: int
-    """Number of finished steps at the time of the event. For an event within a step, the step's number."""
+    """Number of finished steps at the time of the event. For an event within a step, the number of this step."""
 
     def to_record(self) -> dict[str, Any]:
-        """Return the event as a dict of `step`, `event` (its name) and the figures that are not None."""
+        """Return the event as a dict of `step`, `event` (its name) and all other fields that are not None."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "step"}
         return {"step": self.step, "event": self.name, **{k: v for k, v in figures.items() if v is not None}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySet(Event):
-    """First policy of the run, or of a size class."""
+    """Event of the history: a first policy is set, for the run or for a size class."""
 
     name = "policy"
     stored_bytes: int
     peak_bytes: int
     overhead_ms: float
     fallback_steps: int | None = None
-    """Steps that ran under torch's checkpoint before the first policy."""
+    """Number of steps under torch's checkpoint before the run's first policy."""
     reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyChanged(Event):
-    """Replacement of a policy by a newly solved one."""
+    """Event of the history: a newly solved policy replaces a policy."""
 
     name = "change"
     reason: str
@@ -47,15 +47,15 @@ class PolicyChanged(Event):
     moved: str
     """Number of changed actions and of changed sets of outlier channels, as text."""
     waited_ms: float
-    """Time that the step waited for the solver."""
+    """Time in ms for which training waited for the solver."""
     step_ms: float | None = None
-    """Median time of a step under the earlier policy."""
+    """Median time in ms of a step under the replaced policy."""
     predicted_step_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutliersTracked(Event):
-    """Result of a tracking step for the policy of one size class."""
+    """Event of the history: measurements of a tracking step, for the policy of one size class."""
 
     name = "tracking"
     reason: str
@@ -64,7 +64,7 @@ class OutliersTracked(Event):
     errors: dict[str, float]
     """Relative L2 round-trip error by compressed activation."""
     compression_rate: float
-    """Stored bytes over those of plain training."""
+    """Stored bytes divided by the stored bytes of plain training."""
     gradient_error: float | None = None
     gradient_cosine: float | None = None
     step_ms: float | None = None
@@ -73,22 +73,22 @@ class OutliersTracked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNoted(Event):
-    """Measured memory of a step, or a statement on memory in `reason`."""
+    """Event of the history: the measured memory of a step, or a statement on memory in `reason`."""
 
     name = "memory"
     reason: str | None = None
     measured_peak_bytes: int | None = None
     peak_bytes: int | None = None
-    """Predicted peak."""
+    """Predicted peak of the step, in bytes."""
     corrected: bool | None = None
-    """True if the measured peak has changed the prices."""
+    """True if the predicted memory was corrected because of the measured peak."""
     stored_bytes: int | None = None
     overhead_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardVerdict(Event):
-    """Verdict of the accuracy guard on a suspicious loss or gradient."""
+    """Event of the history: the accuracy guard's verdict after a suspicious loss or a degraded gradient."""
 
     name = "guard"
     reason: str
@@ -96,7 +96,7 @@ class GuardVerdict(Event):
 
 
 def predictions(policy: Policy) -> dict[str, Any]:
-    """Return the predicted figures of `policy` under their names in events."""
+    """Return the predicted bytes and time of `policy`, keyed by the field names of events."""
     return {
         "stored_bytes": policy.predicted_stored_bytes,
         "peak_bytes": policy.predicted_peak_bytes,

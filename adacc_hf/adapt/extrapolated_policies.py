@@ -1,4 +1,4 @@
-"""ExtrapolatedPolicies: policies for size classes that were not profiled, from a profile of another size."""
+"""ExtrapolatedPolicies: makes policies for batch sizes that were not profiled, from a profile of another size."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Share of the budget that a policy of another class must use at the new size to be final there. A policy that fits and
-uses less is borrowed until the class has come often enough to be worth a solver run of 0.1 to 2 seconds."""
+"""Fraction of the budget. If a policy of another size class fits at a new size and needs at least this much, it is used
+for good. If it needs less, it is used until enough batches have come to be worth a solver run of 0.1 to 2 seconds."""
 
 FAR_ABOVE = 0.05
-"""If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called.
-The share is a margin: a policy with the least memory at one size may not have the least memory at another."""
+"""If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called. The
+share is a margin, because a policy with the least memory at one size may not have the least memory at another size."""
 
 
 class ExtrapolatedPolicies:
-    """Solver for size classes without a profile of their own."""
+    """Maker of policies for size classes without a profile of their own."""
 
     def __init__(self, context: RunContext, cache: PolicyCache) -> None:
         self._context, self._cache, self._config = context, cache, context.config
 
     def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
-        """Return (profile, policy) for the class `sizes`, with the fastest policy of another class that fits there.
+        """Return (profile, policy) for the size class `sizes`, with the fastest policy of another class that fits.
 
-        None if none fits, or if the fastest one uses up the budget, so that it is final.
+        Return None if no policy of another class fits the budget. Also return None if the fastest policy is plain
+        training or uses up the budget. Then `solve` decides at once, without a solver run later.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
@@ -52,7 +53,7 @@ class ExtrapolatedPolicies:
         return profile, fastest
 
     def solve_again(self, profile: Profile) -> Policy | None:
-        """Return a policy for a class that has borrowed one; None if there is no better one."""
+        """Solve for a size class that so far used another class's policy. Return None if no policy fits the budget."""
         allowed = self._allowed(profile)
         try:
             return solve_policy(allowed, self._with_room(profile), with_margin(self._config))
@@ -62,8 +63,8 @@ class ExtrapolatedPolicies:
     def solve(self, sizes: BatchShapes, shapes: BatchShapes) -> tuple[BatchShapes, Profile, Policy]:
         """Return (sizes, profile, policy) for a batch of `shapes` in the class `sizes`.
 
-        `sizes` are the upper bounds of the class. If no policy for them fits the budget, solve for the batch's own
-        sizes instead.
+        `sizes` are the upper bounds of the class. If no policy for these sizes fits the budget, solve for the batch's
+        own sizes instead.
         """
         key = sizes, self._context.memory_budget, self._context.switched_off
         if key not in self._cache.above_budget:
@@ -77,7 +78,10 @@ class ExtrapolatedPolicies:
         return sizes, profile, self.solve_or_least(sizes, profile)
 
     def provisional(self, profile: Profile) -> Policy:
-        """Return a policy with little memory for batches with `profile`, for steps before the first measured one."""
+        """Return a policy with little memory, for use until the memory of a step has been measured.
+
+        `profile` is the profile for the size of the batches.
+        """
         budget = Budget.resolve(self._context.memory_budget, profile, self._config)
         limit = int(budget.nbytes / (1 + UNCERTAINTY))
         return provisional_policy(self._allowed(profile), limit, with_margin(self._config))
@@ -85,7 +89,8 @@ class ExtrapolatedPolicies:
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
 
-        The bytes that a measured step took beyond its profile (for metrics of the outputs, say) grow with the batch.
+        If a measured step took more bytes than profiled (for metrics of the outputs, for example), this excess is
+        scaled to the batch.
         """
         profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
         missing, counted = self._context.missing_bytes, self._context.counted_elements
@@ -95,10 +100,10 @@ class ExtrapolatedPolicies:
         return with_missing_bytes(profile, {moment: int(nbytes * (ratio - 1)) for moment, nbytes in missing.items()})
 
     def solve_or_least(self, sizes: BatchShapes, profile: Profile) -> Policy:
-        """Return a policy that fits the budget, with room for the profile's uncertainty if possible.
+        """Return a policy that fits the budget, with room for the uncertainty of predicted peaks if possible.
 
-        Warn if there is no such room. If no policy fits the budget, warn and return the policy with the least memory,
-        or raise InfeasibleBudgetError if `on_over_budget` is "error".
+        If the room is too small, warn. If no policy fits the budget at all, warn and return the policy with the least
+        memory, or raise InfeasibleBudgetError if `on_over_budget` is "error".
         """
         with_room = self._with_room(profile)
         least, floor, bound, why = None, 0, 0, ""
@@ -125,13 +130,14 @@ class ExtrapolatedPolicies:
         return least
 
     def _allowed(self, profile: Profile) -> Profile:
-        """Return `profile` without codecs that are switched off or priced for too small values."""
+        """Return `profile` without codecs that are switched off, and without codecs for values that are too small."""
         return without_codecs(profile, self._context.switched_off).without_codecs_below(self._config.min_compress_bytes)
 
     def _within(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """Return a policy within `memory_budget`: another class's if it nearly uses up the budget, else the solver's.
+        """Return a policy for `profile` that fits `memory_budget`.
 
-        Raises InfeasibleBudgetError if no policy fits the budget.
+        If a policy of another size class fits and nearly uses up the budget, return this policy. Otherwise run the
+        solver. Raises InfeasibleBudgetError if no policy fits the budget.
         """
         budget = Budget.resolve(memory_budget, profile, self._config)
         allowed = self._allowed(profile)
@@ -150,16 +156,15 @@ class ExtrapolatedPolicies:
             raise
 
     def _others(self, profile: Profile) -> list[Policy]:
-        """Return the policies of other classes, at the prices of `profile`."""
+        """Return the policies of other size classes that are allowed here, with the predictions of `profile`."""
         allowed = self._allowed(profile)
         policies = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
         return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
-        """Raise InfeasibleBudgetError if the least-memory policy of another size takes far more than `budget` here.
+        """Raise InfeasibleBudgetError if the least-memory policy of another size far exceeds `budget` with `profile`.
 
-        The solver would need up to seconds for the policy with the least memory at this size, and the two policies
-        would differ little.
+        The solver would need up to seconds to find the least-memory policy of this size, which would differ little.
         """
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides
@@ -195,7 +200,10 @@ class ExtrapolatedPolicies:
         self._context.note_memory(text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """Return the largest class of shorter batches at which the policy `least` keeps to the budget, or None."""
+        """Return the largest size class of shorter sequences than `sizes` for which the policy `least` fits the budget.
+
+        Return None if `least` fits the budget for no class of shorter sequences.
+        """
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
             cut = tuple(

@@ -1,7 +1,7 @@
-"""FallbackStats: counts of a run's fallback steps, and overheads. DivergedBatches: micro-batches that left their plans.
+"""FallbackStats: counts fallback steps during a run. DivergedBatches: counts micro-batches that did not follow plans.
 
-A fallback step is a step in which at least one call of a block did not follow a policy. The counts are records of the
-run's history, which the functions below read for the Trainer's log and the reports.
+A fallback step is a step in which at least one call of a block did not follow a policy. The counts are stored in
+records of the run's history. The functions below read them for the Trainer's log and the reports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEFORE = "full recomputation, before there was a policy"
 """Reasons of fallback steps."""
 
 FALLBACK = "fallback"
-"""Event of the history's records that count fallback steps."""
+"""Value of "event" in the history's records that count fallback steps."""
 STEPS = "fallback_steps"
 """Key of the number of fallback steps in a record."""
 
@@ -36,7 +36,7 @@ STEPS = "fallback_steps"
 class FallbackStats:
     """Counts of fallback steps by reason, and the mean predicted overhead of the micro-batches since the last log.
 
-    Each fallback step is counted once, for the reason that most of its fallback calls had.
+    Each fallback step is counted once, under the most frequent reason of its fallback calls.
     """
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class FallbackStats:
         self._early_shapes.append(shapes)
 
     def add(self, overhead_ms: float, reasons: Mapping[str, int]) -> None:
-        """Record a micro-batch: its predicted overhead, and its number of fallback calls by reason."""
+        """Record a micro-batch by its predicted overhead, and by the number of its fallback calls for each reason."""
         self._overheads_ms.append(overhead_ms)
         self.reasons.update(reasons)
 
     def estimate_early_overheads(self, profile: Profile | None, shapes: BatchShapes | None) -> None:
         """Estimate the overhead of the early micro-batches, which ran before the first policy.
 
-        `profile` was made for a batch of `shapes`.
+        `profile` was made for a batch of `shapes`. If `profile` is None, these micro-batches are dropped.
         """
         if self._early_shapes and profile is not None:
             profiled_ms = full_recomputation(profile).predicted_overhead_ms
@@ -82,7 +82,7 @@ class FallbackStats:
         return True
 
     def logged(self) -> None:
-        """Begin a new mean of `overhead_ms`, after a log."""
+        """Begin a new mean of `overhead_ms`, because the current mean was logged."""
         self._last_ms = self.overhead_ms
         self._overheads_ms.clear()
         self._early_shapes.clear()
@@ -91,17 +91,17 @@ class FallbackStats:
     def overhead_ms(self) -> float | None:
         """Mean predicted overhead of the micro-batches since the last log.
 
-        If there was no micro-batch, the value at the last log. None before the first log.
+        If there was no micro-batch since then, the value at the last log, or None before the first log.
         """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
 
 
 class DivergedBatches:
-    """Micro-batches whose calls of blocks diverged from their plans.
+    """Counts and cost estimates of micro-batches whose block calls diverged from their plans during the run.
 
-    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. Both
-    are priced as full recomputation. In the methods, `reference` is the size policy whose
-    profile describes a micro-batch of `shapes` best. `say` is called with a sentence for the run's history.
+    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. The
+    cost of both is estimated as that of full recomputation. In the methods, `reference` is the size policy with the
+    best profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
     """
 
     def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:
@@ -109,14 +109,14 @@ class DivergedBatches:
         """True if most calls of the most recent micro-batch diverged."""
         self._config, self._say = config, say
         self._num_batches = self._num_diverged = 0
-        """Micro-batches since the last call of `most_diverged`, and those of them in which most calls diverged."""
+        """Number of micro-batches since the last call of `most_diverged`, and number in which most calls diverged."""
         self._full: tuple[Profile, Policy] | None = None
         """Cache of `_full_recomputation`: the last profile and its policy."""
         self._reported: set[bool] = set()
-        """Reports that `_report_excess` has made: False for one without a predicted excess, True for one with it."""
+        """Reports made by `_report_excess`: has False after any report, and True after one with a predicted excess."""
 
     def add(self, share: float) -> None:
-        """Record a micro-batch and the `share` of its calls that diverged."""
+        """Record a micro-batch in which a fraction `share` of the block calls diverged."""
         self.has_diverged = share > 0.5
         self._num_batches += 1
         self._num_diverged += self.has_diverged
@@ -128,10 +128,10 @@ class DivergedBatches:
         return is_majority
 
     def overhead_ms(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> float:
-        """Return the predicted overhead of a micro-batch in which all calls diverged.
+        """Return the predicted overhead in ms of a micro-batch in which all block calls diverged.
 
-        Report, once per run, that such batches may exceed the budget. If a batch is predicted to exceed it, report the
-        excess, also once per run.
+        Once per run, report that such batches may exceed the budget. If this batch is predicted to exceed the budget,
+        report the excess, also once per run.
         """
         profile, size = reference.replanner.profile, ratio(shapes, reference.shapes)
         recomputing, budget = self._full_recomputation(profile), Budget.resolve(memory_budget, profile, self._config)
@@ -143,8 +143,8 @@ class DivergedBatches:
     def may_record(self, shapes: BatchShapes, reference: SizePolicy, memory_budget: str | float | int) -> bool:
         """Return True if the micro-batch fits the budget even while a block's call is being recorded.
 
-        Recording keeps every intermediate tensor of the block alive. The other blocks are assumed to run with the least
-        memory or, if the micro-batch is smaller than the batch of `reference`, under the policy of `reference`.
+        Recording keeps every intermediate tensor of the block alive. The estimate assumes that the other blocks are
+        recomputed or, if the micro-batch is smaller than the batch of `reference`, follow the policy of `reference`.
         """
         profile, policy = reference.replanner.profile, reference.replanner.policy
         budget = Budget.resolve(memory_budget, profile, self._config)
@@ -177,16 +177,17 @@ class DivergedBatches:
 def full_recomputation(profile: Profile) -> Policy:
     """Return the policy that recomputes every block.
 
-    Its predictions estimate what a batch like the profiled one costs under torch's checkpoint, or if its operators
-    differ from the profiled ones and run with the least memory.
+    The predictions of this policy estimate the cost of a batch under torch's checkpoint, and the cost of a batch whose
+    operators differ from the profiled operators.
     """
     return uniform_policy(profile, Action.RECOMPUTE)
 
 
 def ratio(shapes: BatchShapes | None, other: BatchShapes | None) -> float:
-    """Return the size of a batch of `shapes` relative to a batch of `other`, in elements of their common tensors.
+    """Return the size of a batch of `shapes` divided by the size of a batch of `other`.
 
-    Return 1.0 if either is None or they have no common tensor.
+    The size is the number of elements in the tensors that both batches have. Return 1.0 if either argument is None, or
+    if the batches have no common tensor.
     """
     if shapes == other:
         return 1.0
@@ -205,7 +206,7 @@ def num_fallback_steps(history: Sequence[Mapping[str, Any]]) -> int:
 def fallback_reasons(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the number of fallback steps by reason.
 
-    Steps before the first policy are counted in the record of the event that set it, under the reason BEFORE.
+    Steps before the first policy have the reason BEFORE. Their number is in the record of the first policy.
     """
     counts: dict[str, int] = {}
     for record in history:
@@ -216,7 +217,7 @@ def fallback_reasons(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def describe_fallbacks(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence with the number of fallback steps, and one for each reason. Empty without a history."""
+    """Describe the fallback steps: a line with their number, and a line for each reason. Empty without a history."""
     if not history:
         return []
     reasons, number = fallback_reasons(history), num_fallback_steps(history)

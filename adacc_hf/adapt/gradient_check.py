@@ -1,4 +1,4 @@
-"""BlockSample: measures the error of a block's gradient under compression.
+"""BlockSample: measures the error of a block's gradient under compression, during the run.
 
 In a tracking step, the inputs of a call of the block, the state of the random generators and the gradients of the
 outputs are recorded. After the step, the block's forward and backward run twice, without and with compression, and the
@@ -39,17 +39,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GradientError:
-    """Difference of a block's gradient under compression from the exact one, over inputs and parameters together."""
+    """Difference between a block's gradient under compression and the exact gradient.
+
+    The gradients of the block's inputs and parameters are compared together.
+    """
 
     error: float
     """L2 norm of the difference divided by the norm of the exact gradient; inf if only the compressed gradient is not
     finite."""
     cosine: float
-    """Cosine of the angle between both gradients."""
+    """Cosine of the angle between the exact gradient and the gradient under compression."""
 
     @classmethod
     def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
-        """Return the error of `other`, or None if the exact gradient is zero or not finite even without compression."""
+        """Return the error of the gradient `other`; None if the gradient `exact` is zero or not finite."""
         pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
         exact, other = zip(*pairs, strict=True) if pairs else ((), ())
         norms = l2_norm(exact), difference_norm(exact, other), l2_norm(other)
@@ -68,7 +71,7 @@ class GradientError:
 
 
 class IdentityCodec:
-    """A codec that stores a copy of the tensor."""
+    """A codec that stores an uncompressed copy of the tensor, for values that a comparison leaves uncompressed."""
 
     name = "uncompressed"
     lossless = True
@@ -81,7 +84,7 @@ class IdentityCodec:
 
 
 class _RecordedCall:
-    """A call of a block: its arguments and state, for running it again, and the gradients of its outputs."""
+    """A recorded call of a block: arguments and state for running the call again, and the gradients of its outputs."""
 
     def __init__(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
@@ -93,19 +96,19 @@ class _RecordedCall:
         self.gradients: dict[int, Tensor] = {}
         """Gradients by the output's index among the leaves of the block's result."""
         self.state: ModelState | None = None
-        """State before the call of the objects that the call changed."""
+        """State, before the call, of the objects that the call has changed."""
         self.obstacle: str | None = None
         """Reason why the call cannot be run again; None if it can."""
 
 
 class BlockSample:
-    """A recorder of the next call of one block, and the comparison of its gradient with the exact one."""
+    """A recorder of the next call of one block. It compares the call's gradient with the exact gradient."""
 
     def __init__(self, plan: BlockExecutor) -> None:
         self.plan = plan
         self._call: _RecordedCall | None = None
         self._exact: list[Tensor | None] | None = None
-        """Exact gradient, cached by the first `compare`."""
+        """Exact gradient of the recorded call, computed by the first `compare`."""
         plan.observer = self
 
     def run(
@@ -135,7 +138,7 @@ class BlockSample:
         self.plan.observer = self._call = self._exact = None
 
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
-        """Return the error of the gradient if all activations are compressed as planned, except `bypassed`.
+        """Return the gradient's error if all activations are compressed as planned, except the activations `bypassed`.
 
         Return None if the block was not called, got no gradient, or has parameters that are sharded outside its
         forward. Warn and return None if there is not enough memory to run the block, or if running it again would
@@ -167,18 +170,18 @@ class BlockSample:
         return GradientError.between(self._exact, other)
 
     def _warn_uncompared(self, obstacle: str) -> None:
-        """Warn that the block's gradient is not compared, once per process for each reason."""
+        """Warn that the block's gradient is not compared because of `obstacle`, once per process and obstacle."""
         if obstacle not in _reported_obstacles:
             _reported_obstacles.add(obstacle)
             log.warning("Adacc: the gradient of %s is not compared with the exact one: %s", self.plan.name, obstacle)
 
 
 _reported_obstacles: set[str] = set()
-"""Obstacles to a comparison that were logged."""
+"""Obstacles to a comparison of gradients for which a warning was logged."""
 
 
 class _FreedGraphError(Exception):
-    """A block's backward reaches operators outside the block through tensors that are not its arguments."""
+    """The block reads tensors that are not its arguments, and the graph of these tensors is already freed."""
 
 
 def _detached(tree: Any) -> Any:
@@ -191,10 +194,10 @@ def _detached(tree: Any) -> Any:
 
 
 def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
-    """Run the call's forward and backward. Return the gradients of its inputs and of the block's parameters.
+    """Run the recorded call's forward and backward again. Return the gradients of inputs and of the block's parameters.
 
-    The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call` is called
-    with the block's function, which includes the keyword arguments, and with the arguments and keyword arguments.
+    The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call(fn, args,
+    kwargs)` runs the forward. `fn` is the block's function, to which the keyword arguments are bound already.
     `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a backward of their own
     (tiled layers, reentrant checkpoints) accumulate into the parameters' `grad`.
     """
@@ -228,7 +231,7 @@ def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor 
 
 
 def comparison_peaks(profile: Profile) -> dict[str, int]:
-    """Return a dict from each block's name to the peak of live bytes while its gradient is compared after a step.
+    """Return the peak of live bytes while a block's gradient is compared after a step, by the name of the block.
 
     The exact backward runs first. Its gradients are kept during the backward under the policy, which stores no more
     activations than the exact one.
@@ -246,7 +249,7 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return a dict from each block's name to the peak of live bytes in a step under `policy` that samples this block.
+    """Return the peak of live bytes in a step under `policy` that samples one block, by the name of this block.
 
     A sampled block keeps its inputs and the gradient of its output until the end of the step (see `BlockSample`).
     """
@@ -275,9 +278,9 @@ def _peak_with_sample(peaks: Mapping[str, int], name: str, input_bytes: int, ext
     """Return the peak of a step in which the block `name` is sampled, in bytes.
 
     `peaks` are the peaks of the step without a sample. The sample keeps the block's inputs (`input_bytes`) from the
-    forward on. Until the block's backward, they add only `extra_bytes`, because the plan retains the other inputs for
-    backward. From the backward on, the sample also keeps the gradient of the output. It is as large as the inputs,
-    because the block adds its result to its input.
+    forward on. Until the block's backward, the sample adds only `extra_bytes`, because the plan retains the other
+    inputs for backward. From the backward on, the sample also keeps the gradient of the output. This gradient is as
+    large as the inputs, because the block adds its result to its input.
     """
     peak_bytes = sample_bytes = 0
     for label, live_bytes in peaks.items():

@@ -1,4 +1,4 @@
-"""LoopHooks: hooks on model and optimizer that send a session its events. A user's own loop sends none itself."""
+"""LoopHooks: hooks on model and optimizer that send events to a session, because a user's own loop sends none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 
 
 class LoopHooks:
-    """Hooks that tell a run's phase when the model is called on a micro-batch and when the optimizer steps."""
+    """Hooks that call a run's current phase when the model is called on a micro-batch and when the optimizer steps."""
 
     def __init__(self, run: RunState, compute_loss: ComputeLoss | None) -> None:
         self.is_on = False
@@ -32,7 +32,7 @@ class LoopHooks:
         self._hooks: list[Any] = []
 
     def begin(self, watches_optimizer: bool = True) -> None:
-        """Register the hooks. Without `watches_optimizer`, an adapter sends the events of the optimizer itself."""
+        """Register the hooks. If `watches_optimizer` is False, an adapter must send the optimizer's events itself."""
         self._hooks = [self._run.model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)]
         if watches_optimizer:
             self._hooks += [
@@ -41,9 +41,9 @@ class LoopHooks:
             ]
 
     def begin_micro_batch(self, batch: Any = None) -> None:
-        """Begin a micro-batch that trains on `batch`, or its retry.
+        """Record that a micro-batch on `batch` begins, or is tried again.
 
-        Raises TypeError if there is a `compute_loss` and `batch` is no mapping.
+        Raises TypeError if there is a `compute_loss` and `batch` is not a mapping.
         """
         if self._compute_loss is not None and not isinstance(batch, Mapping):
             raise TypeError(
@@ -76,7 +76,7 @@ class LoopHooks:
             self._is_busy = False
 
     def _refuse_second_call(self) -> None:
-        """Refuse a second call of the model in a micro-batch: RuntimeError in the first step, one warning later."""
+        """Handle a second call of the model in a micro-batch. In the first step raise RuntimeError, later warn once."""
         if self._run.num_steps == 0:
             raise RuntimeError(self._run.loop.several_calls)
         text = "Adacc: %s; until then a step may take more than memory_budget"
@@ -91,9 +91,9 @@ class LoopHooks:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel.
+    """Return the model inside DistributedDataParallel, or `model` itself if it is not wrapped.
 
-    Raises TypeError if `model` is no module, ValueError for nn.DataParallel.
+    Raises TypeError if `model` is not a torch.nn.Module, and ValueError for nn.DataParallel.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model has type {type(model).__name__}: give AdaccSession(model, optimizer) a torch.nn.Module")
@@ -106,9 +106,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def unwrapped_optimizer(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer inside Accelerate's wrapper: hooks registered on the wrapper are not called.
+    """Return torch's optimizer inside Accelerate's wrapper, or `optimizer` itself if it is not wrapped.
 
-    Raises TypeError if there is no torch.optim.Optimizer.
+    Hooks that are registered on the wrapper are not called. Raises TypeError if there is no torch.optim.Optimizer.
     """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):

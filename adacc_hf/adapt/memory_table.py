@@ -1,4 +1,4 @@
-"""Table of a device's memory when it ran out: what is live, what the plan predicted, and what would fit."""
+"""Table of a device's memory, logged when memory ran out: live tensors, predicted bytes, and sizes that would fit."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import parts_with_memory
 
 NUM_LARGEST = 10
-"""Rows of the largest live tensors, and of the largest activations in the plan."""
+"""Number of rows for the largest live tensors, and for the largest activations in the plan."""
 MAX_GROWTH = 16
-"""Largest batch whose peak is predicted, as a multiple of the profiled one."""
+"""Largest batch for which the peak is predicted, as a multiple of the profiled batch."""
 OTHER = "activation, temporary or input"
 
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """One live storage, described by the first tensor found on it."""
+    """Row of the table: one live storage, with the name and shape of the first tensor found in this storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class LiveTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveMemory:
-    """Live bytes of one device by purpose, each storage counted once."""
+    """Live bytes of one device when memory ran out, by purpose. Each storage is counted once."""
 
     device: torch.device
     parameter_bytes: int
@@ -51,17 +51,17 @@ class LiveMemory:
     gradient_bytes: int
     optimizer_bytes: int
     other_bytes: int
-    """All other live bytes. On a CPU, whose allocator does not count, only tensors that Python code refers to."""
+    """All other live bytes. On a CPU, whose allocator has no statistics, only tensors that Python code refers to."""
     unused_bytes: int | None
     """Bytes that torch's allocator has reserved and does not use, or None on a CPU."""
     largest: tuple[LiveTensor, ...]
 
     @classmethod
     def measure(cls, model: nn.Module, optimizer: Any) -> LiveMemory:
-        """Count the live memory of the device of `model`.
+        """Measure the live memory of the device of `model`.
 
-        Call this before the out-of-memory error is left, because its traceback keeps the step's tensors alive. Takes a
-        second or two: the garbage collector lists all objects.
+        Call this while the out-of-memory error is being handled, because the error's traceback keeps the step's tensors
+        alive. The call takes a second or two, because the garbage collector lists all objects.
         """
         device = next(model.parameters()).device
         parameters = [*model.named_parameters(), *model.named_buffers()]
@@ -88,12 +88,12 @@ class LiveMemory:
 
     @property
     def live_bytes(self) -> int:
-        """Sum of the four purposes."""
+        """Live bytes in all: parameters and buffers, gradients, optimizer state, and others."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.other_bytes
 
 
 def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | None) -> str:
-    """Return the text of the table. `policy` and `profile` are those of the failed step, or None if it had none."""
+    """Return the table as text. `policy` and `profile` belong to the failed step; None if the step had none."""
     rows = [
         ("parameters and buffers", live.parameter_bytes),
         ("gradients", live.gradient_bytes),
@@ -127,7 +127,7 @@ def _planned_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, in
 
 
 def _python_tensors() -> Iterator[torch.Tensor]:
-    """Yield the tensors that Python code refers to. The classes are compared without asking proxies for theirs."""
+    """Yield the tensors that Python code refers to. `type` is used, because `isinstance` would run code of proxies."""
     return (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
 
 
@@ -145,7 +145,7 @@ def _new_storages(
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of `tensor`; none if it has no storage, as within torch.func."""
+    """Return the tensors that hold the memory of `tensor`. Empty if it has no storage, as within torch.func."""
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]
@@ -154,7 +154,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
-    """Return one line for each of the largest activations that `policy` stores."""
+    """Return a line for each of the largest activations that `policy` stores, summed over blocks with one plan."""
     blocks: dict[tuple[int, int], list[str]] = {}
     plans = dict(policy.blocks)
     for block in profile.blocks:
@@ -180,7 +180,7 @@ def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
 
 
 def _what_would_fit(limit: int, profile: Profile) -> str | None:
-    """Return a line on the largest batches that fit into `limit` bytes, or None if sizes cannot be predicted."""
+    """Return a line on the largest batches that fit into `limit` bytes; None if `profile` predicts no other sizes."""
     sizes = profile.sizes
     if sizes is None:
         return None
@@ -206,7 +206,10 @@ def _what_would_fit(limit: int, profile: Profile) -> str | None:
 
 
 def _resized(shapes: Shapes, dim: int, before: int, after: int) -> Shapes:
-    """Return `shapes` with `after` in place of `before`: the samples (dimension 0), or a length (later dimensions)."""
+    """Return `shapes` with the size `after` in place of `before`.
+
+    If `dim` is 0, the number of samples (dimension 0) is replaced, else the sequence length (all later dimensions).
+    """
 
     def change(place: int, n: int) -> int:
         return after if n == before and (place == 0) == (dim == 0) else n

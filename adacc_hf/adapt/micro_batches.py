@@ -1,4 +1,4 @@
-"""MicroBatches: the sizes of each micro-batch of a run. LastBatch: the batch that a profile is made from."""
+"""MicroBatches: the sizes of the current micro-batch of a run. LastBatch: the most recent batch, kept for a profile."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class MicroBatches:
     def __init__(self) -> None:
         self.shapes: BatchShapes = ()
         self.nbytes = 0
-        """Bytes of the current or last micro-batch."""
+        """Bytes of the tensors in the current or last micro-batch."""
         self.has_shapes = False
-        """True if `shapes` are those of the current or last micro-batch; False before its tensors are known."""
+        """True if `shapes` belong to the current or last micro-batch; False before its tensors are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
         self._last: LastBatch | None = None
 
@@ -74,19 +74,22 @@ class MicroBatches:
             self._last.note_loss_call(inputs, compute_loss, is_certain)
 
     def note_loss(self, result: Any) -> None:
-        """Record the loop's loss: `result` or, if `result` is a tuple, its first item."""
+        """Record the loss that the training loop computed: `result`, or the first item of a tuple `result`."""
         if self._last is not None:
             self._last.note_loss(result)
 
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
-        """Return the most recent batch and its `compute_loss`, and keep no further batches."""
+        """Return (batch, compute_loss) of the most recent batch, and stop keeping batches.
+
+        The batch is None if none is suitable for a profile. See `LastBatch`.
+        """
         assert self._last is not None
         result = self._last.batch, self._last.compute_loss
         self.drop()
         return result
 
     def drop(self) -> None:
-        """Free the most recent batch, and keep no further batches. Further calls have no effect."""
+        """Free the most recent batch, and stop keeping batches. Further calls have no effect."""
         if self._last is not None:
             self._last.remove()
         self._last = None
@@ -95,9 +98,10 @@ class MicroBatches:
 class LastBatch:
     """A forward hook that keeps the most recent batch on which `model` was trained, until `remove()`.
 
-    If the output's own `loss` is trained on, `batch` has the arguments of the model's call and `compute_loss` is None.
-    If the loop computes another loss (label smoothing, DPO, a user's `compute_loss`), or calls the model several times,
-    `compute_loss` is the loop's function and `batch` its argument; without such a function, both are None.
+    If training uses the `loss` of the model's output, `batch` has the arguments of the model's call, and `compute_loss`
+    is None. If the loop computes another loss (label smoothing, DPO, a user's `compute_loss`) or calls the model
+    several times, `compute_loss` is the loop's function, and `batch` is its argument. Without such a function, both are
+    None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,9 +112,9 @@ class LastBatch:
         self._own_node: Node | None = None
         """`grad_fn` of the model's own loss, until the loop's loss is known and compared with it."""
         self._num_calls = 0
-        """Calls of the model since the micro-batch began or `note_loss_call` was called."""
+        """Number of calls of the model since the micro-batch began or `note_loss_call` was called."""
         self._counts_per_batch = False
-        """True if `begin` is called for each micro-batch, so that `_num_calls` counts within one."""
+        """True if `begin` is called for each micro-batch. Then `_num_calls` counts within one micro-batch."""
         self._is_certain = False
         self._hook = model.register_forward_hook(ModelHook(self._keep), with_kwargs=True)
 
@@ -126,8 +130,8 @@ class LastBatch:
     def note_loss_call(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         """Record that `compute_loss` is about to be called with `inputs`. None means that the model computes the loss.
 
-        If `is_certain`, the profile needs `compute_loss`. Otherwise `note_loss` decides: the loss may turn out to be
-        the model's own loss, scaled.
+        If `is_certain` is True, a profile needs `compute_loss`. Otherwise `note_loss` decides, because the result may
+        be the model's own loss, scaled.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return
@@ -138,8 +142,11 @@ class LastBatch:
             self.batch, self.compute_loss = self._loss_call
 
     def note_loss(self, result: Any) -> None:
-        """Record the result of `compute_loss`, and keep `compute_loss` for a profile, unless the result is the model's
-        own loss, perhaps scaled."""
+        """Record the result of `compute_loss`: the loss, or a tuple that begins with the loss.
+
+        If the loss is the model's own loss, perhaps scaled, a profile does not need `compute_loss`. Otherwise keep
+        `compute_loss` for a profile.
+        """
         loss = result[0] if isinstance(result, tuple) else result
         if self._loss_call is not None and self._own_node is not None and not _leads_to(loss.grad_fn, self._own_node):
             self.batch, self.compute_loss = self._loss_call

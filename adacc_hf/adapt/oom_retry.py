@@ -23,13 +23,14 @@ from adacc_hf.torch_glue.tensors import has_gradient_hooks
 log = logging.getLogger(__name__)
 
 TIGHTER = 0.9
-"""Budget after running out of memory, as a share of what the policy needed."""
+"""Budget after running out of memory, as a fraction of the bytes that the policy was predicted to need."""
 
 
 def tighter_budget(replanner: Replanner) -> int | float:
-    """Return a budget 10 % below the current policy's need, or below the current budget if that is smaller.
+    """Return a budget 10 % below the bytes that the current policy needs, or below the current budget if it is smaller.
 
-    The result is in bytes if the budget bounds the peak, else a fraction of the bytes that plain training stores.
+    If the budget is a limit on peak memory, the result is a number of bytes (int). Otherwise the result is a fraction
+    of the bytes that plain training stores (float).
     """
     budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
     if budget.limits_peak:
@@ -39,7 +40,7 @@ def tighter_budget(replanner: Replanner) -> int | float:
 
 
 def advice(replanner: Replanner) -> str:
-    """Return the settings that make a step fit in memory, for the error message of one that did not."""
+    """Return advice on settings with which a step fits in memory, for the error message after memory ran out."""
     needed = replanner.policy.predicted_peak_bytes
     return (
         f"Adacc planned a peak of {needed} bytes for memory_budget={replanner.memory_budget!r}: set "
@@ -48,7 +49,7 @@ def advice(replanner: Replanner) -> str:
 
 
 class SavedGradients:
-    """References to a model's gradients before a micro-batch. They cost no copy and no synchronization."""
+    """References to a model's gradients before a micro-batch, for restoring them without a copy or synchronization."""
 
     def __init__(self, model: nn.Module) -> None:
         self._gradients = [
@@ -58,7 +59,7 @@ class SavedGradients:
         ]
 
     def restore(self) -> str | None:
-        """Remove the gradients of a failed backward. Return None, or the reason why that is impossible."""
+        """Restore the gradients after a failed backward. Return None, or the reason why that is impossible."""
         for parameter, gradient, version in self._gradients:
             if gradient is not None and version_of(gradient) != version:
                 return "the failed backward has changed gradients of earlier micro-batches in place"
@@ -76,12 +77,12 @@ def run_with_retry(
     advice: Callable[[], str],
     report: Callable[[], str],
 ) -> Any:
-    """Call `run` and return its result. If it runs out of memory, call it once more with the same random numbers.
+    """Call `run` and return its result. If memory runs out, call `run` once more with the same random numbers.
 
-    `tighten` is called before the second attempt. It frees memory and applies a policy that needs less memory. It
-    returns None, or the reason why that is impossible. Raises torch.OutOfMemoryError, with the text of `advice`, if the
-    first attempt cannot be repeated, or if the second attempt runs out of memory too. `report` describes the memory of
-    the failed attempt, and is called while its tensors are alive. The log has the report if the error is raised.
+    Before the second attempt, `tighten` is called, which applies a policy with less memory. It returns None, or the
+    reason why that is impossible. Raises torch.OutOfMemoryError, with the text of `advice`, if the first attempt cannot
+    be repeated, or if the second attempt runs out of memory too. In both cases the text of `report` is logged, which
+    describes the memory of the failed attempt. `report` is called while the tensors of this attempt are alive.
     """
     gradients = SavedGradients(model)
     random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds
@@ -112,7 +113,7 @@ def run_with_retry(
 
 @contextmanager
 def memory_reported(report: Callable[[], str]) -> Iterator[None]:
-    """Return a context that logs the text of `report` if memory runs out in it. The error is raised all the same."""
+    """Return a context that logs the text of `report` if memory runs out in it. The error is raised again."""
     try:
         yield
     except RuntimeError as error:

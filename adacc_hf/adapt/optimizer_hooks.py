@@ -1,4 +1,4 @@
-"""InnerSteps: detects optimizer steps within a micro-batch. OptimizerProbe: measures a step's temporary memory."""
+"""InnerSteps: detects optimizer steps within a micro-batch. OptimizerProbe: measures an optimizer step's memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class InnerSteps:
-    """A detector of optimizer steps between `open` and `close`, such as DeepSpeed's or layer-wise optimizers'."""
+    """A detector of optimizer steps within a micro-batch, between `open` and `close`, such as DeepSpeed's."""
 
     def __init__(self) -> None:
         self.has_detected = False
         self.expected: Any = None
         """The session's own optimizer, whose steps are ignored: a user's loop may step it within a micro-batch."""
         self.hook: Any = None
-        """Handle while steps are detected, else None."""
+        """Handle of the registered hook between `open` and `close`, else None."""
 
     def open(self) -> None:
         """Begin to detect steps. Has no effect if detection has begun already."""
@@ -46,17 +46,20 @@ class OptimizerProbe:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Peak temporary bytes of clipping or the step, without parameters, gradients and state; 0 if unmeasured."""
+        """Peak temporary bytes of gradient clipping and the optimizer's step, without parameters, gradients and state.
+
+        0 if there is no measurement.
+        """
         self.has_seen = False
         """True once a step was measured, or could not be measured because another profiler was active."""
         self.meter: OptimizerMeter | None = None
-        """The open meter while a step is measured, else None."""
+        """The running meter while an optimizer step is measured, else None."""
 
     def begin(self, clips: bool, model: nn.Module) -> None:
         """Begin to measure the optimizer's step.
 
-        If the loop `clips` gradients, the clipping is already over, so its memory is measured by a repetition that
-        leaves the gradients unchanged.
+        If the loop `clips` gradients, the clipping has already happened. Its memory is therefore measured by another
+        clipping, which leaves the gradients unchanged.
         """
         self.has_seen = True
         device = next(model.parameters()).device

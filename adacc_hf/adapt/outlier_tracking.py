@@ -1,6 +1,7 @@
-"""MeasuringCodec: counts outlier channels and measures round-trip errors in a tracking step (paper, section 3.4).
+"""MeasuringCodec: counts outlier channels and measures round-trip errors in a tracking step of a run.
 
-Only tensors that the policy compresses anyway are measured. Observation: the measurements of one tracking step.
+Only tensors that the policy compresses anyway are measured (paper, section 3.4). Observation: the measurements of one
+tracking step.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption, Profile, Value
 
 TrackedKey = tuple[int, int]
-"""An activation: (index of its kind of blocks, index of its value)."""
+"""Key of an activation in a profile: (index of the kind of blocks, index of the value in the kind)."""
 
 OptionKey = tuple[int, int, str]
-"""An activation and a codec: (index of the kind, index of the value, name of the codec)."""
+"""Key of a codec of an activation: (index of the kind of blocks, index of the value, name of the codec)."""
 
 K = TypeVar("K", bound=tuple[Any, ...])
 F = TypeVar("F", bound=float)
@@ -37,26 +38,26 @@ F = TypeVar("F", bound=float)
 class Observation:
     """Measurements of a tracking step: maxima over all blocks of a kind, all calls and all ranks.
 
-    Keys are the numbers of one profile, or names: (block call, activation, codec), as ("transformer.h.0",
-    "attn:clone#2", "int8"). The profiles of all batch sizes share the names. Each profile numbers kinds and values for
-    itself: if a step calls a block twice, for example, its profile has more kinds.
+    The keys of the dicts have either the indices of one profile, or names: (block call, activation, codec), such as
+    ("transformer.h.0", "attn:clone#2", "int8"). Names are the same in the profiles of all batch sizes. Indices differ:
+    if a step calls a block twice, for example, the profile of this step has more kinds.
     """
 
     num_outliers: dict[Any, int]
     """Number of outlier channels of each tracked activation (TrackedKey)."""
     errors: dict[Any, float]
-    """Relative L2 round-trip error of each compressed activation, with the codec that the policy uses."""
+    """Relative L2 round-trip error of each compressed activation (TrackedKey), with the codec that the policy uses."""
     option_errors: dict[Any, float]
-    """Relative L2 round-trip error of codecs that a policy may use (OptionKey). Under `max_error`, outlier codecs are
-    measured with the counted number of raw channels."""
+    """Relative L2 round-trip error of codecs that a policy may use (OptionKey). If `max_error` is set, codecs with
+    outliers are measured with as many raw channels as were counted."""
     gradients: dict[Any, GradientError]
-    """Largest error of a sampled block's gradient, by kind or by block."""
+    """Largest error of a sampled block's gradient, by index of the kind or by name of the block."""
     degrading_codecs: frozenset[Any]
-    """Codecs to switch off, because their errors put a gradient's error above its bound."""
+    """Codecs to switch off, because they increase a gradient's error above the bound."""
 
     @classmethod
     def merged(cls, observations: Sequence[Observation]) -> Observation:
-        """Return the maxima over several ranks or batch sizes."""
+        """Merge the observations of several ranks or batch sizes into their maxima."""
         return cls(
             num_outliers=_maxima(pair for observation in observations for pair in observation.num_outliers.items()),
             errors=_maxima(pair for observation in observations for pair in observation.errors.items()),
@@ -66,17 +67,20 @@ class Observation:
         )
 
     def by_name(self, profile: Profile) -> Observation:
-        """Return the measurements with names instead of the numbers of `profile`, for every block of each kind."""
+        """Return the measurements with names as keys instead of the indices of `profile`, for all blocks."""
         blocks = [(block.kind, block.name) for block in profile.blocks]
         return self._with_keys(_activations(profile), blocks)
 
     def for_profile(self, profile: Profile) -> Observation:
-        """Return the measurements with the numbers of `profile`, without blocks and activations that it lacks."""
+        """Return the measurements with the indices of `profile` as keys, instead of names.
+
+        Blocks and activations that `profile` lacks are left out.
+        """
         blocks = [(block.name, block.kind) for block in profile.blocks]
         return self._with_keys([(names, numbers) for numbers, names in _activations(profile)], blocks)
 
     def _with_keys(self, activations: Iterable[tuple[Any, Any]], blocks: Iterable[tuple[Any, Any]]) -> Observation:
-        """Return the measurements with other keys. Arguments are pairs of an old and a new key."""
+        """Return the measurements with other keys. Both arguments are pairs (old key, new key)."""
         new_keys: dict[Any, list[Any]] = {}
         for old, new in (*activations, *blocks):
             new_keys.setdefault(old, []).append(new)
@@ -94,7 +98,7 @@ class Observation:
 
 
 def _activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]]]:
-    """Yield the numbers and the names of each activation of each block."""
+    """Yield (indices, names) of each activation of each block."""
     for block in profile.blocks:
         kind = profile.kinds[block.kind]
         for value, name in zip(kind.values, kind.names, strict=True):
@@ -119,7 +123,7 @@ def _maxima(figures: Iterable[tuple[Any, F]]) -> dict[Any, F]:
 
 @dataclass(slots=True)
 class Measurements:
-    """Measurements of the codecs in the current tracking step. Errors stay on the device until `read`."""
+    """Measurements by the codecs in the current tracking step. Errors stay on the device until `read`."""
 
     num_outliers: dict[TrackedKey, int] = field(default_factory=dict)
     errors: dict[TrackedKey, Tensor] = field(default_factory=dict)
@@ -150,7 +154,10 @@ def _add_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
 
 
 class MeasuringCodec:
-    """A wrapper of a codec whose `encode` counts and chooses outlier channels anew, and measures round-trip errors."""
+    """A wrapper of a codec in a tracking step. `encode` also counts outlier channels and measures errors.
+
+    The errors are round-trip errors: the difference after `encode` and `decode`.
+    """
 
     def __init__(
         self,
@@ -198,7 +205,7 @@ class MeasuringCodec:
 
 
 def _refitted(option: CodecOption, count: int | None) -> Codec:
-    """Return the codec of `option`, with `count` raw channels if not None, chosen in its first `encode`."""
+    """Return a new codec for `option`. If `count` is not None, the codec stores this number of raw channels."""
     options = dict(option.options)
     if count is not None and codec_type(option.codec).keeps_outliers:
         options["num_outliers"] = count
@@ -206,12 +213,12 @@ def _refitted(option: CodecOption, count: int | None) -> Codec:
 
 
 def is_tracked(value: Value, config: AdaccConfig) -> bool:
-    """Return True if `tracked_modules` selects `value`, so that its outlier channels are counted."""
+    """Return True if the outlier channels of `value` are counted: `tracked_modules` of the config selects it."""
     patterns = config.tracked_modules
     return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
 
 
 def full_name(profile: Profile, key: TrackedKey) -> str:
-    """Return a name of the activation that is unique in the profile, such as "GPT2Block.attn:clone#2"."""
+    """Return the name of an activation, unique in `profile`, such as "GPT2Block.attn:clone#2"."""
     kind, value = key
     return f"{numbered_names(kind.block_class for kind in profile.kinds)[kind]}.{profile.kinds[kind].names[value]}"

@@ -1,4 +1,4 @@
-"""PeakCheck: measures memory and time of steps, and corrects prices if a step took more memory than predicted."""
+"""PeakCheck: measures the memory of steps, and corrects the profile if a step took more memory than predicted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, num_elements, to_profi
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 
 PEAK_TOLERANCE = 0.01
-"""Share by which a measured peak may exceed the predicted one before prices are corrected, if the budget is kept.
+"""Fraction by which a measured peak may exceed the predicted peak without a correction, while the budget is kept.
 Allocators round by less, and a few small tensors of the Trainer are not profiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredStep:
-    """Measured peak of one rank's step."""
+    """Measured peak memory of one rank's step."""
 
     size_policy: int
     """Index in `PolicyCache.all` of the step's size policy with the largest predicted peak."""
@@ -41,14 +41,14 @@ class _MeasuredStep:
 
 
 class PeakCheck:
-    """Comparison of measured peaks of steps with predicted peaks, and the times of steps."""
+    """Measurement of the peak memory of chosen steps, and its comparison with the predicted peak."""
 
     def __init__(self, choice: PolicyChoice, replanning: Replanning, context: RunContext, num_uncounted: int) -> None:
         self.is_on = False
         """True during a step whose memory is measured."""
         self._choice, self._replanning, self._context = choice, replanning, context
         self._num_uncounted = num_uncounted
-        """Number of batches that are live before a step begins. A measurement of the step does not include them."""
+        """Number of batches that are on the device before a step begins. A measurement does not include their bytes."""
         self._meter = StepMeter()
 
     @property
@@ -57,14 +57,14 @@ class PeakCheck:
         return self._meter.counting_ms
 
     def start(self, model: nn.Module, optimizer: Any, installation: Installation) -> None:
-        """Begin to measure the memory of the step."""
+        """Begin to measure the memory of the current step."""
         self.is_on = True
         is_provisional = any(size_policy.is_provisional for size_policy in self._choice.cache.all)
         self._meter.begin()
         self._meter.count_memory(model, optimizer, installation.functions if is_provisional else None)
 
     def end_backward(self) -> None:
-        """End the measurement of memory, because policies have no effect on the memory of the optimizer's step."""
+        """End the measurement. Policies have no effect on the memory of the optimizer's step, so it is left out."""
         self._meter.end_backward()
 
     def close(self) -> None:
@@ -73,7 +73,9 @@ class PeakCheck:
         self.is_on = False
 
     def compare(self, step: int) -> bool:
-        """Correct prices if the measured step took more memory than predicted. Return True if a policy changed.
+        """Compare the measured peak of `step` with the predicted peak. Return True if a policy changed.
+
+        If the measured peak is higher, correct the predicted memory. After the first measured step, solve again.
 
         Ranks may have measured batches of different sizes.
         """
@@ -96,7 +98,7 @@ class PeakCheck:
         return has_changed
 
     def _measured_step(self) -> _MeasuredStep | None:
-        """Return this rank's measured step; None if its peak cannot be compared with a prediction."""
+        """Return the measurement of this rank's step; None if nothing predicts the step's peak."""
         used, peak = self._choice.used(), self._meter.peak_bytes
         comparable = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
         if len(comparable) != len(used) or peak is None:
@@ -114,9 +116,10 @@ class PeakCheck:
     def _settle(
         self, step: int, size_policy: SizePolicy, peak: int, moments: Mapping[str, int], largest: BatchShapes
     ) -> bool:
-        """Solve all provisional policies again, for the memory of the first measured step. Return True on a change.
+        """Replace the policies that were used until the first measurement of a step. Return True if one changed.
 
-        `largest` are the sizes of the largest micro-batch of all ranks in that step.
+        These are the policies with `is_provisional`. `peak` is the measured peak under `size_policy`, and
+        `moments` has the peaks by moment of the step. `largest` are the sizes of the largest micro-batch of all ranks.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         size_policy.measured_peak_bytes, size_policy.must_measure, size_policy.is_provisional = peak, False, False
@@ -137,7 +140,7 @@ class PeakCheck:
         return has_changed
 
     def _profile_at(self, profile: Profile, largest: BatchShapes) -> Profile:
-        """Return the profile predicted for a batch of the sizes `largest`; `profile` if no size model covers them."""
+        """Return the predicted profile of a batch of sizes `largest`; `profile` itself if this cannot be predicted."""
         if self._choice.cache.class_of(largest) is None:
             return profile
         measured = self._choice.cache.size_model()[0].replanner.profile
@@ -145,7 +148,7 @@ class PeakCheck:
         return resize_profile(measured, tuple(size for size in to_profile_shapes(largest) if size[0] in names))
 
     def _correct(self, step: int, size_policy: SizePolicy, peak: int) -> None:
-        """If the measured `peak` is above the predicted one, raise the predicted memory, and start the solver."""
+        """If the measured `peak` exceeds the predicted peak, increase the predicted memory, and start the solver."""
         predicted = size_policy.replanner.predicted_peak_bytes()
         size_policy.measured_peak_bytes, size_policy.must_measure = peak, False
         is_above = peak > predicted * (1 + PEAK_TOLERANCE) or (

@@ -1,4 +1,4 @@
-"""WarmUpPhase: training before the first policy. `follow` and `resume`: the phases after it.
+"""WarmUpPhase: training before the first policy of a run. `follow` and `resume` begin the phases with a policy.
 
 NOTE [Phases of a run]
 | phase | blocks run under | begins | ends |
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 
 MOST_STEPS = 64
-"""Most steps to wait for a batch that calls every block, else an error is raised.
+"""Most steps to wait for a batch that calls every block. After these steps, an error is raised.
 
 If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000.
 """
 
 
 class WarmUpPhase(Phase):
-    """Training before the first policy: every block under torch's checkpoint, until a batch can be profiled."""
+    """Phase of a run before the first policy. Every block runs under torch's checkpoint until a batch is profiled."""
 
     def __init__(self, run: RunState) -> None:
         self._run = run
@@ -58,11 +58,11 @@ class WarmUpPhase(Phase):
         self._checkpointing = FullRecompute(run.model, run.config)
         self._batches.keep_last(run.model)
         self._step = 0
-        """Finished steps when the current one began."""
+        """Number of finished steps when the current step began."""
         self._has_tried = False
-        """True once a policy before the first forward was tried."""
+        """True after the attempt to set a policy before the first forward."""
         self._profile_error: torch.OutOfMemoryError | None = None
-        """Error of a profile before the first forward."""
+        """Error if memory ran out while profiling before the first forward, else None."""
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -78,7 +78,10 @@ class WarmUpPhase(Phase):
             self._checkpointing.sizes.add(self._batches.shapes)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which may set the first policy, and call it again if memory runs out under that policy."""
+        """Call `run`, which trains on the micro-batch, and return its result.
+
+        `run` may set the first policy. If memory then runs out, call `run` again under a policy with less memory.
+        """
         report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
             with memory_reported(report):
@@ -105,7 +108,10 @@ class WarmUpPhase(Phase):
         self._batches.note_loss_call(inputs, compute_loss, is_certain)
 
     def _set_policy_before_forward(self, inputs: Any, compute_loss: ComputeLoss | None) -> None:
-        """Profile the first batch before its forward and follow the policy, if the batch allows that."""
+        """Profile the first batch before its forward, solve, and follow the policy.
+
+        If the batch cannot be profiled, log why. The first steps then run under torch's checkpoint.
+        """
         run, model = self._run, self._run.model
         if not isinstance(inputs, Mapping):
             self._profiler.note_unpredicted(f"inputs of type {type(inputs).__name__} are not profiled, only mappings")
@@ -183,7 +189,7 @@ class WarmUpPhase(Phase):
 
 
 class FullRecompute(Installation):
-    """Every block under torch's own checkpoint. The head is chunked if the config allows no other head."""
+    """Installation of torch's own checkpoint in every block. The head is chunked if the config allows no other head."""
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
         self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
@@ -195,7 +201,7 @@ class FullRecompute(Installation):
         for function in self.blocks.values():
             function.strategy = CheckpointStrategy()
         self.sizes: set[BatchShapes] = set()
-        """Shapes of the batches so far."""
+        """Different shapes of the micro-batches so far."""
         self._executed = ExecutedBlocks(self.modules)
 
     def begin_step(self) -> None:
@@ -205,7 +211,8 @@ class FullRecompute(Installation):
     def skipped_blocks(self) -> list[str]:
         """Return the blocks that the most recent batch did not call.
 
-        Blocks that ran without gradients while others trained are left out, because they have nothing to store.
+        If other blocks were trained, a block that ran without gradients counts as called, because it has nothing to
+        store.
         """
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):
@@ -223,9 +230,10 @@ class FullRecompute(Installation):
 
 
 def is_ready(installation: FullRecompute, num_waited: int) -> bool:
-    """Return True if the most recent batch of every rank called all blocks, so that it can be profiled.
+    """Return True if the most recent batch of every rank called all blocks, which a profile requires.
 
-    Raises UncalledBlocksError if not, and if training has waited for MOST_STEPS steps (`num_waited`) or more.
+    If not all blocks were called and `num_waited`, the number of steps waited so far, is at least MOST_STEPS, raise
+    UncalledBlocksError.
     """
     skipped_blocks = installation.skipped_blocks()
     if all(gather_from_all_ranks(not skipped_blocks)):
@@ -236,9 +244,10 @@ def is_ready(installation: FullRecompute, num_waited: int) -> bool:
 
 
 def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: int) -> FixedPolicyPhase:
-    """Apply `policy` to the model, and return the phase of training under it.
+    """Apply `policy` to the model, and return the phase that trains under this policy.
 
-    The policy never changes if the user supplied it, or if its profile is missing.
+    `policy_step` is the number of finished steps when the policy was set. If the user passed the policy, or `profile`
+    is None, the policy never changes.
     """
     handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
     run.show(policy, profile)
@@ -249,7 +258,10 @@ def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: 
 
 
 def resume(run: RunState, saved: Saved, step: int) -> None:
-    """Begin after `step` finished steps with the policies of `saved`: a user's, or a checkpoint's."""
+    """Begin the run with the policies of `saved`: the policies of a checkpoint, or the policy that the user passed.
+
+    `step` is the number of finished steps.
+    """
     first = saved.size_policies[0]
     run.history = list(saved.history)
     policy_step = step if saved.policy_step is None else saved.policy_step

@@ -1,4 +1,4 @@
-"""PolicyBuilder: policies of a run from its profiles, by the solver or by a function of the user's."""
+"""PolicyBuilder: profiles batches during the run and makes policies for them, by the solver or a user's function."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
 class RefusedSizeError(Exception):
-    """Batches of a size, or batches that train more blocks, get no policy of their own. The message says why."""
+    """No policy can be made for batches of another size, or for batches that train more blocks."""
 
 
 class PolicyBuilder:
-    """Maker of a run's policies. A user's function of the profile takes the place of the solver."""
+    """Profiles batches of a run and solves for their policies. A user's `policy` function replaces the solver."""
 
     def __init__(self, run: RunState) -> None:
         self._run, self._config, self._source, self._profiler = run, run.config, run.source, run.profiler
@@ -57,12 +57,13 @@ class PolicyBuilder:
     def before_first_step(
         self, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
-        """Return the profile and the policy for the first batch, before any step, the same on all ranks.
+        """Return (profile, policy) for the first batch, before any step. The result is the same on all ranks.
 
-        If the budget bounds the peak, the policy is plain training if that fits, else a policy with little memory
-        (`provisional_policy`). It is solved again after the first measured step. Return None if the batch leaves blocks
-        out or has no loss on some rank, or if a forward has collectives (sharded parameters, SyncBatchNorm), since
-        ranks may run different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        If the budget is a limit on peak memory, the policy is plain training if that fits, else a policy with little
+        memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch leaves
+        blocks out or has no loss on some rank. Also return None if a forward has collectives (sharded parameters,
+        SyncBatchNorm), because ranks may run different numbers of parts. Raises InfeasibleBudgetError and
+        torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
         has_collectives = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
@@ -84,7 +85,7 @@ class PolicyBuilder:
         return profile, policy
 
     def _before_measurement(self, profile: Profile) -> Policy:
-        """Return the policy of the first step for an estimated profile."""
+        """Return the policy of the first step, from the profile estimated before this step."""
         budget = Budget.resolve(self._config.memory_budget, profile, self._config)
         if callable(self._source) or not budget.limits_peak:
             return self._solve(profile, self._config.memory_budget)
@@ -111,9 +112,9 @@ class PolicyBuilder:
     ) -> tuple[Profile, Policy, bool]:
         """Return (profile, policy, is_provisional) for the most recent batch, after steps under torch's checkpoint.
 
-        The policy is provisional, and has the least memory, if the optimizer steps within the backward and the budget
-        bounds the peak: then only the measurement of a step shows the peak. Raises InfeasibleBudgetError and
-        torch.OutOfMemoryError.
+        If an optimizer steps within the backward and the budget is a limit on peak memory, a profile cannot predict the
+        peak. Then `is_provisional` is True: the policy has the least memory, and is replaced after the first measured
+        step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         try:
             profile = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)
@@ -137,10 +138,10 @@ class PolicyBuilder:
     def for_size(
         self, sizes: BatchShapes, choice: PolicyChoice, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[BatchShapes, Profile, Policy] | None:
-        """Return (sizes, profile, policy) for batches of `sizes`, from the step's batch resized to them.
+        """Return (sizes, profile, policy) for batches of `sizes`. Profile the step's `batch`, resized to `sizes`.
 
-        If the model refuses the resized batch, the sizes are the batch's own. None if this batch is unsuitable. Raises
-        RefusedSizeError if every batch of these sizes would be.
+        If the model refuses the resized batch, the original sizes are returned. Return None if this batch is
+        unsuitable. Raises RefusedSizeError if every batch of these sizes is unsuitable.
         """
         shapes, run = choice.shapes, self._run
         if not all(gather_from_all_ranks(batch is not None and has_same_tensors(shapes, sizes))) or batch is None:
@@ -163,7 +164,7 @@ class PolicyBuilder:
     ) -> tuple[Profile, Policy]:
         """Return (profile, policy) for the step's batch, which trains more blocks or runs other operators than before.
 
-        Raises RefusedSizeError if there is no such policy.
+        Raises RefusedSizeError if the batch cannot be profiled, or if no policy fits the budget.
         """
         with self._refusing_size():
             measured = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)
@@ -172,7 +173,7 @@ class PolicyBuilder:
 
     @contextmanager
     def _refusing_size(self) -> Iterator[None]:
-        """Return a context for profiling in which a batch without a profile raises RefusedSizeError."""
+        """Return a context for profiling. If the batch leaves blocks out or memory runs out, raise RefusedSizeError."""
         try:
             yield
         except UncalledBlocksError as error:
@@ -184,12 +185,19 @@ class PolicyBuilder:
             raise RefusedSizeError("there is no memory to profile them in") from error
 
     def _corrected(self, profile: Profile, context: RunContext) -> Profile:
-        """Return `profile` with the bytes that measured steps took beyond it, and without switched-off codecs."""
+        """Return `profile` with the corrections that earlier steps have shown to be necessary.
+
+        The bytes by which a measured step exceeded its profile are added. For values whose codec was switched off, the
+        precise codec is a further option.
+        """
         corrected = with_missing_bytes(profile, context.missing_bytes)
         return with_finer(corrected, context.switched_off, self._config)
 
     def _solve_again(self, profile: Profile, context: RunContext) -> Policy:
-        """Return the policy for a later profile, the same on all ranks."""
+        """Return the policy for a profile made during the run, the same on all ranks.
+
+        Raises RefusedSizeError if no policy fits the budget.
+        """
         try:
             policy = broadcast_from_first_rank(
                 lambda: self._solve(profile, context.memory_budget, context.switched_off)
@@ -200,7 +208,7 @@ class PolicyBuilder:
         return policy
 
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
-        """Return the policy of the solver, or of the user's function."""
+        """Return the policy of the solver, or of the user's function. The solver does not use `switched_off` codecs."""
         if callable(self._source):
             policy = self._source(profile)
             if not isinstance(policy, Policy):
@@ -234,10 +242,10 @@ class PolicyBuilder:
 
 
 def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_bytes: float | None = None) -> None:
-    """Raise ValueError if a user's policy needs more than the budget that was passed with it.
+    """Raise ValueError if the user passed a policy together with a budget that the policy exceeds.
 
-    A float is a fraction of `plain_bytes`, the stored bytes of plain training; None takes them from the policy's facts.
-    "auto", the default, does not count as a budget that was passed.
+    A budget of type float is a fraction of `plain_bytes`, the bytes that plain training stores. If `plain_bytes` is
+    None, they are computed from the facts in the policy. The default budget, "auto", is not checked.
     """
     if memory_budget == "auto":
         return

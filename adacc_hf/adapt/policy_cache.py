@@ -1,10 +1,10 @@
 """PolicyCache: the policies of a run by the size of the batch.
 
 Sizes are grouped into size classes. Each class is 25 % larger than the class below (artifacts/size_model.py). A class
-gets its policy before its first batch runs. The policy is solved for a profile that is extrapolated from a measured
-one. If the model cannot run on slices of a batch, profiles cannot be extrapolated. A batch then runs under the policy
-of the smallest profiled size that it fits in, or under torch's checkpoint if it is larger than each profiled size. Once
-batches of its size have occurred often enough, one of them is profiled.
+gets a policy before the first batch of the class runs. The policy is solved for a profile that is extrapolated from a
+measured one. If the model cannot run on slices of a batch, profiles cannot be extrapolated. A batch then runs under the
+policy of the smallest profiled size that it fits in, or under torch's checkpoint if it is larger than each profiled
+size. Once batches of this size have occurred often enough, one of them is profiled.
 
 Buckets (torch_glue/batch_shapes.py) group the batches that belong to no size class.
 """
@@ -30,28 +30,28 @@ from adacc_hf.torch_glue.batch_shapes import (
 )
 
 ENOUGH_SEEN = 8
-"""Number of batches of a bucket without a policy at which one is profiled.
+"""Number of batches of a bucket without a policy after which a batch of the bucket is profiled.
 
 A profile takes as long as tens of steps.
 """
 MAX_SIZE_POLICIES = 16
-"""Most size policies of a run, which follow the data. Later size classes get plans that never change."""
+"""Most size policies of a run. These policies are adapted to the data. Later size classes get fixed plans."""
 MAX_UNTRACKED = 64
-"""Most size classes with plans that never change. The least recently used class is dropped."""
+"""Most size classes with fixed plans. If there are more, the least recently used class is dropped."""
 MAX_UNPLANNED = 256
 """Most buckets whose batches are counted. The bucket that occurred least recently is dropped, because the number of
 different buckets is unlimited, and ranks exchange these counts."""
 
 
 class PolicyCache:
-    """Size policies of a run. No lookup synchronizes with the device or with other ranks."""
+    """Policies of a run by batch size. No lookup synchronizes with the device or with other ranks."""
 
     def __init__(self) -> None:
         self.all: list[SizePolicy] = []
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
-        """Plans by size class, for classes without a size policy."""
+        """Fixed plans by size class, for classes without a size policy."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
-        """(smallest sizes that all batches fit in, number of batches) of each bucket without a policy of its own."""
+        """(smallest sizes that all its batches fit in, number of batches) by bucket, for buckets without a policy."""
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""
@@ -61,9 +61,9 @@ class PolicyCache:
         """True unless a profile has shown that the model cannot run on slices of a batch."""
 
     def add(self, size_policy: SizePolicy) -> None:
-        """Add `size_policy`.
+        """Add `size_policy`, and remove the policies that it replaces (see `_replaces`).
 
-        Remove policies for the same sizes, and those it replaces for other sizes of its bucket.
+        If the sizes of `size_policy` are unknown (its `shapes` are None), remove all other policies.
         """
         shapes = size_policy.shapes
         if shapes is None:
@@ -79,22 +79,25 @@ class PolicyCache:
 
     @property
     def is_full(self) -> bool:
-        """True if further classes get no size policies."""
+        """True if the run has MAX_SIZE_POLICIES policies, so further size classes get fixed plans."""
         return len(self.all) >= MAX_SIZE_POLICIES
 
     @property
     def idle_blocks(self) -> set[str]:
-        """Blocks that no policy decides on, since the profiled batches ran them without gradients."""
+        """Names of the blocks that ran without gradients when profiled. The policies have no actions for them."""
         return set().union(*(size_policy.replanner.policy.idle_blocks for size_policy in self.all))
 
     @property
     def measured(self) -> SizePolicy | None:
-        """Latest size policy whose profile predicts other sizes."""
+        """Latest size policy whose profile can predict the profiles of other sizes; None if there is none."""
         candidates = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]
         return candidates[-1] if candidates else None
 
     def size_model(self) -> tuple[SizePolicy, SizeModel]:
-        """Return the latest size policy with a size model, and that model. Call this only if a size class exists."""
+        """Return (size policy, size model) of the latest profile that predicts the profiles of other batch sizes.
+
+        Call this only if some profile has a size model (`measured` is not None).
+        """
         measured = self.measured
         assert measured is not None
         sizes = measured.replanner.profile.sizes
@@ -102,14 +105,14 @@ class PolicyCache:
         return measured, sizes
 
     def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
-        """Return the size class of a batch; None if no profile predicts it."""
+        """Return the size class of a batch of `shapes`; None if no profile predicts batches of this size."""
         if self.measured is None:
             return None
         size_class = self.size_model()[1].size_class(to_profile_shapes(shapes))
         return None if size_class is None else from_profile_shapes(size_class)
 
     def at(self, sizes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy of a class; None if there is none."""
+        """Return the policy that was made for exactly `sizes`; None if there is none."""
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
@@ -117,9 +120,10 @@ class PolicyCache:
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the policy of the smallest profiled size that a batch of `shapes` fits in; None if it fits in none.
+        """Return the policy made for the smallest size in which a batch of `shapes` fits; None if it fits in no size.
 
-        Call this for batches outside of all size classes. Count the batch if its bucket has no policy of its own.
+        Call this for a batch in no size class. If the batch's bucket has no policy of its own, count the batch for
+        `most_wanted`.
         """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
@@ -145,7 +149,7 @@ class PolicyCache:
 
 
 def _replaces(new: SizePolicy, old: SizePolicy) -> bool:
-    """Return True if `new` makes `old` superfluous."""
+    """Return True if the policy `new` replaces `old`: same sizes, or same bucket and profiled without a size model."""
     if old.shapes is None or new.shapes is None:
         return False
     if old.shapes == new.shapes:
@@ -155,7 +159,10 @@ def _replaces(new: SizePolicy, old: SizePolicy) -> bool:
 
 
 def most_wanted(counts: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
-    """Return the sizes of the bucket with the most batches on all ranks; None if no bucket has enough batches."""
+    """Return the sizes to profile next: those of the bucket with the most batches, summed over all ranks.
+
+    Return None if no bucket has ENOUGH_SEEN batches. `counts` has the dict `PolicyCache.unplanned` of each rank.
+    """
     total: dict[BatchShapes, tuple[BatchShapes, int]] = {}
     for rank in counts:
         for bucket, (shapes, count) in rank.items():

@@ -31,20 +31,23 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 from adacc_hf.torch_glue.distributed import num_ranks
 
 ENOUGH_BORROWED = 4
-"""Number of batches of a size class at which the solver runs for it, if the policy of another class fits before. Many
-classes have fewer batches in a short run, and a solver run takes as long as several steps of a small model."""
+"""Number of batches of a size class at which the solver runs for this class. Earlier batches run under another class's
+policy, if one fits. Many classes have fewer batches in a short run, and a solver run takes as long as several steps."""
 
 
 class PolicyChoice:
-    """Policies of a run, the active policy, and the sizes of the current step's micro-batches."""
+    """Policies of a run by batch size, the active policy, and the sizes of the current step's micro-batches."""
 
     def __init__(self, handle: PolicyHandle, context: RunContext) -> None:
         self.cache = PolicyCache()
         self.extrapolated = ExtrapolatedPolicies(context, self.cache)
         self.current: SizePolicy | None = None
-        """Active size policy; None under torch's checkpoint, and under plans without a size policy."""
+        """Policy of one batch size that the blocks follow now, with its state.
+
+        None under torch's checkpoint, and under plans without such a state (`PolicyCache.untracked`).
+        """
         self.plans: BlockPlans | None = None
-        """Active plans; None under torch's checkpoint."""
+        """Plans that the blocks follow now; None under torch's checkpoint."""
         self.shapes: BatchShapes = ()
         """Sizes of the most recent micro-batch."""
         self.largest: BatchShapes = ()
@@ -55,22 +58,19 @@ class PolicyChoice:
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Size policies of the step's micro-batches, by identity of the plans; None for plans without one."""
+        """Size policies of the step's micro-batches by `id` of their plans; None for plans without a size policy."""
         self._lasts = False
-        """True if the next micro-batch of the same sizes needs no new choice."""
+        """True if the next micro-batch can use the same policy without a new choice, if its shapes are the same."""
         self._is_alone = num_ranks() == 1
         handle.tape_cache.may_record = self._may_record
 
     @property
     def shown(self) -> SizePolicy:
-        """Size policy of the most recent micro-batch.
-
-        If that ran under torch's checkpoint, the run's first size policy.
-        """
+        """Size policy of the most recent micro-batch, or the run's first size policy if the micro-batch had none."""
         return self.current or self.cache.all[0]
 
     def begin_step(self) -> None:
-        """Forget the micro-batches of the previous step."""
+        """Drop the records of the previous step's micro-batches."""
         self._used.clear()
         self.largest, self.batch_bytes = (), 0
 
@@ -103,9 +103,9 @@ class PolicyChoice:
         self._lasts = is_final and not self.cache.unplanned
 
     def _of_class(self, sizes: BatchShapes, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the size policy for a batch of `shapes`, whose size class is `sizes`. Make one if the class is new.
+        """Return the size policy for a batch of `shapes`, whose size class is `sizes`.
 
-        None if the class has only plans, without a size policy.
+        If the class is new, make a policy for it. Return None if the class has only plans, without a size policy.
         """
         size_policy = self.cache.at(sizes) or self.cache.at(shapes)
         if size_policy is not None and size_policy.is_borrowed:
@@ -128,7 +128,10 @@ class PolicyChoice:
         return self.add_extrapolated(sizes, profile, policy)
 
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
-        """Count a batch of a class with a borrowed policy. Solve for the class at its ENOUGH_BORROWED-th batch."""
+        """Count a batch that runs under a policy made for another size class (`is_borrowed`).
+
+        At the ENOUGH_BORROWED-th batch, solve for the batch's own class, and follow the new policy if it is faster.
+        """
         replanner = size_policy.replanner
         size_policy.num_borrowed += 1
         if size_policy.num_borrowed < ENOUGH_BORROWED or size_policy.due is not None:
@@ -144,9 +147,10 @@ class PolicyChoice:
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:
-        """Return `measured`. If it exceeds the budget at `sizes`, return a provisional policy for this class.
+        """Return the size policy for a new class `sizes` before the memory of a step has been measured.
 
-        With several ranks, such a class gets plans without a size policy, and the result is None.
+        The result is `measured`, the run's first size policy, if it fits the budget at this size. Otherwise add a
+        policy with little memory. With several ranks, store only its plans and return None.
         """
         profile = self.extrapolated.profile_at(sizes)
         policy = current_policy(profile, measured.replanner.policy)
@@ -169,11 +173,12 @@ class PolicyChoice:
         expects_size_model: bool = False,
         is_extrapolated: bool = False,
     ) -> SizePolicy:
-        """Add a size policy for batches of `shapes`, apply it and return it.
+        """Add `policy` for batches of `shapes`, apply it, and return its size policy.
 
-        If `is_provisional`, the policy is followed until the memory of a step is measured. `expects_size_model` is True
-        if the profiler has tried to measure other sizes too. If `profile` then has no size model, the model cannot run
-        on slices of a batch.
+        `shapes` are None if the sizes are unknown. If `is_provisional`, the policy is replaced once the memory of a
+        step has been measured. `expects_size_model` is True if the profiler has tried to measure other sizes too. If
+        `profile` then has no size model, the model cannot run on slices of a batch. `is_extrapolated` is True if
+        `profile` was predicted from the profile of another size.
         """
         size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
         size_policy.is_provisional = is_provisional
@@ -185,7 +190,10 @@ class PolicyChoice:
         return size_policy
 
     def add_extrapolated(self, sizes: BatchShapes, profile: Profile, policy: Policy) -> SizePolicy:
-        """Add a size policy for a class whose `profile` was extrapolated, and return it."""
+        """Add `policy` for the size class `sizes`, and return its size policy.
+
+        `profile` was extrapolated from the profile of another size.
+        """
         size_policy = self._size_policy(sizes, profile, policy, is_extrapolated=True)
         size_policy.num_steps = RECORDED_STEPS
         size_policy.must_measure = num_elements(sizes) > self.cache.size_model()[1].max_measured_elements
@@ -222,11 +230,11 @@ class PolicyChoice:
         self.current, self.plans, self._lasts = size_policy, plans, False
 
     def check_budget(self) -> None:
-        """Compare the predicted peak of the next micro-batch with the budget, also if its sizes have not changed."""
+        """Compare the predicted peak of the next micro-batch with the budget, even if its shapes are the last one's."""
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
-        """Return the size policies of the step's micro-batches; None for those without one."""
+        """Return the size policies of the step's micro-batches, with None for plans without a size policy."""
         return list(self._used.values()) or [self.current]
 
     def ran_alone(self) -> bool:

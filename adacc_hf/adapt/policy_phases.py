@@ -1,6 +1,6 @@
-"""FixedPolicyPhase and AdaptivePhase: training under one policy, or under policies that follow data and batch sizes.
+"""FixedPolicyPhase and AdaptivePhase: training under one policy, or under policies that are adapted during the run.
 
-NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step does only 2.
+NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step has only part 2.
 1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
 2. Micro-batch: the policy for its size is applied (policy_choice.py). If the micro-batch runs out of memory, it runs
    again under a tighter policy.
@@ -41,27 +41,33 @@ from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 log = logging.getLogger(__name__)
 
 LOOK_STEPS = 16
-"""Steps between two looks for batches to profile on all ranks, which are collectives."""
+"""Interval, in steps, at which all ranks decide together whether to profile a batch. The decision takes collectives."""
 
 
 class FixedPolicyPhase(Phase):
-    """Training under a policy that never changes."""
+    """Phase of a run that trains under a policy that never changes."""
 
     def __init__(self, run: RunState, handle: PolicyHandle) -> None:
         self._run = run
         self.handle = handle
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
-        """Begin at a step's end, after a profile. A provisional policy is used until a step's memory is measured."""
+        """Begin to follow `policy`, made for `profile`, at the end of a step.
+
+        If `is_provisional`, the policy is replaced as soon as the memory of a step has been measured.
+        """
         self._run.stats.estimate_early_overheads(profile, None)
 
     def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
-        """Begin within the first micro-batch of a step, after `step` finished steps."""
+        """Begin to follow `policy`, made for `profile`, before the forward of a step's first micro-batch.
+
+        `step` is the number of finished steps.
+        """
         self.begin_after_step(profile, policy, is_provisional=False)
         self.begin_micro_batch(None)
 
     def resume(self, saved: Saved) -> None:
-        """Restore the state of `saved`."""
+        """Restore the state of the run from the checkpoint's state `saved`."""
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self.handle.installation.begin_step()
@@ -107,10 +113,13 @@ class FixedPolicyPhase(Phase):
 
 
 class AdaptivePhase(FixedPolicyPhase):
-    """Training under policies that follow the data and the sizes of batches: the controller of a run."""
+    """Phase of a run that adapts its policies to the data and to the batch sizes: the controller of the run."""
 
     def __init__(self, run: RunState, handle: PolicyHandle, policy_step: int) -> None:
-        """Begin with no policy yet. `policy_step` is the number of finished steps when the first policy was set."""
+        """Create the phase without a policy. `begin_after_step`, `begin_in_step` or `resume` adds the first policy.
+
+        `policy_step` is the number of finished steps when the run's first policy was set.
+        """
         super().__init__(run, handle)
         self.context = RunContext(run.config, policy_step, run.note, LossGuard(run.config), step=run.step)
         self.choice = PolicyChoice(handle, self.context)
@@ -129,7 +138,11 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.stats.estimate_early_overheads(profile, shapes)
 
     def begin_in_step(self, profile: Profile, policy: Policy, step: int) -> None:
-        """Begin within a step's first micro-batch. If the budget bounds the peak, the policy is provisional."""
+        """Begin to follow `policy`, made for `profile`, before the forward of a step's first micro-batch.
+
+        `step` is the number of finished steps. If the budget is a limit on peak memory, the policy is replaced as soon
+        as the memory of a step has been measured.
+        """
         bounds_peak = Budget.resolve(self._run.config.memory_budget, profile, self._run.config).limits_peak
         shapes = self._shapes_of(profile)
         self.choice.add(shapes, profile, policy, is_provisional=bounds_peak, expects_size_model=True)
@@ -157,12 +170,12 @@ class AdaptivePhase(FixedPolicyPhase):
         self._choose(inputs)
 
     def _choose(self, inputs: Any) -> None:
-        """Apply the policy for the micro-batch as soon as the shapes of its tensors are known."""
+        """Apply the policy for the micro-batch if `inputs` are its first tensors, whose shapes decide on the policy."""
         if self._batches.read_shapes(inputs):
             self.choice.choose(self._batches.shapes, self._batches.nbytes)
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, and call it again under a tighter policy if memory runs out."""
+        """Call `run` and return its result. If memory runs out, call `run` again under a policy with less memory."""
         report = self._run.memory_report
         if not self._run.config.retry_out_of_memory:
             with memory_reported(report):
@@ -200,12 +213,12 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler.remove()
 
     def _cancel(self) -> None:
-        """Stop measuring. Has no effect if no measurement is running."""
+        """Stop the measurements of the current step. Has no effect if none is running."""
         self._tracking.cancel()
         self._peaks.close()
 
     def end_backward(self) -> None:
-        """End the measurement of memory, because policies have no effect on the optimizer's step."""
+        """End the measurement of the step's memory. Policies have no effect on the memory of the optimizer's step."""
         if self._peaks.is_on:
             self._peaks.end_backward()
 
@@ -245,7 +258,11 @@ class AdaptivePhase(FixedPolicyPhase):
             context.extra_ms += (time.perf_counter() - started) * 1e3
 
     def _add_time(self, step_ms: float) -> None:
-        """Count the step for its size policies. Add its time to the normal ones, or its extra time to the overhead."""
+        """Record the time of the finished step, `step_ms`, and count the step for the policies that it used.
+
+        The time of a normal step is added to the times of normal steps. If the step also tracked, measured or prepared
+        a policy, the time beyond that of a normal step is added to the run's `extra_ms`.
+        """
         current = self.choice.current
         for size_policy in self.choice.used():
             if size_policy is not None:
@@ -260,7 +277,7 @@ class AdaptivePhase(FixedPolicyPhase):
             current.is_fresh = False
 
     def _profile_again(self, step: int) -> bool:
-        """Profile the step's batch if that was requested. Return True if a policy was set."""
+        """Profile the finished step's batch if a profile was requested. Return True if a policy was set."""
         if self._profiler.must_wait(self._run.model):
             return False
         sizes, self._requests.sizes = self._requests.sizes, None
@@ -269,7 +286,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return self._requests.num_tries > 0 and self._restart(step)
 
     def _add_size(self, sizes: BatchShapes, step: int) -> bool:
-        """Profile the step's batch, resized to `sizes`, and add a policy. Return True if that was possible."""
+        """Profile the step's batch, resized to `sizes`, and add a policy for this size. Return False if that failed."""
         self._profiler.all_sizes = True
         try:
             with self.handle.suspend():
@@ -289,9 +306,9 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int) -> bool:
-        """Profile the step's batch and drop all policies but the new one. Return False if the batch is not suitable.
+        """Profile the step's batch, and replace all policies by one for this batch. Return False if that failed.
 
-        The other policies were made for the operators and the trained blocks of earlier batches.
+        The replaced policies were made for the operators and the trained blocks of earlier batches.
         """
         requests = self._requests
         if not requests.can_restart():
@@ -317,7 +334,7 @@ class AdaptivePhase(FixedPolicyPhase):
         announce("Adacc: policy set, %s: %s", reason, describe_costs(policy, profile))
 
     def _report_failed_restart(self, step: int, obstacle: str) -> None:
-        """Warn that the run keeps its policies because of the `obstacle`. Calls without a plan use FALLBACK_MODES."""
+        """Warn that the run keeps its policies because of `obstacle`, and free the batch kept for the restart."""
         why = self._requests.why
         reason = f"{why}, which stay {FALLBACK_MODES[why]}: {obstacle}"
         log.warning("Adacc: %s", reason)
@@ -325,18 +342,25 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the profiled batch. All ranks use the first rank's, as they use its profile."""
+        """Return the sizes of the batch that was profiled; None if they are unknown.
+
+        All ranks use the first rank's profile, and therefore the first rank's sizes.
+        """
         if profile.sizes is not None:
             return from_profile_shapes(profile.measured[0][0])
         return broadcast_from_first_rank(lambda: self._batches.known_shapes)
 
     def _show(self) -> None:
-        """Set the run's policy and profile to the active ones."""
+        """Set the run's policy and profile to those of the most recent micro-batch."""
         replanner = self.choice.shown.replanner
         self._run.show(replanner.policy, replanner.priced)
 
     def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
-        """Return the figures of the log. If all ranks log, a suspicious loss in `logs` has the next step checked."""
+        """Return the metrics to add to `logs`, the training loop's metrics at the current step.
+
+        If all ranks log (`is_on_all_ranks`) and the loss or gradient norm in `logs` is suspicious, the next step
+        compares gradients with exact gradients.
+        """
         if is_on_all_ranks:
             is_lossy = any(size_policy.replanner.has_work() for size_policy in self.choice.cache.all)
             self.context.guard.logged(logs, is_lossy)
@@ -371,7 +395,10 @@ class AdaptivePhase(FixedPolicyPhase):
         )
 
     def resume(self, saved: Saved) -> None:
-        """Restore the state of `saved`. Start the solver again where it was running when the state was saved."""
+        """Restore the state of the run from the checkpoint's state `saved`.
+
+        If the solver was running for a policy when the state was saved, start the solver again.
+        """
         context = self.context
         context.extra_ms, context.tightened = saved.tracking_ms, saved.tightened
         context.missing_bytes, context.counted_elements = dict(saved.missing_bytes), saved.counted_elements
@@ -390,9 +417,9 @@ class AdaptivePhase(FixedPolicyPhase):
 
 
 def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
-    """Return True if outliers are tracked `steps_since` steps after the policy was set.
+    """Return True if the step that comes `steps_since` steps after the policy was set is a tracking step.
 
-    With "exponential" after 1, 2, 4, ... steps, with a number N after every N steps.
+    `tracking` is the setting of AdaccConfig. "exponential" tracks 1, 2, 4, ... steps after, a number N every N steps.
     """
     if tracking == "off" or steps_since < 1:
         return False

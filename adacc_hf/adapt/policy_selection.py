@@ -1,5 +1,7 @@
-"""Choice between the current and a newly solved policy at the current prices, and a search for codecs that degrade
-gradients."""
+"""Choice between the current and a newly solved policy during the run, and a search for codecs that degrade gradients.
+
+The prices of a profile (predicted bytes, times and errors) change during the run, because they are measured again.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,25 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 MIN_GAIN = 0.02
-"""A new policy is followed if it saves this share of the overhead, or if the old one no longer fits the budget. Prices
-vary by a few percent from one profile to the next, so a smaller gain is noise."""
+"""Smallest gain, as a fraction of the current overhead, for which a new policy is followed while the old one fits the
+budget. Prices vary by a few percent from one profile to the next, so a smaller gain is noise."""
 
 UNCERTAINTY = 0.25
-"""Share by which a peak that was estimated approximately, before a step was measured, may be wrong (0.21 was measured,
-for T5). A budget that is less than this below the estimated least peak is not refused. A policy that is used before
-the measurement leaves this share of the budget free if that needs no solver."""
+"""Relative error that a peak may have if it was estimated approximately, before a step was measured (0.21 was measured
+for T5). If the estimated least peak exceeds the budget by less than this, the budget is not refused. A policy for the
+steps before the measurement leaves as much of the budget free, if possible."""
 
 MIN_FREED = 0.01
-"""The solver runs again if codecs need less memory than at its last run, by this share of the bytes that the policy
-stores, or if the policy no longer keeps to its bounds. The overhead falls by one to three times the share by which
-memory grows, so a smaller share cannot reach MIN_GAIN. A run of the solver takes as long as some steps of a small
-model."""
+"""Memory that codecs must have saved since the last solver run for the solver to run again, as a fraction of the bytes
+that the policy stores. The overhead falls by one to three times the fraction by which memory grows, so a smaller
+saving cannot reach MIN_GAIN. A solver run takes as long as some steps of a small model."""
 
 HEADROOM = 0.005
-"""Share of the budget that policies solved during a run leave free if possible. Outlier channels come and go by ones
-and twos, and without headroom each new one would exceed the budget and start the solver."""
+"""Fraction of the budget that policies solved during a run leave free if possible. The number of outlier channels
+varies by one or two. Without headroom, each new channel would exceed the budget and start the solver."""
 
 ERROR_MARGIN = 0.05
-"""Share of `max_error` that new policies leave free, because errors drift by a few percent between tracking steps."""
+"""Fraction by which codec errors of new policies stay below `max_error`, because errors drift by a few percent."""
 
 NOTHING_FITS = "no policy fits the budget any more"
 """Part of the reason if no policy fits the budget at the current prices."""
@@ -50,7 +51,7 @@ SAME_ACTIONS = "the same actions, with the current outlier channels"
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanResult:
-    """The policy to follow after the prices have changed."""
+    """Result of `replan`: the policy to follow after prices have changed, and the reason."""
 
     policy: Policy | None
     """A better policy, or None to keep the current one."""
@@ -62,10 +63,10 @@ class ReplanResult:
 def replan(
     profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, last_solved: Profile
 ) -> ReplanResult:
-    """Return the policy to follow at the prices of `profile`, and the reason.
+    """Choose between `policy` and a newly solved policy, with the current prices of `profile`.
 
-    The result is a newly solved policy, or the actions of `policy` with the current outlier channels. `last_solved` is
-    the profile for which the solver ran last.
+    The result is the new policy, or the actions of `policy` with the current outlier channels. `last_solved` is the
+    profile for which the solver ran last. If little has changed since then, the solver does not run.
     """
     disallowed = over_bound(profile, policy, config)
     current = None if disallowed else current_policy(profile, policy)
@@ -99,7 +100,7 @@ def replan(
 
 
 def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, config: AdaccConfig) -> Policy:
-    """Solve for the budget without HEADROOM, or for the whole budget if no policy fits the smaller one.
+    """Solve for the budget reduced by HEADROOM. If no policy fits the reduced budget, solve for the whole budget.
 
     Raises InfeasibleBudgetError if no policy fits the whole budget.
     """
@@ -139,13 +140,13 @@ def error_bound(config: AdaccConfig) -> float | None:
 
 
 def gradient_bound(config: AdaccConfig) -> float:
-    """Return the largest relative error that a sampled block's gradient may have."""
+    """Return the largest relative error that the gradient of a checked block may have."""
     bound = error_bound(config)
     return DEGRADED_ERROR if bound is None else min(bound, DEGRADED_ERROR)
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
-    """Return an upper bound of the stored bytes that a policy saves at the prices of `after` rather than `before`."""
+    """Return an upper bound of the bytes that a policy saves because codecs in `after` need less than in `before`."""
     bound = error_bound(config)
     kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
     return sum(kinds[block.kind] for block in after.blocks)
@@ -165,7 +166,7 @@ def _is_within(option: CodecOption, bound: float | None) -> bool:
 
 
 def current_policy(profile: Profile, policy: Policy) -> Policy:
-    """Return a policy with the same actions, but with the outlier channels and the prices of `profile`."""
+    """Return a copy of `policy` with the same actions, and with the outlier channels and predictions of `profile`."""
     plans = []
     for block in profile.blocks:
         kind = profile.kinds[block.kind]
@@ -176,9 +177,9 @@ def current_policy(profile: Profile, policy: Policy) -> Policy:
 
 
 def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
-    """Return the names of the activations that may no longer use the codec that `policy` gives them.
+    """Return the names of the activations for which `policy` uses a codec that is no longer allowed.
 
-    Their codec is no longer an option of `profile`, or its error exceeds the bound of new policies (`error_bound`).
+    A codec is allowed if it is an option in `profile`, and its error is at most `error_bound`.
     """
     bound = error_bound(config)
     names: dict[str, None] = {}
@@ -203,16 +204,17 @@ def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) 
 def find_culprits(
     lossy: Iterable[int], bound: float, error_without: Callable[[frozenset[int]], float | None]
 ) -> frozenset[int] | None:
-    """Return a minimal set of the activations `lossy` without whose compression the gradient's error is in `bound`.
+    """Return the activations of `lossy` that must not be compressed to keep the gradient's error within `bound`.
 
-    Minimal means that the error exceeds the bound if any one of them is compressed again. `error_without(bypassed)`
-    returns the gradient's error with the activations `bypassed` not compressed, or None if it cannot be measured. It is
-    called at most 2 * len(lossy) + 1 times. Returns None if a call returns None, or if the error exceeds the bound even
-    with all of `lossy` bypassed.
+    The set is minimal: if any of its activations is compressed again, the error exceeds the bound.
+    `error_without(bypassed)` returns the gradient's error with the activations `bypassed` not compressed, or None if
+    the error cannot be measured. It is called at most 2 * len(lossy) + 1 times. Return None if a call returns None, or
+    if the error exceeds the bound even with all of `lossy` bypassed.
 
-    First, each activation is compressed alone. Then the activations are compressed one after the other, together with
-    the earlier ones, in the order of their errors alone. So every activation that degrades the gradient by itself is
-    in the result, and of activations that degrade it only in combination no more than necessary.
+    First, each activation is compressed alone. Then the activations that are harmless alone are compressed together,
+    one after the other in the order of these errors. If the error exceeds the bound, the latest activation is left
+    uncompressed. So the result has every activation that degrades the gradient alone. Of activations that degrade the
+    gradient only in combination, the result has no more than necessary.
     """
     everything = bypassed = frozenset(lossy)
     errors_alone: dict[int, float] = {}

@@ -1,6 +1,6 @@
-"""ProfileRequests: batches that a run wants to profile after its first: of an unknown size, or to restart with.
+"""ProfileRequests: decides during the run which further batches to profile, because of their size or their operators.
 
-With several ranks these decisions are collective.
+With several ranks, all ranks decide together, by collectives.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ MORE_BLOCKS = "more blocks are trained than before"
 OTHER_OPERATORS = "most batches run other operators than the profiled one"
 """Reasons to start over with a profile that replaces the profile of the first batch."""
 FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
-"""Execution of calls without a plan until the run starts over, keyed by the reason to start over."""
+"""Execution of block calls without a plan until the run starts over, keyed by the reason to start over."""
 MOST_TRIES = 64
-"""Steps after which the search for a batch ends. With several ranks, each of them takes a collective."""
+"""Number of steps after which the search for a batch to start over with ends. Each step takes a collective."""
 
 
 class ProfileRequests:
-    """Sizes and batches that a run wants to profile."""
+    """Requests of a run for profiles: of a batch size without a policy, or of a batch to start over with."""
 
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
         self.sizes: BatchShapes | None = None
-        """Sizes to be profiled with the next step's batch; None if no profile is wanted."""
+        """Sizes to profile, with the next step's batch resized to these sizes; None if there is no request."""
         self.why = ""
         """Reason to start over."""
         self.num_tries = 0
-        """Steps that remain for the search of a batch to start over with; 0 if none is searched for."""
+        """Steps that remain for the search of a batch to start over with; 0 if there is no search."""
         self._choice, self._installation = choice, installation
         self._tried: set[str] = set()
-        """Reasons for which a search was begun so far."""
+        """Reasons for which a search was begun."""
         self._is_alone = num_ranks() == 1
 
     def end_step(self, is_turn: bool) -> None:
-        """Decide at a step's end what to profile next. `is_turn` is True if all ranks look at this step."""
+        """Decide at a step's end what to profile next. If `is_turn` is True, all ranks decide together."""
         if is_turn or self._is_alone:
             self._look_for_sizes()
         if is_turn:
             self._look_for_reasons()
 
     def _look_for_sizes(self) -> None:
-        """Request a profile of sizes that cannot be extrapolated. With several ranks, add policies of classes too."""
+        """Request a profile of sizes that cannot be extrapolated.
+
+        With several ranks, also replace fixed plans of size classes by policies that are adapted to the data.
+        """
         cache = self._choice.cache
         if cache.is_full:
             return
@@ -60,7 +63,7 @@ class ProfileRequests:
             self._choice.add_extrapolated(sizes, profile, policy)
 
     def _look_for_reasons(self) -> None:
-        """Request a batch to start over with, once for each reason."""
+        """Begin the search for a batch to start over with, once for each reason."""
         idle, blocks = self._choice.cache.idle_blocks, self._installation.blocks
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
         reasons[OTHER_OPERATORS] = self._choice.diverged.most_diverged()
@@ -70,9 +73,10 @@ class ProfileRequests:
                 self._tried.add(why)
 
     def can_restart(self) -> bool:
-        """Return True if the run can start over with the most recent batch of every rank. Count the attempt.
+        """Return True if the run can start over with the most recent batch of every rank. Decrement `num_tries`.
 
-        The batch must have called all blocks that any batch has trained, with the operators that most batches run.
+        The batch must have called all blocks that any batch has trained. If the reason is OTHER_OPERATORS, the batch
+        must have run other operators than the profiled batch.
         """
         self.num_tries -= 1
         is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())
@@ -80,5 +84,5 @@ class ProfileRequests:
         return all(gather_from_all_ranks(is_whole and has_operators))
 
     def restarted(self) -> None:
-        """End the search. Still more blocks may be trained later."""
+        """Record that the run has started over. If still more blocks are trained later, it may start over again."""
         self._tried.discard(MORE_BLOCKS)

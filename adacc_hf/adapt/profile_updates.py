@@ -1,4 +1,4 @@
-"""Copies of profiles with prices measured while training, and without the codecs that are switched off."""
+"""Copies of profiles with sizes and errors of codecs measured during the run, and without switched-off codecs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 
 FINER_STEPS = 16
-"""Quantization steps of the precise codec (8 bits) per step of INT4, by which its error is smaller."""
+"""Factor by which the error of the precise codec (8 bits) is smaller than that of INT4: quantization steps of the
+precise codec per quantization step of INT4."""
 
 
 def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
-    """Return `profile` with codecs that keep outliers priced for the number of channels counted for each activation."""
+    """Return `profile` with new sizes of the codecs that store outliers.
+
+    `counts` has the number of outlier channels that were counted for each activation.
+    """
 
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         if key not in counts or not codec_type(option.codec).keeps_outliers:
@@ -40,7 +44,7 @@ def _with_channels(value: Value, option: CodecOption, count: int) -> CodecOption
 
 
 def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
-    """Return `profile` with the measured codec errors."""
+    """Return `profile` with the measured round-trip errors of codecs, by kind, value and codec."""
 
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         return replace(option, error=errors.get((*key, option.codec), option.error))
@@ -63,8 +67,8 @@ def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> P
 def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
     """Return `profile` with the precise codec as a further option for values with a `switched_off` codec.
 
-    Return `profile` itself if the config names its codecs. The precise codec has the times of the switched-off one:
-    it reads as many bytes, and writes twice as many.
+    If the config names the codecs to use, return `profile` itself. The predicted times of the precise codec are those
+    of the switched-off codec, because it reads the same number of bytes and writes only twice as many.
     """
     off_options = switched_off_options(profile, switched_off) if config.codecs is None else frozenset()
     if not off_options:
@@ -81,7 +85,7 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
 
 
 def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
-    """Yield the precise codec with the times of `option`, if it supports the value."""
+    """Yield the option of the precise codec, if this codec supports `value`. Its times are the times of `option`."""
     import torch
 
     codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)
@@ -96,12 +100,18 @@ def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> I
 
 
 def with_more_memory(profile: Profile, extra_bytes: int) -> Profile:
-    """Return `profile` with `extra_bytes` more live throughout forward and backward, as a measured peak shows."""
+    """Return `profile` with `extra_bytes` more live bytes throughout forward and backward.
+
+    Used if a measured peak exceeds the predicted peak by `extra_bytes`.
+    """
     return profile.with_extra_live_bytes(extra_bytes, [extra_bytes] * len(profile.blocks), extra_bytes)
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
-    """Return `choice` with the current options of its codec; unchanged if the codec is no longer an option."""
+    """Return `choice` (an action of a policy) with the current codec options of `value` in `kind`.
+
+    Return `choice` itself if its codec is no longer an option.
+    """
     options = (option for option in kind.values[value].codecs if option.codec == choice.codec)
     option = next(options, None)
     return choice if option is None else replace(choice, options=option.options)
@@ -129,13 +139,14 @@ def _with_codecs(profile: Profile, codecs_of: Callable[[TrackedKey, Value], tupl
 # the activations of a module.
 
 SwitchedOff = tuple[str, str, str]
-"""(block, activation of the block, codec). The second activation of the name "attn:clone" is "attn:clone#2"."""
+"""A codec switched off for an activation: (block, activation, codec). If a block has several activations of the name
+"attn:clone", the second one is called "attn:clone#2"."""
 
 
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
-    """Return (block, activation, codec) names for each of the `options`, in every block of the option's kind.
+    """Return the (block, activation, codec) names of `options`, for every block of an option's kind.
 
-    An option is (kind, value, codec).
+    `options` are (index of the kind, index of the value, codec), with the indices of `profile`.
     """
     return frozenset(
         (block.name, profile.kinds[kind].names[value], codec)
@@ -146,7 +157,7 @@ def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset
 
 
 def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]) -> frozenset[OptionKey]:
-    """Return the options of `profile` that are switched off in any block of their kind."""
+    """Return the codec options of `profile` that are switched off in any block of their kind."""
     options = set()
     for block in profile.blocks if switched_off else ():
         kind = profile.kinds[block.kind]
@@ -160,7 +171,7 @@ def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]
 
 
 def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
-    """Return all lossy options of the kinds of `blocks`, and the precise codec that `with_finer` may add."""
+    """Return all lossy codec options of the kinds of `blocks`, and the precise codec, which `with_finer` may add."""
     return frozenset(
         (index, value.index, codec)
         for index in {block.kind for block in profile.blocks if block.name in blocks}

@@ -1,8 +1,8 @@
-"""Replanner: updates the prices of a run at its tracking steps and solves again (the paper's rectifier, section 3.4).
+"""Replanner: updates the prices of a profile during the run, and solves again (the paper's rectifier, section 3.4).
 
-At a tracking step, the codecs count the outlier channels of the activations that they encode, choose the channels to
-store as outliers, and measure round-trip errors. Other steps do none of this, and do not synchronize with the device.
-The solver runs on a thread while training goes on.
+Prices are the predicted bytes, times and errors in the profile. At a tracking step, the codecs count the outlier
+channels of the activations that they encode, choose the channels to store as outliers, and measure round-trip errors.
+Other steps do none of this, and do not synchronize with the device. The solver runs on a thread while training goes on.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Measurements of one tracking step by activation: the maximum over all blocks of its kind and over all ranks."""
+    """Measurements of one tracking step by activation: maxima over all blocks of a kind and over all ranks."""
 
     num_outliers: dict[str, int]
     """Number of outlier channels of each tracked activation."""
     errors: dict[str, float]
     """Relative L2 round-trip error of each compressed activation."""
     gradients: dict[int, GradientError]
-    """Error of the gradient of sampled blocks under compression, by kind."""
+    """Error of the gradients of sampled blocks under compression, by index of the kind of blocks."""
     degrading_codecs: frozenset[OptionKey]
-    """Codecs to switch off, because their errors put a gradient's error above its bound."""
+    """Codecs to switch off, because they increase a gradient's error above the bound."""
     reason: str
-    """Reason to solve again, or not to."""
+    """Reason why the policy has to be solved again, or need not be."""
     needs_solving: bool
     """True if the policy has to be solved again."""
 
 
 class Replanner:
-    """A policy and its prices, which are adapted to the data while training.
+    """A policy of a run and its profile, which are adapted to the data while training.
 
     Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after it. If the result's
     `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and pass the
@@ -101,23 +101,23 @@ class Replanner:
         self._measurements = Measurements()
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
-        """Number of tracking steps so far. The blocks to sample are chosen in turn by this number."""
+        """Number of tracking steps so far. It decides which blocks are sampled next, in turn."""
         self._degraded_blocks: list[str] = []
-        """Sampled blocks of the kinds whose gradients were degraded at the latest tracking step that found any."""
+        """Sampled blocks with degraded gradients, at the latest tracking step that found a degraded gradient."""
         self.lacks_room = False
         """True if the budget had room for fewer comparisons than `guard_blocks` at the most recent tracking step."""
         self.solver_ms = 0.0
-        """CPU time of the solver whose result was taken over last; 0 on ranks that do not solve."""
+        """CPU time in ms of the solver run whose result `take_over` returned last; 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
         self._solver_profile = profile
-        """Profile that the running solver will have solved for."""
+        """Profile for which the running solver solves."""
 
     @property
     def is_tracking(self) -> bool:
         return self._plans is not None
 
     def has_work(self) -> bool:
-        """Return True if the policy compresses any activation with loss."""
+        """Return True if the policy compresses any activation with loss. Otherwise nothing needs to be tracked."""
         return bool(self.lossy_blocks())
 
     def lossy_blocks(self) -> list[str]:
@@ -126,7 +126,10 @@ class Replanner:
         return [name for name, plan in self.policy.blocks if lossy[plan]]
 
     def start_tracking(self, plans: BlockPlans, every_kind: bool = False) -> None:
-        """Measure in the next step. If `every_kind`, compare the gradient of one block of each kind that has loss."""
+        """Begin the measurements of a tracking step, in which the blocks follow `plans`.
+
+        If `every_kind` is True, gradients are compared in one block of each kind that compresses with loss.
+        """
         self._plans, self._measurements = plans, Measurements()
         for block in self.profile.blocks:
             plans.strategies[block.name].wrap_codec = self._codec_wrapper(block.kind)
@@ -135,11 +138,11 @@ class Replanner:
         self.num_tracked += 1
 
     def finish_tracking(self) -> Tracking:
-        """Stop measuring, and update the prices from the measurements of all ranks."""
+        """End the tracking step, and update the prices from the measurements of all ranks."""
         return self.reprice(self.observed())
 
     def observed(self) -> Observation:
-        """Stop measuring. Return the measurements of all ranks, merged."""
+        """End the tracking step, and compare the gradients. Return the merged measurements of all ranks."""
         self._stop_measuring()
         gradients, degrading_codecs = self._compare_gradients()
         own_observation = self._measurements.read(gradients, degrading_codecs)
@@ -151,18 +154,18 @@ class Replanner:
         return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
-        """Stop measuring and drop the measurements. Has no effect if no measurement is running."""
+        """End the tracking step without a result. Has no effect outside of tracking steps."""
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()
         self._plans, self._measurements, self._samples = None, Measurements(), {}
 
     def predicted_peak_bytes(self) -> int:
-        """Return the peak of a step under the policy at the current prices."""
+        """Return the peak memory of a step under the policy, predicted from the current prices."""
         return current_policy(self.profile, self.policy).predicted_peak_bytes
 
     def is_over_budget(self, peak_bytes: int) -> bool:
-        """Return True if the budget bounds the peak of a step, and `peak_bytes` exceeds it."""
+        """Return True if `peak_bytes` exceeds the budget. Always False if the budget is for stored bytes only."""
         budget = Budget.resolve(self.memory_budget, self.profile, self.config)
         return budget.limits_peak and peak_bytes > budget.nbytes
 
@@ -171,15 +174,16 @@ class Replanner:
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
-        """Exclude `codecs` from new policies. If the config allows, offer a finer codec in place of each."""
+        """Exclude `codecs` from new policies. If the config names no codecs, offer the precise codec in their place."""
         self.switched_off |= frozenset(codecs)
         if self.switched_off:
             self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
-        """Make `profile` the current prices, solve for them, and set and return the policy.
+        """Set the current prices to those of `profile`, solve, and set and return the new policy.
 
-        The first rank solves for all ranks. Raises InfeasibleBudgetError, and then keeps the policy.
+        The first rank solves for all ranks. If no policy fits the budget, the old policy remains, and
+        InfeasibleBudgetError is raised.
         """
         self.profile = profile
         budget, config = self.memory_budget, with_margin(self.config)
@@ -188,7 +192,7 @@ class Replanner:
         return self.policy
 
     def adopt(self, policy: Policy) -> None:
-        """Set the policy to one that was solved for the current prices."""
+        """Set the policy to `policy`, which was solved for the current prices."""
         self.policy = policy
         self.priced = self.searched = self.profile
 
@@ -200,9 +204,9 @@ class Replanner:
         self._solver = Background(lambda: replan(profile, policy, budget, self.config, last_solved))
 
     def take_over(self) -> ReplanResult:
-        """Wait for the solver that `start_solving` began, and return its result. If that has a policy, set it.
+        """Wait for the solver that `start_solving` started, and return its result. Errors of the solver are raised.
 
-        Raises the solver's errors.
+        If the result has a policy, set the policy to this one.
         """
         assert self._solver is not None, "call start_solving first"
         result = self._solver.result()
@@ -214,9 +218,10 @@ class Replanner:
         return result
 
     def solve_within(self, memory_budget: str | float | int) -> Policy:
-        """Solve for another budget, and set and return the policy. A solver running for the old budget is ignored.
+        """Set the budget to `memory_budget`, solve, and set and return the new policy.
 
-        Raises InfeasibleBudgetError, and then keeps the policy and the budget.
+        The result of a solver that is running for the old budget is ignored. If no policy fits the new budget, the old
+        policy and budget remain, and InfeasibleBudgetError is raised.
         """
         self.policy = solve_policy(self._allowed_profile(), memory_budget, with_margin(self.config))
         self._solver = None
@@ -246,9 +251,10 @@ class Replanner:
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
-        If `every_kind`, return one lossy block of each kind, even if the budget has no room for the comparison: the
-        block that was degraded most recently, else the first block, which needs the least memory. Otherwise return
-        `guard_blocks` lossy blocks for which the budget has room, in turn over the tracking steps.
+        If `every_kind` is True, return one lossy block of each kind, even if the budget has no room for the comparison.
+        This is the block that was degraded most recently, else the first block, which needs the least memory. If
+        `every_kind` is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive
+        tracking steps choose the blocks in turn.
         """
         names = self.lossy_blocks()
         if every_kind:
@@ -266,12 +272,10 @@ class Replanner:
         return [names[(self.num_tracked * num + place) % len(names)] for place in range(num)]
 
     def _compare_gradients(self) -> tuple[dict[int, GradientError], frozenset[OptionKey]]:
-        """Return (errors of the sampled gradients by kind, codecs to switch off).
+        """Return (errors of the sampled blocks' gradients by kind, codecs to switch off).
 
-        Without these codecs, the errors are within the bound (`gradient_bound`).
-
-        If a gradient is out of bounds on one rank, all ranks search for its codecs, because a block with collectives
-        has to run on all ranks.
+        Without these codecs, the errors are within the bound (`gradient_bound`). If an error exceeds the bound on one
+        rank, all ranks search for the codecs, because a block with collectives has to run on all ranks.
         """
         bound = gradient_bound(self.config)
         kinds = {block.name: block.kind for block in self.profile.blocks}
@@ -288,10 +292,11 @@ class Replanner:
         return worst_errors, frozenset(degrading_codecs)
 
     def _find_degrading(self, name: str, kind: int, sample: BlockSample, was_compared: bool) -> frozenset[OptionKey]:
-        """Return the codecs of the block `name` without which the error of its gradient is within the bound.
+        """Return the codecs of the block `name` without which the error of the block's gradient is within the bound.
 
-        Codecs that are switched off already, which the policy uses until it is replaced, are part of the result. If the
-        search fails, the result is all lossy codecs of the block's kind, and a warning is logged.
+        The result includes codecs that are switched off already but still used, until the policy is replaced. If the
+        search fails, log a warning and return all lossy codecs of the block's kind. `was_compared` is True if this rank
+        could compare the gradient.
         """
         bound = gradient_bound(self.config)
         lossy = {value: codec.name for value, codec in _codecs(self.policy.plan_of(name)).items() if not codec.lossless}
@@ -318,7 +323,7 @@ class Replanner:
         return frozenset((kind, value, lossy[value]) for value in off_values | values)
 
     def reprice(self, observed: Observation) -> Tracking:
-        """Update the prices from the measurements `observed`, possibly made at another batch size."""
+        """Update the prices from the measurements `observed`, which may come from another batch size."""
         before = self.profile
         observation = observed.for_profile(before)
         repriced = with_outlier_counts(before, observation.num_outliers)
@@ -354,15 +359,15 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A call of `compute` on a thread of the first rank, which starts at once.
+    """A call of `compute` on a thread of the first rank. The thread starts at once.
 
-    All ranks have to call `result` at the same point.
+    All ranks have to call `result` at the same step.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
         self.cpu_ms = 0.0
-        """CPU time of `compute`, for which training may have waited. On the first rank, 0 until `compute` has returned;
-        on the others always 0."""
+        """CPU time of `compute` in ms, which may have slowed training. 0 until `compute` has returned, and always 0 on
+        ranks other than the first."""
         self._future: Future[T] = Future()
         if is_first_rank():
             threading.Thread(target=self._run, args=(compute,), name="adacc-solver").start()

@@ -1,6 +1,6 @@
-"""Replanning: solves the policy of a batch size again when its prices have changed, and applies the result.
+"""Replanning: runs the solver again during the run for a batch size whose prices have changed, and applies the result.
 
-All ranks do this at the same steps.
+All ranks do this at the same steps. Prices are the predicted bytes, times and errors in a profile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Replanning:
-    """Solver runs for the size policies of a run.
+    """Solver runs during the run, for the policies of all batch sizes.
 
     If prices have changed, the solver runs on a thread while training goes on. Training waits for the solver after the
     first step whose memory was measured, and after a step that ran out of memory.
@@ -33,12 +33,12 @@ class Replanning:
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:
         self._choice, self._context = choice, context
         self._num_micro = num_micro
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
 
     def start(self, step: int, size_policy: SizePolicy) -> None:
-        """Start the solver on a thread. If the solver is running, start it again when its result is taken over.
+        """Start the solver for `size_policy` on a thread. If it is running already, run it again after `take_over`.
 
-        Do nothing for a provisional policy, which is solved again after the first measured step.
+        Do nothing if the policy is provisional: such a policy is replaced after the first measured step anyway.
         """
         if size_policy.is_provisional:
             return
@@ -72,7 +72,10 @@ class Replanning:
         return has_changed
 
     def solve_now(self, step: int, size_policy: SizePolicy, profile: Profile, reason: str) -> bool:
-        """Solve for the prices of `profile` and follow the result. Return False, and warn, if no policy fits."""
+        """Solve for the prices of `profile`, and follow the new policy. If no policy fits, warn and return False.
+
+        `reason` is the reason for the history.
+        """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         started = time.perf_counter()
         try:
@@ -87,7 +90,10 @@ class Replanning:
         return True
 
     def tighten(self, step: int) -> str | None:
-        """Follow a policy with less memory after `step` ran out of memory. If that is impossible, return the reason."""
+        """Solve for a smaller budget and follow the new policy, after a micro-batch of `step` ran out of memory.
+
+        Return None, or the reason why that is impossible.
+        """
         size_policy = self._choice.current
         if num_ranks() > 1:
             return "the other ranks are in the middle of it"
@@ -109,7 +115,10 @@ class Replanning:
     def _change(
         self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
-        """Replace the policy `before` by `policy`, and append the change to the history."""
+        """Replace the policy `before` of `size_policy` by `policy`, and append the change to the history.
+
+        Training has waited `waited_ms` for the solver.
+        """
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro
         step_ms = size_policy.times.median_ms

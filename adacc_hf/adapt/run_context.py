@@ -1,4 +1,4 @@
-"""RunContext: the budget of a run and what its steps have shown, shared by the parts of the controller."""
+"""RunContext: state shared by the parts of a run's controller, such as the budget and measurements of steps."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from adacc_hf.adapt.profile_updates import SwitchedOff
 from adacc_hf.artifacts.config import AdaccConfig
 
 RECORDED_STEPS = 2
-"""First steps of a policy, in which calls may be recorded. They take longer than later steps, and more memory if no
-profile has recorded the model before."""
+"""Number of first steps under a policy in which calls of blocks may be recorded. These steps take longer than later
+steps, and more memory if no profile has recorded the model before."""
 
 
 @dataclass(slots=True)
 class RunContext:
-    """State that the parts of one run's controller share."""
+    """State shared by the parts of one run's controller (`AdaptivePhase`)."""
 
     config: AdaccConfig
     policy_step: int
-    """Finished steps when the policy was set. Tracking steps are counted from here."""
+    """Number of finished steps when the policy was set. Tracking steps are counted from this step."""
     note: Callable[[Event], None]
     """Function that appends an event to the run's history."""
     guard: LossGuard
     tightened: float | int | None = None
-    """Budget of new policies after a step ran out of memory; None before."""
+    """Smaller budget for new policies, after a step ran out of memory. None if no step has run out of memory."""
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that a measured step took beyond its profile, by moment of the step."""
+    """Bytes by which a measured step exceeded its profile, by moment of the step (see `StepMarker`)."""
     counted_elements: int = 0
-    """Elements of the largest micro-batch of the step in `missing_bytes`; 0 before a step was measured."""
+    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`; 0 before this step."""
     step: int = 0
     """Number of the current step, counted from 1."""
     extra_ms: float = 0.0
-    """Time in ms by which steps with tracking, solving, measuring or profiling took longer than normal steps."""
+    """Overhead of the controller in ms: extra time of steps with tracking, solving, measuring or profiling."""
     must_measure: bool = False
     """True if the memory of a step is to be measured as soon as possible, once after each change of the policy."""
     measure_after: int = 0
@@ -49,27 +49,27 @@ class RunContext:
 
     @property
     def memory_budget(self) -> str | float | int:
-        """Budget of new policies: the config's, or less after a step ran out of memory."""
+        """Budget of new policies: the config's budget, or a smaller one after a step ran out of memory."""
         return self.config.memory_budget if self.tightened is None else self.tightened
 
     @property
     def switched_off(self) -> frozenset[SwitchedOff]:
-        """Codecs that degraded gradients, and are not used any more."""
+        """Codecs that new policies must not use, because they degraded gradients."""
         return self.guard.switched_off
 
     def note_memory(self, reason: str) -> None:
-        """Append a statement on memory to the history, at the current step."""
+        """Append an event with the text `reason`, a statement on memory, to the history at the current step."""
         self.note(MemoryNoted(step=self.step, reason=reason))
 
     def measure_after_steps(self, num_steps: int) -> None:
-        """Do not measure the memory of the next `num_steps` steps."""
+        """Allow measurements of memory again only after the next `num_steps` steps."""
         self._pause, self.measure_after = 0, self.step + num_steps
 
     def end_measurement(self, in_vain: bool) -> None:
-        """Record that the current step was measured. If it was `in_vain` (without a result), schedule another attempt.
+        """Record that the measurement of the current step's memory has ended.
 
-        There is no result under plans without a prediction or next to another profiler. The pause before the next
-        attempt then grows: 0, 1, 3, 7, ... steps.
+        If the measurement was `in_vain`, schedule another one. It is in vain if nothing predicts the step's memory, or
+        if another profiler is active. The pause before the next attempt grows: 0, 1, 3, 7, ... steps.
         """
         self.must_measure = in_vain
         self._pause = 2 * self._pause + 1 if in_vain else 0

@@ -1,4 +1,4 @@
-"""RunProfiler: profiles of a run's batches, under the run's own settings."""
+"""RunProfiler: profiles batches during the run, under the settings of the training loop."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 class RunProfiler:
     """Profiler of one run's batches.
 
-    `optimizer` and `inner_steps` observe the run's own steps for memory that a profile cannot measure.
+    `optimizer` and `inner_steps` observe the run's training steps, for the memory that a profile cannot measure.
     """
 
     def __init__(self, config: AdaccConfig, loop: TrainingLoop) -> None:
         self.optimizer = OptimizerProbe()
         self.inner_steps = InnerSteps()
         self.all_sizes = False
-        """True if batches differ in size, so that profiles measure a size model too."""
+        """True if batches differ in size. A profile then also has a size model, which predicts other sizes."""
         self._config, self._loop = config, loop
         self._has_said_busy = False
 
@@ -56,7 +56,10 @@ class RunProfiler:
         self.inner_steps.close()
 
     def must_wait(self, model: nn.Module) -> bool:
-        """Return True, and warn once, if a profiler of torch's is active on a rank. On a CPU a profile would end it."""
+        """Return True if profiling must wait because a profiler of torch's is active on some rank, and warn once.
+
+        Only on a CPU, where a memory profile would end that profiler.
+        """
         if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
             return False
         if not self._has_said_busy:
@@ -72,10 +75,11 @@ class RunProfiler:
     def estimate(
         self, model: nn.Module, optimizer: Any, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> Profile | None:
-        """Return this rank's profile of the first batch, estimated from small parts of it.
+        """Return this rank's profile of the first batch, estimated from small parts of the batch.
 
-        If the model cannot run on parts, warn and measure the whole batch. If it cannot run on that either, or leaves
-        blocks out, log why and return None. Raises torch.OutOfMemoryError on all ranks if one runs out of memory.
+        If the model cannot run on parts, log this and measure the whole batch. If the model cannot run on the whole
+        batch outside training either, or leaves blocks out, log why and return None. If one rank runs out of memory,
+        torch.OutOfMemoryError is raised on all ranks.
         """
         with self._training_mode(model):
             try:
@@ -108,7 +112,8 @@ class RunProfiler:
     ) -> Profile:
         """Return the profile of a whole batch, the same on all ranks.
 
-        Raises RuntimeError if no batch was kept, and torch.OutOfMemoryError on all ranks if one runs out of memory.
+        Raises RuntimeError if `batch` is None. If one rank runs out of memory, torch.OutOfMemoryError is raised on all
+        ranks.
         """
         if batch is None:
             raise RuntimeError(self._loop.no_batch)
@@ -135,7 +140,7 @@ class RunProfiler:
         return profile_resized(sizes, batch, shapes, model, profile)
 
     def with_advice(self, error: torch.OutOfMemoryError, batch: dict[str, Any]) -> torch.OutOfMemoryError:
-        """Return `error` with advice on a batch that can be profiled."""
+        """Return an error with the text of `error` and advice, for memory that ran out while profiling `batch`."""
         return type(error)(
             f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which "
             f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
@@ -145,7 +150,7 @@ class RunProfiler:
     def note_unpredicted(self, why: str, level: int = logging.INFO) -> None:
         """Log before the first step that the first steps run without a policy, and `why`.
 
-        If the budget bounds the peak in bytes, this is a warning, because nothing predicts the peak of these steps.
+        If the budget is given in bytes, this is a warning, because nothing predicts the peak of these steps.
         """
         text = f"the first steps run under torch's checkpoint: {why}"
         if self._has_budget_in_bytes:
@@ -162,7 +167,7 @@ class RunProfiler:
         return not isinstance(self._config.memory_budget, float) and self._config.memory_budget != "auto"
 
     def _warn_whole_batch(self, batch: dict[str, Any], why: str) -> None:
-        """Log that a whole batch is about to be profiled: as a warning if the budget bounds the peak in bytes."""
+        """Log that a whole batch is about to be profiled, and `why`. If the budget is in bytes, this is a warning."""
         budget = self._config.memory_budget
         log.log(
             logging.WARNING if self._has_budget_in_bytes else logging.INFO,
@@ -175,7 +180,7 @@ class RunProfiler:
 
     @contextmanager
     def _training_mode(self, model: nn.Module) -> Iterator[None]:
-        """Return a context for profiling: train mode, the loop's autocast, and errors raised on all ranks together."""
+        """Return a context for profiling, with train mode and the loop's autocast. Errors are raised on all ranks."""
         was_training = model.training
         model.train()
         try:
@@ -186,7 +191,7 @@ class RunProfiler:
             model.train(was_training)
 
     def _training_step(self, model: nn.Module, optimizer: Any, compute_loss: ComputeLoss | None) -> TrainingStep:
-        """Return the run's training step around a profiled micro-batch."""
+        """Return a description of the run's training step, for the memory that a profiled micro-batch does not show."""
         return TrainingStep(
             optimizer=optimizer,
             gradient_accumulation_steps=self._loop.num_micro,
@@ -198,11 +203,11 @@ class RunProfiler:
         )
 
     def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
-        """Return `TrainingStep.optimizer_state_bytes`, for state that the optimizer has not created yet.
+        """Return 0 to leave out of the profile the state that the optimizer has not created yet, or None to predict it.
 
-        None makes the profile predict the bytes of this state. 0 leaves the state out of the profile. The result is
-        0 if there is no optimizer, if steps of other optimizers were detected (`InnerSteps`), or, with a warning, if
-        the bytes cannot be predicted. The plan then includes the state only once the memory of a step is measured.
+        The result is the value of `TrainingStep.optimizer_state_bytes`. It is 0 if there is no optimizer, if steps of
+        other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted. The plan
+        then includes the state only after the memory of a step has been measured.
 
         After `profile_steps` steps the optimizer usually has all of its state. In fp16 it may have none, because the
         Trainer skips the updates of steps whose gradients overflow.
@@ -217,7 +222,10 @@ class RunProfiler:
         return None
 
     def _no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return the context of micro-batches before a step's last one, if ranks hold parts of the gradients."""
+        """Return the function that makes the context of micro-batches before a step's last one.
+
+        Return None if the model is not sharded.
+        """
         return self._loop.no_sync(model) if is_sharded(model) else None
 
 
@@ -228,10 +236,10 @@ def profile_resized(
     model: nn.Module,
     profile: Callable[[dict[str, Any]], Profile],
 ) -> tuple[BatchShapes, Profile] | None:
-    """Return (sizes, profile) of `batch`, which has `shapes`, resized to `sizes`.
+    """Resize `batch` from `shapes` to `sizes`, call `profile` on the result, and return (sizes, profile).
 
-    The model may refuse the resized batch: numbers of image patches and of tokens depend on each other. Then `batch` is
-    profiled at its own `shapes` if both sizes are in one bucket. Return None if they are not.
+    The model may refuse the resized batch, because numbers of image patches and of tokens depend on each other. If
+    `shapes` and `sizes` are in one bucket, `batch` is then profiled at its own `shapes`. Otherwise return None.
     """
     try:
         return sizes, profile(resize_batch(batch, shapes, sizes))

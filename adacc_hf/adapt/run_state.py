@@ -1,4 +1,4 @@
-"""State and files of one run under a session, and the events that its phases handle (phases.py)."""
+"""RunState: state and files of one training run. Phase: base class of the run's phases, which handle its events."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
-"""The history is saved if at least one event in 64 is not saved yet, because each save writes the whole history."""
+"""The history is saved once at least one in 64 of its events is unsaved, because each save writes all events."""
 
 
 class Phase:
-    """Handlers of a training loop's events. In this base class they do nothing.
+    """Phase of a run: handlers of the training loop's events. The handlers of this base class do nothing.
 
     `step` is always the number of finished steps.
     """
 
     def begin_step(self, step: int) -> None:
-        """Begin a step."""
+        """Begin a training step (one optimizer step)."""
 
     def begin_micro_batch(self, inputs: Any) -> None:
-        """Begin a micro-batch. If `inputs` is a mapping, it has the micro-batch's tensors; else they come later."""
+        """Begin a micro-batch. If `inputs` is not a mapping of its tensors, `begin_forward` gets the tensors later."""
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result."""
@@ -51,13 +51,14 @@ class Phase:
         return "no policy that can change was active"
 
     def advice(self) -> str:
-        """Return advice on the settings with which a step fits in memory."""
+        """Return advice on settings with which a step fits in memory, for the error message after memory ran out."""
         return "Use a smaller batch or shorter sequences"
 
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """Handle the start of a forward on `inputs`, whose loss `compute_loss` computes, or the model itself if None.
+        """Handle the start of a forward on `inputs`. If `compute_loss` is None, the model computes the loss itself.
 
-        If `is_certain` is False, the loss may turn out to be the model's own loss, scaled (see `LastBatch`).
+        If `is_certain` is False, the result of `compute_loss` may turn out to be the model's own loss, scaled. Then a
+        profile does not need `compute_loss` (see `LastBatch`).
         """
 
     def note_loss(self, result: Any, inputs: Any) -> None:
@@ -67,13 +68,13 @@ class Phase:
         """
 
     def end_micro_batch(self) -> None:
-        """End the micro-batch: record the policy and the fallbacks it ran under."""
+        """End the micro-batch. Record its predicted overhead and its fallbacks."""
 
     def abandon_step(self) -> None:
-        """Abandon the step, which an error has ended."""
+        """Stop the measurements of a step that an error has ended."""
 
     def end_backward(self) -> None:
-        """Handle the end of a step in which no optimizer step was observed."""
+        """End the measurement of the step's memory, in a step in which no optimizer step was observed."""
 
     def begin_optimizer_step(self) -> None:
         """Handle the start of the optimizer's step."""
@@ -82,7 +83,7 @@ class Phase:
         """Handle the end of the optimizer's step."""
 
     def end_step(self, step: int) -> None:
-        """End a step."""
+        """End a step. This may set or replace a policy."""
 
     def figures(self, logs: dict[str, float], is_on_all_ranks: bool) -> dict[str, float]:
         """Return the metrics to add to `logs`, the training loop's metrics at the current step.
@@ -92,17 +93,17 @@ class Phase:
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write the files that a resumed run needs into `folder`."""
+        """Write the files from which a run can resume into the checkpoint `folder`."""
 
     def ends(self) -> None:
-        """End the run: write the last files."""
+        """End the run. Write the files that are not written yet, and log a summary."""
 
     def remove(self) -> None:
-        """Restore the model and the loop. Further calls have no effect."""
+        """Remove all wrappers and hooks of this phase from the model. Further calls have no effect."""
 
 
 class RunState:
-    """State of one run of a training loop, shared by all its phases, and the files that describe the run."""
+    """State of one training run, shared by the run's phases. Also writes the files that describe the run."""
 
     def __init__(
         self, config: AdaccConfig, source: PolicySource | None, model: nn.Module, optimizer: Any, loop: TrainingLoop
@@ -118,9 +119,9 @@ class RunState:
         self.profiler = RunProfiler(config, loop)
         self.profiler.inner_steps.expected = optimizer
         self.num_before = 0
-        """Finished steps of the run that this one resumes; 0 for a new run."""
+        """Number of finished steps before the checkpoint that this run resumes from; 0 for a new run."""
         self.num_steps = 0
-        """Finished steps of this run, without `num_before`."""
+        """Number of finished steps of this run, without `num_before`."""
         self.has_stepped = False
         """True if the optimizer has begun to update the weights in the current step."""
         self._warned: set[str] = set()
@@ -132,22 +133,25 @@ class RunState:
         """True if fallback steps were added to the history's events since the history was last saved."""
 
     def memory_report(self) -> str:
-        """Return a table of the device's memory. Call this while the tensors of the failed step are alive."""
+        """Return a table of the device's memory for the log, after memory ran out.
+
+        Call this while the tensors of the failed step are alive.
+        """
         return memory_table(LiveMemory.measure(self.model, self.optimizer), self.policy, self.profile)
 
     @property
     def step(self) -> int:
-        """Number of finished steps, including those of the run that this one resumes."""
+        """Number of finished steps, including the steps before the checkpoint that this run resumes from."""
         return self.num_before + self.num_steps
 
     @property
     def active_policy(self) -> Policy:
-        """The current policy. Only for phases that follow a policy."""
+        """The current policy. Use this only in phases with a policy; it fails if `policy` is None."""
         assert self.policy is not None
         return self.policy
 
     def warn_once(self, text: str, *details: Any) -> None:
-        """Warn, once in the run for each text."""
+        """Log a warning, unless the same `text` was logged in this run before. `text` is a %-format for `details`."""
         if text not in self._warned:
             self._warned.add(text)
             log.warning(text, *details)
@@ -157,7 +161,7 @@ class RunState:
         self.history.append(event.to_record())
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
-        """Set the policy that is followed from now on, and the profile it was solved for."""
+        """Set the policy and profile that the session and its files show: the policy in use, and its profile."""
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self) -> None:
@@ -170,17 +174,17 @@ class RunState:
             self.profiler.optimizer.begin(self.loop.clips, self.model)
 
     def count_step(self, step: int) -> None:
-        """Count the finished `step` as a fallback step if part of it did not follow the policy."""
+        """Count the finished `step` as a fallback step if any of its block calls did not follow the policy."""
         self._is_uncounted |= self.stats.end_step(step, self.history)
 
     def fallback_figures(self) -> dict[str, float]:
-        """Return the number of fallback steps, for the log."""
+        """Return a dict with the number of fallback steps so far, under its name in the log."""
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
     def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the policy, if it changed, and the history into the run's folder.
+        """Write the history and, if it `changed`, the policy into the run's folder.
 
-        A long history is written less often (HISTORY_PARTS).
+        A long history is written less often (HISTORY_PARTS), but always if the policy changed or `is_last` is True.
         """
         folder = self.loop.folder
         if folder is None or not self.loop.is_first_rank:
@@ -195,7 +199,7 @@ class RunState:
                 self._num_saved, self._is_uncounted = len(self.history), False
 
     def save_rest(self) -> None:
-        """Write the events that `save` has not written yet."""
+        """Write the policy and the events that `save` has not written yet."""
         if self._num_saved < len(self.history) or self._is_uncounted:
             self.save(self._is_unsaved, is_last=True)
 
@@ -208,7 +212,10 @@ class RunState:
 
 
 def check_called(installation: Installation) -> None:
-    """Raise RuntimeError if no block's wrapper was called: another package has replaced the class's forward."""
+    """Raise RuntimeError if no wrapper of a block was called in the first step.
+
+    Then another package has replaced the forward of the blocks' class.
+    """
     uncalled = installation.uncalled()
     if len(uncalled) == len(installation.blocks):
         raise RuntimeError(

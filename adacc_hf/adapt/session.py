@@ -32,9 +32,10 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 log = logging.getLogger(__name__)
 
 UNSEEN_STEPS = 4
-"""Steps in a row without a step of the optimizer after which a warning says so. GradScaler skips some at the start."""
+"""Number of steps in a row without an optimizer step at which a warning is logged. GradScaler skips a few optimizer
+steps at the start of training."""
 MOST_MICRO = 256
-"""Micro-batches without a step of the optimizer after which a warning says so."""
+"""Number of micro-batches without an optimizer step at which a warning is logged."""
 NOT_SEEN = (
     "Adacc: %d %s without a step of the optimizer that AdaccSession was given: call optimizer.step() within "
     "session.step(batch), or right after the last session.micro_batch(batch), and make a new session for a new "
@@ -58,9 +59,9 @@ class AdaccSession:
 
     Before the first forward, the session profiles small parts of the first batch (the whole batch if the model cannot
     run on parts) and solves a policy. If the first batch leaves blocks out, or the model is sharded (FSDP, ZeRO-3), the
-    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each size of batch gets a policy
-    of its own, and policies change with the data. AdaccCallback does the same in a Trainer. Only models compiled as a
-    whole need the callback. For example:
+    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each batch size gets a policy
+    of its own, and policies are adapted to the data. AdaccCallback does the same in a Trainer. A model compiled as a
+    whole (torch.compile) is supported only by the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:
@@ -72,8 +73,8 @@ class AdaccSession:
 
     `session.step` has to contain forward, backward and the optimizer's step. With gradient accumulation, run each
     micro-batch `with session.micro_batch(batch)`: the step ends when the optimizer has stepped. Every rank of a
-    distributed run needs a session and the same number of steps. A model has one session: a second one takes the first
-    off the model, and so does `apply_policy`.
+    distributed run needs a session and the same number of steps. A model has one session: a second session, or
+    `apply_policy`, removes the first one from the model.
     """
 
     def __init__(
@@ -90,17 +91,18 @@ class AdaccSession:
     ) -> None:
         """
         Args:
-            model: the module that the loop calls. DistributedDataParallel may be around it.
-            optimizer: the optimizer that the loop steps. The budget includes its state, also before the first step, and
-                the temporary memory of its step. None only if a `loop` passes the optimizer later.
-            config: settings. Keyword arguments named as AdaccConfig's fields replace it, or override its fields.
-            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. Replaces the
-                solver; the policy then never changes.
+            model: the module that the loop calls. The module may be wrapped in DistributedDataParallel.
+            optimizer: the optimizer that the loop steps. The budget includes its state, even before the first step, and
+                the temporary memory of its step. None only if the adapter (`loop`) passes the optimizer later.
+            config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. It is used
+                instead of the solver, and never changes during the run.
             compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if the model's
                 output has no `loss`, or if a step calls the model several times. Only profiling calls this function,
                 about 8 times, with the batch or parts of the batch passed to `step` or `micro_batch`: a mapping.
             folder: the folder for the files that `adacc report` and `adacc explain` read. None writes no files.
-            loop: for adapters of other trainers, which send the events themselves. None watches model and optimizer.
+            loop: for adapters of other trainers, which send the events themselves. If None, the session registers hooks
+                on model and optimizer instead.
 
         Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
         range or nn.DataParallel. The first step raises ValueError if `policy` needs more than `memory_budget`.
@@ -112,20 +114,20 @@ class AdaccSession:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
         self.state = RunState(self.config, policy, model, optimizer, loop)
-        """State of the run, for a phase that an adapter defines."""
+        """State of the run. Public, because adapters may define phases of their own."""
         self.hooks = LoopHooks(self.state, compute_loss)
-        """Hooks that send the events of a user's own loop. Adapters may begin them too."""
+        """Hooks on model and optimizer, which send the events of a user's own loop. Adapters may use the hooks too."""
         self._num_micro = 0
-        """Micro-batches that have begun in the current step."""
+        """Number of micro-batches that have begun in the current step."""
         self.is_closed = False
-        """True after `close` or `detach`: the model is restored, and has no policy of this session."""
+        """True after `close` or `detach`, which restore the model."""
         self._is_in_step = self._has_begun = False
         self._is_explicit = False
         """True inside the context of `step`."""
         self._num_unseen = 0
-        """Steps in a row in which the optimizer was not seen to step."""
+        """Number of latest steps in a row in which no optimizer step was observed."""
         self._is_one = False
-        """True if the current step is known to have one micro-batch: inside `step(batch)` or `run`."""
+        """True inside `step(batch)` or `run`, where the step has exactly one micro-batch."""
 
     @property
     def policy(self) -> Policy | None:
@@ -140,7 +142,7 @@ class AdaccSession:
     @property
     def history(self) -> list[dict[str, Any]]:
         """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
-        and the event's figures."""
+        and the event's own values."""
         return self.state.history
 
     @property
@@ -150,14 +152,15 @@ class AdaccSession:
 
     @property
     def phase(self) -> Phase:
-        """The phase that the run is in."""
+        """The current phase of the run, such as warm-up or training under a policy (phases.py)."""
         return self.state.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
-        """Return figures of the policy and of the steps since the last call. Empty before there is a policy.
+        """Return metrics of the policy and of the steps since the last call. Empty before there is a policy.
 
-        The keys are those that AdaccCallback logs. `logs` are the loop's own figures: from `loss` and `grad_norm` the
-        accuracy guard detects spikes caused by codecs. All ranks must call this method at the same steps.
+        The keys are the same as in AdaccCallback's logs. `logs` are the loop's own metrics: in `loss` and `grad_norm`,
+        the accuracy guard looks for spikes, which codecs may have caused. All ranks must call this method at the same
+        steps.
         """
         return self.phase.figures(logs or {}, is_on_all_ranks=True)
 
@@ -167,7 +170,7 @@ class AdaccSession:
     def step(self, batch: Any = None) -> Iterator[None]:
         """Return the context of one optimizer step: forward, backward and the optimizer's step.
 
-        With a `batch`, the step has this one micro-batch. Without, the step has the micro-batches that run
+        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has the micro-batches that run
         `with micro_batch(...)` inside. A step without a forward in train mode and with gradients on is not counted.
         """
         if self._is_explicit or self.hooks.is_on:
@@ -188,8 +191,11 @@ class AdaccSession:
 
     @contextmanager
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one micro-batch: forward, backward and, in a step's last micro-batch, the optimizer's
-        step, which may also come right after the context."""
+        """Return the context of one micro-batch: forward and backward.
+
+        The optimizer's step belongs in the context of a step's last micro-batch, or right after this context. `batch`
+        is needed only with a `compute_loss`.
+        """
         if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
         with self._breaking_off():
@@ -200,7 +206,7 @@ class AdaccSession:
             self.end_step()
 
     def run(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Run `fn(batch)` and return its result. `fn` is a whole step, or within `step()` one micro-batch.
+        """Run `fn(batch)` and return its result. `fn` trains for one step or, within `step()`, on one micro-batch.
 
         If memory runs out, `fn` is called once more under a tighter policy, from the same gradients and random state
         as the first call. Raises torch.OutOfMemoryError if the second call runs out of memory too, or if the
@@ -216,7 +222,7 @@ class AdaccSession:
         return result
 
     def _call(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Call `fn`, for the first time or after an out-of-memory error."""
+        """Call `fn(batch)`, for the first time or again after an out-of-memory error, and return the result."""
         self.hooks.begin_micro_batch(batch)
         return fn(batch)
 
@@ -234,9 +240,9 @@ class AdaccSession:
     def load(self, folder: str | Path) -> bool:
         """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.
 
-        Return False, so that the model is profiled again, if the folder holds no policy or one for another
-        `memory_budget` or number of ranks. Call this method before the first step. Raises AdaccError for a damaged
-        file, FileNotFoundError if there is no such folder, or a policy is there and another file is missing.
+        Return False if the folder has no policy, or a policy for another `memory_budget` or number of ranks. The model
+        is then profiled again. Call this method before the first step. Raises AdaccError for a damaged
+        file, and FileNotFoundError if the folder does not exist or a file next to the policy is missing.
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
@@ -272,9 +278,9 @@ class AdaccSession:
     # Events that an adapter of another trainer sends.
 
     def begin(self, saved: Saved | None = None, step: int = 0) -> None:
-        """Begin the run after `step` finished steps: resume from `saved` if given, else profile.
+        """Begin the run, from the checkpoint's state `saved` if there is one. Otherwise the model will be profiled.
 
-        The first step calls this method if no caller has.
+        `step` is the number of finished steps. The first step calls this method if no adapter has called it.
         """
         if self.is_closed:
             raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")
@@ -295,11 +301,14 @@ class AdaccSession:
             self.hooks.begin()
 
     def begin_with(self, phase: Phase) -> None:
-        """Begin the run with `phase`, which the adapter has made."""
+        """Begin the run in `phase`, a phase that an adapter defines."""
         self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """Begin a step. `step` is the number of finished steps, if the loop counts them itself."""
+        """Begin a step. `step` is the number of finished steps; None if the training loop does not count them.
+
+        `optimizer` replaces the session's optimizer, unless None.
+        """
         if not self._has_begun or (self.is_closed and self._is_own):  # an adapter may go on sending events
             self.begin()
         if optimizer is not None:
@@ -311,7 +320,7 @@ class AdaccSession:
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
         """Call `run`, which trains on the micro-batch `inputs`, and return its result.
 
-        If memory runs out, `run` may be called a second time (see the method `run`).
+        If memory runs out, `run` may be called a second time, as in `AdaccSession.run`.
         """
         self.phase.begin_micro_batch(inputs)
         result = self.phase.attempt(run)
@@ -319,7 +328,7 @@ class AdaccSession:
         return result
 
     def end_micro_batch(self) -> None:
-        """End the micro-batch."""
+        """Tell the current phase of the run that the micro-batch's forward and backward have ended."""
         self.hooks.is_on = False
         self.phase.end_micro_batch()
 
@@ -329,7 +338,11 @@ class AdaccSession:
         self.phase.begin_optimizer_step()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """End a step. `step` is the number of finished steps, if the loop counts them itself. May profile the model."""
+        """End a step. This may profile the model, solve a policy, or apply a new policy.
+
+        `step` is the number of finished steps; None if the training loop does not count them. `optimizer` replaces the
+        session's optimizer, unless None.
+        """
         if optimizer is not None:
             self.state.optimizer = optimizer
         self._is_in_step = False
@@ -339,7 +352,7 @@ class AdaccSession:
         self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self) -> bool:
-        """Return True if the step has trained the model. Warn of a missing forward or optimizer step."""
+        """Return True if the step has called the model for training. Warn if forward or optimizer step is missing."""
         if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
@@ -369,13 +382,16 @@ class AdaccSession:
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
-        """End the previous step if its optimizer stepped only after the context of the last micro-batch was left."""
+        """End the previous step if it is still open, as when the optimizer stepped after the last micro-batch."""
         if self._is_in_step:
             self.end_step()
 
     @contextmanager
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
-        """Return a context that, if an error ends the step, stops its measurements and lets the next step begin."""
+        """Return a context that abandons the current step if an error is raised in it. The error is raised again.
+
+        If memory runs out and `may_try` is True, an error message recommends `run`, which can repeat a step.
+        """
         try:
             yield
         except BaseException as error:
@@ -389,7 +405,10 @@ class AdaccSession:
 
 
 def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
-    """Return the state that `save` has written into a folder; None if it is not used. Raises FileNotFoundError."""
+    """Return the state that `AdaccSession.save` wrote into `folder`; None if it is for other settings.
+
+    Raises FileNotFoundError if the folder does not exist.
+    """
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
     return load_from_checkpoint(folder, memory_budget)

@@ -1,14 +1,14 @@
-"""SizePolicy: the policy for batches of one size, and its figures.
+"""SizePolicy: the policy of a run for one batch size, with its state and measurements.
 
 NOTE [States of a size policy]
 | state | meaning | ends with |
 |---|---|---|
-| `is_provisional` | the policy has little memory, and no step was measured | the first measured step |
-| `must_measure` | no step's memory was measured under its actions | the next measured step at this size |
-| `due` is a step | the solver runs on a thread | that step's end, when the result is applied |
+| `is_provisional` | the policy has little memory, because no step was measured yet | the first measured step |
+| `must_measure` | no step's memory was measured under these actions | the next measured step at this size |
+| `due` is not None | the solver runs on a thread | the end of step `due`, when the result is applied |
 | `must_solve` | prices changed while the solver ran | the next start of the solver |
-| `is_borrowed` | the policy was made for another size, and leaves much of the budget | ENOUGH_BORROWED batches |
-| `is_fresh` | no step has run under its present plans | the end of such a step |
+| `is_borrowed` | the policy was made for another size, and leaves budget unused | ENOUGH_BORROWED batches |
+| `is_fresh` | no step has run under the present plans | the end of the first step under these plans |
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SizePolicy:
-    """Policy for one size of batch, with its replanner, its plans and the figures of its steps."""
+    """Policy for one batch size during a run, with its replanner, its plans and measurements of its steps."""
 
     shapes: BatchShapes | None
-    """Sizes of the batch that the policy was made for; None if they are not known."""
+    """Sizes of the batch that the policy was made for; None if the sizes are not known."""
     replanner: Replanner
     plans: BlockPlans
     due: int | None = None
@@ -39,15 +39,15 @@ class SizePolicy:
     must_solve: bool = False
     """True if prices changed while the solver ran."""
     is_provisional: bool = False
-    """True if this is a policy with little memory, used until the memory of a whole step is measured."""
+    """True if the policy has little memory, and is to be replaced once the memory of a whole step is measured."""
     must_measure: bool = True
     """True if no step's memory was measured under the present actions."""
     is_extrapolated: bool = False
-    """True if the profile was predicted from another size's."""
+    """True if the profile was predicted from the profile of another size."""
     is_borrowed: bool = False
     """True if the policy was made for another size, and a solver run may find a faster one."""
     num_borrowed: int = 1
-    """Batches with the borrowed policy so far."""
+    """Number of batches so far under the policy made for another size (`is_borrowed`)."""
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False
@@ -59,7 +59,7 @@ class SizePolicy:
     measured_peak_bytes: int | None = None
 
     def saved(self) -> SavedSizePolicy:
-        """Return the state that a resumed run needs at this size."""
+        """Return the state for a checkpoint, from which a resumed run restores this size policy."""
         replanner = self.replanner
         return SavedSizePolicy(
             policy=replanner.policy,
@@ -76,7 +76,7 @@ class SizePolicy:
         )
 
     def resume(self, record: SavedSizePolicy) -> None:
-        """Restore the state of `record`. If the solver was running then, start it again."""
+        """Restore the state in a checkpoint's `record`. If the solver was running when it was saved, start it again."""
         self.replanner.num_tracked, self.due = record.num_tracked, record.due
         self.is_provisional, self.is_borrowed = record.is_provisional, record.is_borrowed
         if record.memory_budget is not None:
@@ -89,7 +89,7 @@ class SizePolicy:
             self.replanner.start_solving()
 
     def tracked(self, step: int, tracking: Tracking) -> OutliersTracked:
-        """Return the event of a tracking step, with the figures of the steps before it."""
+        """Return the event of a tracking step for the history, with the median time of the normal steps before."""
         gradients = tracking.gradients.values()
         return OutliersTracked(
             step=step,

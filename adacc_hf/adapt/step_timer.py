@@ -19,15 +19,15 @@ from adacc_hf.torch_glue.private import is_profiling
 
 
 class StepMeter:
-    """A meter of the peak memory of a step, between `begin` and `end_backward`, if `count_memory` is called."""
+    """A meter of a training step's peak memory. Call `begin`, `count_memory` and, after backward, `end_backward`."""
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
-        """Peak memory of the current or last step, without the optimizer's step. None if it was not measured."""
+        """Peak memory of the last measured step, without the optimizer's step. None if there is no measurement."""
         self.counting_ms = 0.0
-        """Time taken in the last step to begin and end the measurement of memory, without the events in between."""
+        """Overhead of the last measurement in ms: the time to begin and to end the measurement."""
         self.moments: dict[str, int] = {}
-        """Peak memory of each moment of the step (see `StepMarker`), if `count_memory` was given the blocks."""
+        """Peak memory of each moment of the step (see `StepMarker`). Empty if `count_memory` got no `functions`."""
         self._marks: StepMarker | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
@@ -41,7 +41,7 @@ class StepMeter:
     def count_memory(
         self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
     ) -> None:
-        """Measure the memory of the step that begins, also by moments if the blocks' `functions` are given.
+        """Begin to measure the memory of the step. If the blocks' `functions` are given, also measure by moments.
 
         On a CPU, do nothing while another profiler is active.
         """
@@ -58,7 +58,7 @@ class StepMeter:
         self.counting_ms += (time.perf_counter() - started) * 1e3
 
     def end_backward(self) -> None:
-        """End the measurement of memory before the optimizer's step, whose memory no policy changes."""
+        """End the measurement, and set the results. The optimizer's step is left out, because no policy changes it."""
         if self._memory is not None:
             started, memory, marks = time.perf_counter(), self._memory, self._marks
             self.close()
@@ -79,30 +79,30 @@ class StepMeter:
 
 
 MAX_STEPS = 64
-"""Step times that are kept for a policy. The median of more is no better."""
+"""Number of latest step times that are kept for a policy. The median of more times is no better."""
 
 COMPARED = 16
-"""Latest normal steps with which another step is compared. No more, because a machine's speed drifts."""
+"""Number of latest normal steps for the normal time. More would be no better, because a machine's speed drifts."""
 
 ENOUGH = 4
-"""Fewest normal steps for a comparison, because the median of fewer is close to a single step's time."""
+"""Fewest normal steps for the normal time, because the median of fewer steps is close to a single step's time."""
 
 
 class StepTimes:
-    """Times of the steps at one batch size.
+    """Times of the training steps at one batch size.
 
-    Normal steps follow the policy and do no other work. The other steps track, profile or measure memory too, and their
-    extra time is the difference from the normal ones.
+    A normal step follows the policy and does no other work. Other steps also track outliers, profile or measure memory.
+    The extra time of such a step is its time minus the median time of normal steps.
     """
 
     def __init__(self) -> None:
         self.ms: list[float] = []
         """Times of normal steps under the current plans, at most MAX_STEPS."""
         self._latest: deque[float] = deque(maxlen=COMPARED)
-        """Times of normal steps under any plans: a change of policy changes them far less than tracking does."""
+        """Times of the latest normal steps, including steps under earlier plans, which take nearly the same time."""
         self._num_waiting, self._waiting_ms = 0, 0.0
-        """Number and total time of the other steps before there were ENOUGH normal ones. If every step tracks, there
-        never are."""
+        """Number and total time of the other steps that wait for ENOUGH normal steps. If every step is a tracking step,
+        they wait forever."""
 
     @property
     def median_ms(self) -> float | None:
@@ -110,17 +110,17 @@ class StepTimes:
         return statistics.median(self.ms) if self.ms else None
 
     def start_over(self) -> None:
-        """Begin a new list of normal times, because the plans change."""
+        """Drop the times in `ms`, because the plans change."""
         self.ms = []
 
     def add_normal(self, ms: float) -> float:
-        """Add the time of a normal step. Return the extra time of earlier steps that can be compared only now."""
+        """Add the time of a normal step. Return the extra time in ms of earlier steps that waited for normal steps."""
         self.ms = [*self.ms[1 - MAX_STEPS :], ms]
         self._latest.append(ms)
         return self._extra_ms()
 
     def add_other(self, ms: float) -> float:
-        """Add the time of another step. Return its extra time, or 0 for now if there are too few normal steps.
+        """Add the time of another step. Return its extra time in ms, or 0 if there are too few normal steps so far.
 
         The extra time is negative if the step was faster by chance. Over many steps, chance cancels out.
         """

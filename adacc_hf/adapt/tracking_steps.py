@@ -1,4 +1,4 @@
-"""TrackingSteps: measurement of outliers and gradients in chosen steps, for all size policies of a run."""
+"""TrackingSteps: measures codec errors, outlier channels and gradients in a few steps of the run (tracking steps)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class TrackingSteps:
-    """Tracking of all size policies with lossy codecs: start at a step's begin, finish at its end."""
+    """Measurements of a tracking step for the policies of all batch sizes that compress with loss.
+
+    `start` is called at the beginning of the step, and `finish` at its end.
+    """
 
     def __init__(self, choice: PolicyChoice, replanning: Replanning, context: RunContext) -> None:
         self.is_on = False
@@ -26,7 +29,10 @@ class TrackingSteps:
         self._has_said_room = False
 
     def start(self) -> None:
-        """Measure in this step. If the accuracy guard has a suspicion, compare gradients of all kinds of blocks."""
+        """Begin the measurements of the current step.
+
+        If a logged loss was suspicious, or a new policy is to be checked, compare gradients of all kinds of blocks.
+        """
         every_kind = self._context.guard.suspicion is not None
         for size_policy in self._choice.cache.all:
             if size_policy.replanner.has_work():
@@ -39,7 +45,7 @@ class TrackingSteps:
         self._context.must_measure = not self.is_on or must_measure
 
     def _say_room(self) -> None:
-        """Log once that the budget has too little room for the guard's comparisons."""
+        """Log once that the budget has too little room to compare gradients of `guard_blocks` blocks."""
         lack_room = [s for s in self._choice.cache.all if s.replanner.lacks_room]
         if not lack_room or self._has_said_room:
             return
@@ -80,13 +86,16 @@ class TrackingSteps:
                 self._replanning.start(step, size_policy)
 
     def _judge(self, step: int, size_policy: SizePolicy, doubt: str, tracking: Tracking) -> bool:
-        """Return True if compression degrades a gradient, and note the verdict."""
+        """Append the guard's verdict to the history. Return True if compression degrades a gradient.
+
+        `doubt` is the reason for the check.
+        """
         is_degraded, verdict = self._context.guard.judge(doubt, size_policy.replanner.profile, tracking)
         self._context.note(GuardVerdict(step=step, reason=doubt, verdict=verdict))
         return is_degraded
 
     def cancel(self) -> None:
-        """Stop tracking. Has no effect outside of tracking steps."""
+        """Stop the measurements and drop their results. Has no effect outside of tracking steps."""
         for size_policy in self._choice.cache.all:
             size_policy.replanner.cancel_tracking()
         self.is_on = False

@@ -1,4 +1,4 @@
-"""TrainingLoop and SessionAdapter: base classes of a session's adapters for other trainers.
+"""TrainingLoop and SessionAdapter: base classes of the adapters that connect an AdaccSession to other trainers.
 
 TrainingLoop itself is for a user's own loop. Its subclass for the Trainer is in `callbacks/trainer_loop.py`.
 """
@@ -36,7 +36,7 @@ SEVERAL_CALLS = (
 
 
 class TrainingLoop:
-    """Facts about a user's own training loop, and contexts for profiling within it."""
+    """Properties of a user's own training loop, and contexts for profiling within the loop."""
 
     no_batch = NO_BATCH
     """Text of the error that is raised if no batch can be profiled."""
@@ -45,7 +45,7 @@ class TrainingLoop:
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro
-        """Micro-batches of a step: counted in the last step, assumed in the first."""
+        """Micro-batches per step. In a user's own loop, the number in the previous step; in the first step, a guess."""
         self.folder = folder
         """Folder for the run's policy, profile and history. None writes no files."""
         self.autocast: tuple[torch.dtype, bool] | None = None
@@ -63,19 +63,19 @@ class TrainingLoop:
         return is_first_rank()
 
     def note_autocast(self, device_type: str) -> None:
-        """Record the current autocast setting, so that the model is profiled under the same one."""
+        """Record the current autocast setting of `device_type`. The model is profiled under the same setting."""
         self._device_type, is_on = device_type, torch.is_autocast_enabled(device_type)
         self.autocast = (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()) if is_on else None
 
     def profiling(self) -> AbstractContextManager[Any]:
-        """Return a context for running the model outside training, as profiling does, under the loop's autocast."""
+        """Return a context in which the profiler runs the model: the autocast setting of the training loop."""
         if self.autocast is None:
             return nullcontext()
         dtype, caches = self.autocast
         return torch.autocast(self._device_type, dtype=dtype, cache_enabled=caches)
 
     def num_prefetched(self, device: torch.device) -> int:
-        """Return the number of batches that the loop has on `device` for steps to come."""
+        """Return the number of batches that the loop has already moved to `device` for later steps."""
         return 0
 
     def num_before_step(self, device: torch.device) -> int:
@@ -83,12 +83,15 @@ class TrainingLoop:
         return int(device.type == "cpu")
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return the `no_sync` context maker, if micro-batches before a step's last delay the gradient exchange."""
+        """Return a function that makes the context of the micro-batches before a step's last one.
+
+        In this context, ranks do not exchange gradients. Return None if ranks exchange them in every micro-batch.
+        """
         return None
 
 
 class SessionAdapter:
-    """Settings of a session, and results of its runs, that all adapters of other trainers have."""
+    """Base class of the callbacks for other trainers: their settings, and the policy and history of the current run."""
 
     def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
         self.config = checked_config(type(self).__name__, config, policy, overrides)
@@ -114,13 +117,13 @@ class SessionAdapter:
     @property
     def history(self) -> list[dict[str, Any]]:
         """Events of the run: dicts of `step`, `event` ("policy", "tracking", "change", "guard", "memory", "fallback")
-        and the event's figures. A "fallback" counts the steps that left the policy for one reason. A resumed run
-        continues the history of its checkpoint."""
+        and the event's own values. A "fallback" event counts the steps that did not follow the policy for one reason. A
+        resumed run continues the history of its checkpoint."""
         return [] if self.session is None else self.session.history
 
     @property
     def _is_solved(self) -> bool:
-        """True if the user's policy is used from the first step, also if a checkpoint has another one."""
+        """True if the user passed a Policy or a file. This policy is used even if a checkpoint has another one."""
         return isinstance(self._source, (str, Path, Policy))
 
     def __repr__(self) -> str:
@@ -128,9 +131,10 @@ class SessionAdapter:
 
 
 def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, Any]) -> AdaccConfig:
-    """Return `config` with `overrides`.
+    """Return `config` with `overrides` of its fields. A `config` of None means the defaults.
 
-    Raises TypeError if `config` is no AdaccConfig, or `policy` is no Policy, path or function.
+    Raises TypeError, whose message names the class `owner`, if `config` is not an AdaccConfig, or if `policy` is not a
+    Policy, path or function.
     """
     if config is not None and not isinstance(config, AdaccConfig):
         raise TypeError(

@@ -29,7 +29,7 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     - A saved tensor with a reference outside the block (`Value.is_kept`) stays live, and the second forward computes a
       second copy.
     - The second forward stops at the last saved tensor (early stop of `torch.utils.checkpoint`). An operator saves its
-      inputs before it runs, so that the matrix product at the end of a block is not computed again.
+      inputs before it runs. Therefore the matrix product at the end of a block is not computed again.
     - If a block cannot be replayed, its whole backward was measured under torch's checkpoint.
     """
     plain = plain_plan(kind)
@@ -73,7 +73,7 @@ def rerun_ms(kind: KindProfile) -> float:
 
 
 def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
-    """Return the live bytes at each moment of a checkpointed forward, which encodes some of its inputs at the end."""
+    """Return the live bytes at each moment of a checkpointed forward, which encodes compressed inputs at the end."""
     externally_held = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
     # The measured forward frees a value at its death. Inputs and externally held values stay, and count from there on.
     nbytes = {value.index: value.nbytes for value in [*kind.inputs, *externally_held]}

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 DECODED_CACHE_UNPACKS = 4
-"""Number of unpacks for which the executor caches a decoded value: the value is freed if none of the next unpacks reads
-it. The slots of one operator are unpacked one after the other, followed by the slots of its neighbour. A mask that a
-replay reads at the start of backward and autograd at the end is decoded twice, instead of taking 32 times its payload
-in the whole backward."""
+"""Number of unpacks for which the executor caches a decoded value. If none of these unpacks reads the value, the value
+is freed. The slots of one operator are unpacked one after the other, followed by the slots of its neighbour. A mask
+that a replay reads at the start of backward and autograd at the end is decoded twice, instead of taking 32 times its
+payload in the whole backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,8 @@ class BlockWalk:
     - A payload is decoded just before its use, and decoded again for a much later use.
     - A replayed or decoded value is freed after its last use, and not before autograd has released all its slots.
     - For an autograd Function written in Python, a tensor that a replay reads is copied, because the Function's
-      backward
-      may write into the tensor. No copy is made if no other reference remains after the unpack. The copy is freed when
-      autograd releases the slot.
+      backward may write into the tensor. No copy is made if no other reference remains after the unpack. The copy is
+      freed when autograd releases the slot.
     - A recomputed value that repeats an earlier activation reads the earlier activation.
     - A replayed operator that draws random numbers restores a generator's state that forward stored.
 
@@ -89,7 +88,7 @@ class BlockWalk:
         self.held_inputs = frozenset(held_inputs)
         self.choices = dict(plan.choices)
         self._twins: frozenset[int] = frozenset()
-        """Earlier activations that recomputed equal values are read from."""
+        """Activations that backward reads in place of later values with the same bits."""
         if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
             twins = {v: twin for v, twin in kind.equal.items() if not self._is_stored_activation(v)}
             kind = kind.with_merged_values(twins)

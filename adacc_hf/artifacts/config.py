@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 TRACKING_NAMES = ("exponential", "off")
 MIN_BUDGET_BYTES = 64 * 1024
-"""Smallest budget in bytes. No model trains in less: a smaller number is a fraction or a size whose unit was
-forgotten."""
+"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is a fraction, or a size without its
+unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,9 @@ class AdaccConfig:
     memory saved."""
     profile_steps: int = 2
     """Training steps, 1 to 1000, run under torch's checkpoint before a batch is profiled, if the first batch cannot be
-    profiled before its step: it does not call all blocks, parameters are sharded over ranks, several ranks have
-    SyncBatchNorm, or a torch profiler is active on a CPU. Use at least 2 with a budget in bytes, because the first
-    optimizer step allocates the optimizer's state."""
+    profiled before the first step. Reasons: the batch does not call all blocks, parameters are sharded over ranks,
+    several ranks have SyncBatchNorm, or a torch profiler is active on a CPU. Use at least 2 with a budget in bytes,
+    because the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
     for the same tape, shapes, dtypes, device, versions and settings. The codec errors are then from the data of the
@@ -83,12 +83,12 @@ class AdaccConfig:
     """Head: the way the output layer and the loss run. "plain": with whole logits. "chunked": logits are computed for
     one chunk of tokens at a time, and loss and gradients differ only by the order of sums. "auto": chunked if the
     budget cannot be met otherwise, or if chunked is faster. "auto" considers the chunked head only if "compress" is
-    allowed, because the chunked head is not bit-equal. "auto" measures both heads, so that the first steps and the
-    profile need the memory of whole logits; "chunked" never allocates whole logits."""
+    allowed, because the chunked head is not bit-equal. "auto" measures both heads. The first steps and the profile
+    therefore need the memory of whole logits. "chunked" never allocates whole logits."""
     max_error: float | None = None
     """Largest relative L2 round-trip error of a compressed activation, and largest relative error of a sampled block's
     gradient, up to 1e6. If a tracking step measures a larger error, the activation is promoted to INT8, or not
-    compressed any more. None sets no limit of its own: only the fixed one of 25 % for gradients holds. 0 allows
+    compressed any more. With None, only the fixed limit of 25 % for gradients applies. 0 allows
     lossless codecs only."""
     solver_gap: float = 0.0
     """Relative optimality gap of the integer programs, 0 to 1, as a part of the overhead. 0 requires a proof of
@@ -99,8 +99,8 @@ class AdaccConfig:
     at the limit, the policy depends on the machine's load."""
     guard: bool = True
     """True to measure gradient errors at tracking steps, and to check gradients after loss spikes. If the gradient of a
-    sampled block has a relative error above 0.25, the codecs that cause the error, as few as possible, are switched off
-    for these activations in all blocks of the kind."""
+    sampled block has a relative error above 0.25, as few codecs as possible are switched off, for the same activations
+    in all blocks of the kind."""
     guard_blocks: int = 1
     """Number of blocks, 0 to 1000, whose gradient a tracking step compares with an uncompressed backward. Blocks take
     turns. A comparison costs two forwards and backwards of one block, and, for a gradient above its limit, up to two
@@ -111,8 +111,8 @@ class AdaccConfig:
     their noise. After a spike, codecs that degrade the gradient of any kind of block are switched off, as under
     `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are spikes."""
     takeover_steps: int = 1
-    """Optimizer steps, 0 to 1000, from a tracking step to the switch to the policy solved from its measurements. 0
-    waits for the solver at once. Large values train longer under the old policy."""
+    """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from the step's
+    measurements. 0 waits for the solver at once. Large values train longer under the old policy."""
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
     logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
@@ -121,7 +121,7 @@ class AdaccConfig:
     retry_out_of_memory: bool = True
     """True to retry a step that ran out of memory once under a tighter policy, if a retry is possible."""
     block_classes: tuple[str, ...] | None = None
-    """Class names of the modules to treat as blocks; None takes every GradientCheckpointingLayer of Transformers."""
+    """Class names of the modules to treat as blocks. None selects every GradientCheckpointingLayer of Transformers."""
 
     def __post_init__(self) -> None:
         for name in ("actions", "codecs", "tracked_modules", "block_classes"):

@@ -30,7 +30,7 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
     `smallest_budget_bytes` is the smallest budget of a policy that the solver found, in the unit of the budget: peak
     bytes of a step for an absolute budget, stored bytes for a fraction. `bound_bytes` is a lower bound for every
-    policy, equal to `smallest_budget_bytes` if that is proven to be the minimum. `least` is the policy with the
+    policy, equal to `smallest_budget_bytes` if no smaller budget is feasible. `least` is the policy with the
     smallest budget, if the solver raised the error.
     """
 
@@ -55,7 +55,7 @@ class NoBlocksError(AdaccError, ValueError):
 
 
 class UncalledBlocksError(AdaccError, ValueError):
-    """The batch did not call every block, so that no policy for all blocks can be solved from its profile."""
+    """The batch did not call every block, so the batch's profile is not sufficient for a policy of all blocks."""
 
 
 class PolicyMismatchError(AdaccError, RuntimeError):
@@ -63,11 +63,11 @@ class PolicyMismatchError(AdaccError, RuntimeError):
 
 
 class TapeMismatchError(AdaccError, RuntimeError):
-    """A block differs from its tape."""
+    """A block call differs from the block's recorded tape."""
 
 
 class SavedTensorMismatchError(TapeMismatchError):
-    """Autograd saved another tensor in a call than recorded in the block's tape."""
+    """In a block call, autograd saved another tensor than recorded on the block's tape."""
 
 
 class ProfilerConflictError(AdaccError, RuntimeError):
@@ -104,4 +104,4 @@ class FakeDeviceError(AdaccError, RuntimeError):
 
 
 class NoEstimateError(Exception):
-    """The profile of a batch cannot be predicted from a few of its samples, for the reason in the message."""
+    """The profile of a batch cannot be predicted from small parts of the batch, for the reason in the message."""

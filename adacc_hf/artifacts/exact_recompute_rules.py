@@ -9,7 +9,7 @@ branches are near each other too.
 A statistic is a tensor with one number per row of another tensor, such as the standard deviation of a norm. If a codec
 sets nearly all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the whole gradient
 of the row. So if the rows are stored lossily, their statistics are stored too. If the rows themselves are recomputed,
-statistics of the recomputed rows match better.
+statistics of the recomputed rows are used, because these match the rows.
 
 Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element is dropped by chance and by
 magnitude), and no recorded operator shows the dependence. The outputs count as index values.
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 DEGRADED_ERROR = 0.25
 """Relative error above which the gradient of a block or an operator counts as degraded by compression. INT4 causes
-about 0.1 (0.15 under eager attention). Errors grow from block to block, so that the error of the model's whole gradient
-may be far larger than the error of each block."""
+about 0.1 (0.15 under eager attention). Errors grow from block to block. The error of the model's whole gradient may
+therefore be far larger than the error of each block."""
 
 
 def index_values(
@@ -36,10 +36,11 @@ def index_values(
     lossy: Collection[int],
     stored: Collection[int],
 ) -> frozenset[int]:
-    """Return the values that must not be recomputed if the values in `lossy` are stored lossily.
+    """Return the index values of a block that must not be recomputed if the values in `lossy` are stored lossily.
 
-    `operators` are (inputs, outputs) of each operator in order. `is_index` returns True for a value with indices.
-    Values computed from an index that is not in `stored` cannot be recomputed either (rule R14).
+    `operators` has the (inputs, outputs) of each operator in order. `is_index` returns True if a value contains
+    indices. A replay cannot read such an index value unless the value is in `stored` (rule R14). Otherwise, all values
+    computed from the index value are part of the result too.
     """
     inexact, forbidden = set(lossy), set[int]()
     for inputs, outputs in operators:
@@ -61,12 +62,13 @@ def is_function(name: str) -> bool:
 
 
 def is_index(dtype: str) -> bool:
-    """Return True for integers of 16 bits or more. Integers of one byte are quantized codes or booleans."""
+    """Return True if a tensor of this dtype may contain indices. Integers of one byte are quantized codes or
+    booleans."""
     return dtype.lstrip("u") in ("int16", "int32", "int64")
 
 
 def is_statistic(size: Sequence[int]) -> bool:
-    """Return True if a value of this size has one number per row."""
+    """Return True if a value of shape `size` has one number per row."""
     return tuple(size[-1:]) == (1,)
 
 
@@ -75,8 +77,8 @@ def source_activations(
 ) -> frozenset[int]:
     """Return the nearest activations from which a replay computes `value`.
 
-    If `value` is a statistic, such as a norm's standard deviations, this is the tensor whose rows it describes. `reads`
-    returns the inputs of the operator that computes a value.
+    For a statistic, such as a norm's standard deviations, the result is the tensor whose rows the statistic describes.
+    `reads` returns the inputs of the operator that computes a value.
     """
     return frozenset(walk_back(reads(value), lambda v: None if is_activation(v) else reads(v))[0])
 
@@ -91,7 +93,8 @@ def upstream_activations(
 def walk_back(starts: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
     """Walk a graph from `starts` to the inputs. Return (nodes at which the walk ends, nodes passed), in visiting order.
 
-    `reads` returns the inputs of a node, and None if the walk ends at the node. Inputs returned before may be left out.
+    `reads` returns the inputs of a node, and None if the walk ends at the node. `reads` may leave out inputs that it
+    returned before.
     """
     ends: dict[T, None] = {}
     passed: dict[T, None] = {}

@@ -61,11 +61,11 @@ def read_json(path: str | Path, error_class: type[Exception], file_type: str) ->
 
 
 class RecordFolder:
-    """JSON records by name, each in a file of its own in `folder`.
+    """Folder of JSON records, each in a file of its own.
 
-    Files are written atomically, so that several processes may use the folder at the same time. The first `put` creates
-    the folder. A file that is not a record of this `version` raises `error_class`. `record_type` is part of the file
-    names.
+    Files are written atomically. Several processes may therefore use the folder at the same time. The first `put`
+    creates the folder. A file that is not a record of this `version` raises `error_class`. `record_type` is part of the
+    file names.
     """
 
     def __init__(self, folder: Path, record_type: str, version: int, error_class: type[Exception]) -> None:
@@ -115,7 +115,7 @@ SEARCHED_FILE = "adacc_searched_prices.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
 COMPILED_FILE = "adacc_compiled.json"
-"""The policy of a run with `torch_compile=True`."""
+"""File with the policy of a run with `torch_compile=True`."""
 
 
 # Bounded caches, so that a long run needs no more memory than a short one.

@@ -30,7 +30,7 @@ class Outcome:
     """Time of replay, encoding and decoding in all blocks (the paper's equation 4), plus the time of the head minus the
     time of the plain head. Negative if a faster head saves more than the blocks cost."""
     timeline: tuple[tuple[str, int], ...]
-    """(label of the running part, live bytes) of each moment of the step, in order."""
+    """(label of the running part of the step, live bytes) of each simulated moment, in order."""
 
     @cached_property
     def peak_label(self) -> str:
@@ -69,7 +69,7 @@ def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome
 
 
 class EarlierBlocks(NamedTuple):
-    """Bytes stored by the blocks of a step before a certain block."""
+    """Sums of the bytes stored by the first blocks of a simulated step, up to a certain block."""
 
     stored_bytes: int = 0
     live_bytes: int = 0
@@ -78,7 +78,7 @@ class EarlierBlocks(NamedTuple):
     """Shared tensors that the blocks' replays read."""
 
     def with_block(self, outcome: BlockOutcome) -> EarlierBlocks:
-        """Return the sum with one more block."""
+        """Return the sums with the next block added, which has `outcome`."""
         return EarlierBlocks(
             self.stored_bytes + outcome.stored_bytes,
             self.live_bytes + outcome.live_bytes,
@@ -86,7 +86,8 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes live in (forward, backward) of the next block, the `index`-th, without its own bytes."""
+        """Return the bytes live in (forward, backward) of the next block, the `index`-th, without that block's own
+        bytes."""
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)

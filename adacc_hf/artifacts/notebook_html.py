@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 ACTION_COLORS = {"retain": "#0072B2", "compress": "#E69F00", "recompute": "#D5D9DE"}
 """Blue, orange and light grey, distinguishable by colour-blind readers and, by lightness, in grey prints."""
 TEXT_COLORS = {"retain": "#fff", "compress": "#1f2328", "recompute": "#1f2328"}
-"""Text on these colours, readable on light and dark pages alike."""
+"""Text colours on `ACTION_COLORS`, readable on light and dark pages."""
 
 CELL = "padding:2px 10px;text-align:{side};border-bottom:1px solid rgba(128,128,128,0.4);white-space:nowrap"
 MAX_ROWS = 60
-"""Most rows of a table. A block with more activations is cut there, with a last row that says so."""
+"""Maximum number of rows in a table. If a block has more activations, a last row gives the number left out."""
 
 
 def table_html(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> str:
-    """Return a table. Cells are HTML, headers are text. Columns with a header in `numbers` are right-aligned."""
+    """Return an HTML table. Cells are HTML, headers are text. Columns with a header in `numbers` are right-aligned."""
     sides = ["right" if header in numbers else "left" for header in headers]
     head = "".join(_cell("th", side, escape(header)) for side, header in zip(sides, headers, strict=True))
     body = "".join(
@@ -39,19 +39,19 @@ def table_html(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: C
 
 
 def action_html(choice: Choice) -> str:
-    """Return the action as text on its colour."""
+    """Return HTML for an action: the name of the action on the action's colour."""
     name = choice.action.value
     style = f"background:{ACTION_COLORS[name]};color:{TEXT_COLORS[name]};padding:1px 7px;border-radius:4px"
     return f'<span style="{style}">{escape(str(choice))}</span>'
 
 
 def policy_html(policy: Policy) -> str:
-    """Return a description of a policy and the table of its plans."""
+    """Return HTML with a description of a policy and a table of its plans."""
     return paragraph(policy.describe()) + plans_html(policy)
 
 
 def plans_html(policy: Policy) -> str:
-    """Return a table of a policy's plans: their blocks, and the number of activations with each action."""
+    """Return an HTML table of a policy's plans: their blocks, and the number of activations with each action."""
     rows = []
     for index, plan in enumerate(policy.plans):
         names = [name for name, plan_index in policy.blocks if plan_index == index]
@@ -65,7 +65,7 @@ def plans_html(policy: Policy) -> str:
 
 
 def policy_map_html(policy: Policy, profile: Profile) -> str:
-    """Return a table per kind of block: the rows are activations, the columns are plans with the names of their blocks.
+    """Return an HTML table for each kind of block. Rows are activations, and columns are plans, named by their blocks.
 
     `policy` and `profile` belong together (`reports.explain.check_belongs`).
     """
@@ -93,7 +93,7 @@ def policy_map_html(policy: Policy, profile: Profile) -> str:
 
 
 def profile_html(profile: Profile) -> str:
-    """Return a table of the figures of a profile, and a table of its kinds of blocks."""
+    """Return HTML with a table of a profile's main metrics, and a table of its kinds of blocks."""
     figures: Mapping[str, str] = {
         "stored for backward by plain training": format_bytes(profile.plain_stored_bytes),
         "live before a step: parameters, optimizer, batch": format_bytes(profile.static_bytes),

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
-    """Return the plan that checkpoints a block of `kind` and compresses inputs. `codecs` has the choice by value index.
+    """Return the plan that checkpoints a block of `kind` and compresses inputs. `codecs` has the codec of each
+    compressed input, by value index.
 
     Return None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
     """
@@ -37,7 +38,7 @@ def plain_plan(kind: KindProfile) -> Plan:
 
 
 def recompute_plan(kind: KindProfile) -> Plan:
-    """Return the plan that recomputes all recomputable values, or that checkpoints a block that cannot be replayed."""
+    """Return the plan that recomputes all recomputable values. A block that cannot be replayed is checkpointed."""
     return uniform_plan(kind, Action.RECOMPUTE, None)
 
 

@@ -1,7 +1,7 @@
 """A policy: one action for every activation of every block, stored in frozen dataclasses. This module imports no torch.
 
 A `Plan` has the actions of one block. Blocks with the same actions share a plan. The file of a policy is JSON with a
-version and, for each plan, the digest of the block's tape, so that a policy cannot be applied to another model.
+version and, for each plan, the digest of the block's tape. A policy therefore cannot be applied to another model.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ RECOMPUTE = Choice(action=Action.RECOMPUTE)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The actions of one block of the kind `kind` (its tape's digest): one choice per activation, by value index."""
+    """The actions of one block: one choice per activation, by value index. `kind` is the digest of the block's tape."""
 
     kind: str
     choices: tuple[tuple[int, Choice], ...]
@@ -117,12 +117,12 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """True if all activations are retained, so that the block runs unchanged."""
+        """True if all activations are retained. The block then runs unchanged."""
         return not self.is_checkpointed and all(choice.action is Action.RETAIN for _, choice in self.choices)
 
     @property
     def block_action(self) -> BlockAction:
-        """Action on the whole block that this plan amounts to."""
+        """Action on the whole block that follows from this plan."""
         if self.is_checkpointed:
             return BlockAction.CHECKPOINT
         return BlockAction.PLAIN if self.is_plain else BlockAction.REPLAY
@@ -139,10 +139,10 @@ class Policy:
     """
 
     plans: tuple[Plan, ...]
-    """Distinct plans of this policy."""
+    """Plans of this policy, each listed once."""
     blocks: tuple[tuple[str, int], ...]
     """(name of the call, index of its plan) of each block call in a step, in forward order. The name is the block's
-    module path, and "path#2" for the block's second call."""
+    module path. The name of the block's second call is "path#2"."""
     predicted_stored_bytes: int
     """Bytes stored by forward for backward, storages counted once, with the model's embedding and head."""
     predicted_peak_bytes: int
@@ -190,7 +190,7 @@ class Policy:
         return counts
 
     def _num_masks(self) -> int:
-        """Return the number of compressed activations that are masks stored as bits, over all block calls."""
+        """Return the number of masks that are stored as bits, over all block calls."""
         codecs = [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
         if not codecs:
             return 0
@@ -220,7 +220,7 @@ class Policy:
         return f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{head}"
 
     def describe(self) -> str:
-        """Return the summary, with the bytes that plain training stores if a solver made the policy."""
+        """Return the summary, and the bytes that plain training stores if the solver set this fact."""
         plain_bytes = dict(self.facts).get("plain_stored_bytes")
         plain = "" if plain_bytes is None else f"; plain training stores {format_bytes(plain_bytes)}"
         return f"{self.summary()}{plain}"

@@ -18,7 +18,7 @@ import numpy as np
 Sizes = tuple[int, ...]
 """The independent sizes of one call (see `independent_sizes`)."""
 Column = tuple[int, ...]
-"""The values that one number has in all calls, in the order of the calls: a column of a table with a row per call."""
+"""Values of one number in all calls, in the order of the calls."""
 
 MAX_DEGREE = 3
 """Maximum number of sizes multiplied in one product. Attention scores have batch x tokens x tokens elements."""
@@ -85,9 +85,9 @@ class Basis:
     def fit(self, column: Column) -> Polynomial | None:
         """Return the polynomial with the fewest terms that is exact in every call. Return None if there is no fit.
 
-        A sum of n products needs n + 1 calls, so that one call checks the sum. A sum of three products with a negative
-        factor needs five calls, because one of the many combinations may fit four calls by chance. Sums of bytes have
-        no negative factors.
+        A sum of n products needs n + 1 calls, because one call must check the sum. A sum of three products with a
+        negative factor needs five calls, because one of the many combinations may fit four calls by chance. Sums of
+        bytes have no negative factors.
         """
         if len(set(column)) == 1:
             return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
@@ -162,7 +162,7 @@ def _exponents(num_sizes: int) -> list[tuple[int, ...]]:
 
 
 def _fit_single_product(values: Column, column: Column, place: int) -> Polynomial | None:
-    """Return `column` as one factor times `values`, the product with index `place`. Return None if there is no fit.
+    """Fit `column` as one factor times `values`, the product with index `place`. Return None if there is no fit.
 
     The factor may be a fraction, as for half of the tokens.
     """
@@ -206,8 +206,8 @@ def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | N
 def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     """Return the indices of the sizes that vary independently. Return None if there are more than MAX_SYMBOLS.
 
-    Every other size is constant, or a polynomial of the independent sizes before that size. Two sizes may be related by
-    chance in `calls`. The first call without the relation reveals the independence.
+    Every other size is constant, or a polynomial of the independent sizes at lower indices. If two sizes are related
+    by chance in `calls`, one of them is missing from the result until a call without the relation is added.
     """
     places: list[int] = []
     basis = Basis([()] * len(calls))

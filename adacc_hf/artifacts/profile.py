@@ -36,7 +36,7 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOption:
-    """One codec for an activation, with its cost as measured on the profiled data."""
+    """One codec that may compress an activation, with the codec's cost, measured on the profiled data."""
 
     codec: str
     options: tuple[tuple[str, Any], ...]
@@ -71,30 +71,33 @@ class Value:
     saved: bool
     """True if autograd saves the value in this block."""
     activation: bool
-    """True if a policy has an action for the value: autograd saves it in this block alone, or it is the block input."""
+    """True if a policy has an action for the value: a value that only this block saves, or the block input."""
     shared: int | None
-    """Index into `Profile.shared` of an input that other blocks or the caller also hold. The input is always live."""
+    """Index into `Profile.shared` of an input that other blocks or the caller also hold, and that is therefore always
+    live. None for all other values."""
     recomputable: bool
     """True if a replay from stored values was verified to be bit-exact (rule R7)."""
     role: str
     """Class of tensor for codec selection (paper, section 3.2): linear, norm, activation, qkv, softmax, mask, input,
     parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
     cached: bool = False
-    """True for a cast parameter in autocast's cache, which lives until the end of the model's forward."""
+    """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
+    cache, or a value that a module or an autograd Function references."""
     is_kept: bool = False
-    """True if a reference outside the block also keeps the value alive: an output that the next block saves, or a cast
-    parameter."""
+    """True if a reference outside the block's slots also keeps the value alive: an output that another block or the
+    rest of the model holds, a cast parameter in autocast's cache, or a value that a module or autograd Function
+    references."""
     codecs: tuple[CodecOption, ...] = ()
     equal_to: int | None = None
     """Index of an earlier activation with the same bits, from the same operator and input. With RECOMPUTE, backward
-    reads the earlier activation instead."""
+    reads the earlier activation instead. None if there is no such activation."""
     replay_error: float = 0.0
     """Largest relative gradient error of an operator if the value is recomputed from activations that lossy codecs
     compressed. 0 if not measured."""
     taken_after: int = 0
-    """For a generator's state: number of slots that autograd has filled when the block saves the state."""
+    """For a random generator's state: number of saved-tensor slots that are filled before the block saves the state."""
     place: Place = ()
-    """For a block input: its place among the arguments of a call."""
+    """For a block input that codecs can encode: its place among the arguments of a call. Otherwise ()."""
     too_coarse: tuple[tuple[str, float], ...] = ()
     """Excluded codecs, each with the relative error that it causes in the gradient of an operator."""
 
@@ -115,7 +118,8 @@ class Value:
 
     @property
     def is_far_recomputed(self) -> bool:
-        """True if a replay from lossily compressed activations would degrade a gradient."""
+        """True if `replay_error` is above DEGRADED_ERROR: a replay from lossily stored activations would degrade a
+        gradient."""
         return self.replay_error > DEGRADED_ERROR
 
 
@@ -142,7 +146,7 @@ class ForwardEvent:
 
     The event is the start of the forward, the first save of a value for backward, or the release of the last reference
     to a value except autograd's. If the rest of the model runs before the next block call, the events of the rest are
-    appended. `value` is -1 for the start and for events of other calls or of the rest.
+    appended. `value` is -1 for the start, and for events of other calls or of the rest. `death` is True for a release.
     """
 
     value: int
@@ -153,7 +157,7 @@ class ForwardEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardEvent:
-    """One moment of a block's backward: autograd unpacks a slot, or releases it."""
+    """One event of a block's backward: autograd unpacks a saved-tensor slot, or releases the slot."""
 
     slot: int
     release: bool
@@ -164,13 +168,14 @@ class BackwardEvent:
 
 
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
-    """Return the slots in the order in which backward first unpacks each."""
+    """Return the saved-tensor slots in the order in which backward first unpacks each slot."""
     return tuple(dict.fromkeys(event.slot for event in events if not event.release))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindProfile:
-    """A tape with costs. Blocks of the same class, parameter shapes and recorded operators are of one kind."""
+    """Profile of one kind of block. Blocks of the same class, parameter shapes and recorded operators are of one
+    kind."""
 
     digest: str
     block_class: str
@@ -185,27 +190,27 @@ class KindProfile:
     forward_ms: float
     """Sum of the operators' times."""
     held: tuple[int, ...] = ()
-    """Indices into `Profile.shared` of the tensors that a block keeps alive for backward only if its replay reads them.
-    Memory was measured under full recomputation, whose replay reads all of them."""
+    """Indices into `Profile.shared` of the tensors that a block keeps alive for backward only if the block's replay
+    reads them. Memory was measured under full recomputation, in which replay reads all these tensors."""
     given: tuple[int, ...] = ()
     """Indices into `Profile.shared` of the arguments of a call, used or not. Torch's checkpoint keeps them alive."""
     copied_slots: tuple[int, ...] = ()
-    """Slots of autograd Functions written in Python. Their backward may write into its saved tensors, so that it gets a
-    copy of each tensor that a replay reads (rule R6)."""
+    """Slots of autograd Functions written in Python. Their backward may write into saved tensors, and gets a copy of
+    each tensor that a replay reads (rule R6)."""
     untrusted: str | None = None
-    """Reason why the block's operators cannot be replayed; None if they can. If not, all saved tensors form one
-    activation of role WHOLE: a plain block retains it, and torch's checkpoint recomputes it."""
+    """Reason why the block's operators cannot be replayed, or None if replay is possible. Without replay, all saved
+    tensors form one activation of role WHOLE, which a plain block retains and torch's checkpoint recomputes."""
     block_actions: tuple[BlockAction, ...] = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     """Allowed actions for the whole block. Torch's checkpoint is allowed if a replay of all operators was bit-exact, or
     if no operator can be replayed. Collective operators must run again on all ranks or on none."""
     elsewhere_bytes: int = 0
-    """Bytes of cast parameters that the block saves and an earlier call computed. Autocast's cache has these casts, and
-    a second forward computes them again."""
+    """Bytes of cast parameters that the block saves and an earlier call computed. Autocast's cache has these casts. The
+    second forward of torch's checkpoint computes the casts again."""
     generator_bytes: int = 0
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
     untraced: str | None = None
-    """Reason why Dynamo cannot trace the block's Python completely. Each call is then compared with its tape, operator
-    by operator. None if guards can check that a call runs the recorded operators."""
+    """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
+    operator by operator. None if guards can check that a call runs the recorded operators."""
 
     @cached_property
     def activations(self) -> tuple[Value, ...]:
@@ -224,7 +229,7 @@ class KindProfile:
 
     @cached_property
     def equal(self) -> dict[int, int]:
-        """Map from each value that repeats an earlier activation to the earlier one, by index."""
+        """Map from each value with the same bits as an earlier activation to this activation, by value index."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
     def index_values(self, lossy: Collection[int]) -> frozenset[int]:
@@ -292,7 +297,10 @@ class KindProfile:
         return self.values[value].activation
 
     def exactness_dependents_of(self, lossy: Collection[int]) -> frozenset[int]:
-        """Return the activations that must not be recomputed if the values in `lossy` are stored lossily."""
+        """Return the saved activations that must not be recomputed if the values in `lossy` are stored lossily.
+
+        See `exactness_dependents`.
+        """
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
 
     def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
@@ -314,7 +322,8 @@ class KindProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One call of a block in a step: its kind, and the live bytes when its forward and its backward start."""
+    """One block call in the profiled step: the kind, and the live bytes when forward and backward of the block
+    start."""
 
     name: str
     """Module path of the block. The second call in the step is "path#2", and so on."""
@@ -331,7 +340,7 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A tensor that several blocks read, or that the rest of the model also saves. Live once, under every policy."""
+    """A tensor that several blocks read, or that the rest of the model also holds. The bytes count once."""
 
     name: str
     nbytes: int
@@ -394,7 +403,8 @@ class Profile:
     """Peak in bytes of gradient clipping and the optimizer step. 0 if profiled without an optimizer."""
     measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = ()
     """(shapes, numbers) of the batch, then of other measured sizes. The numbers are all numbers of this profile that
-    depend on the shapes. If no other size was measured, only the batch's shapes, with no numbers. See size_model.py.
+    depend on the shapes. If no other size was measured, the only entry has the batch's shapes and no numbers. See
+    size_model.py.
     """
 
     @property
@@ -408,7 +418,7 @@ class Profile:
         return (self.head, *(head.name for head in self.other_heads))
 
     def with_head(self, name: str) -> Profile:
-        """Return the profile of the same model with the head `name`, which runs the output layer and the loss.
+        """Return a copy for the head `name`, which runs the output layer and the loss.
 
         Raises ValueError if this head was not profiled.
         """
@@ -435,7 +445,7 @@ class Profile:
         )
 
     def without_codecs_below(self, nbytes: int) -> Profile:
-        """Return this profile with no codecs for activations of fewer bytes."""
+        """Return a copy without codecs for activations of fewer than `nbytes` bytes."""
 
         def limited(value: Value) -> Value:
             return replace(value, codecs=()) if value.codecs and value.nbytes < nbytes else value
@@ -499,8 +509,8 @@ class Profile:
 
     @cached_property
     def base_shared(self) -> tuple[frozenset[int], ...]:
-        """Shared tensors included in each block's `backward_base_bytes` because replays of blocks up to the block read
-        them under full recomputation. The last entry also applies to the loss's backward."""
+        """Shared tensors that each block's `backward_base_bytes` includes. Under full recomputation, replays of this
+        block and of earlier blocks read these tensors. The last entry also applies to the loss's backward."""
         return tuple(accumulate((frozenset(self.kind_of(block).held) for block in self.blocks), frozenset.union))
 
     def unread_shared_bytes(self, block: int, read: Set[int]) -> int:
@@ -520,7 +530,8 @@ class Profile:
         return sum(shared.nbytes for index in extra if not (shared := self.shared[index]).saved) if extra else 0
 
     def head_peaks(self, read: Set[int]) -> tuple[int, int]:
-        """Return `outside_peak_bytes` and `loss_peak_bytes` if replays read no shared tensors but those in `read`."""
+        """Return `outside_peak_bytes` and `loss_peak_bytes` under a policy whose replays read the shared tensors
+        `read`."""
         base, unread = self.unread_shared_bytes(-1, frozenset()), self.unread_shared_bytes(-1, read)
         extra = self.extra_shared_bytes(-1, read)
         # The tensors that are read add at most their bytes to the peak without any of the shared tensors.
@@ -620,7 +631,7 @@ def _value_from_json(record: dict[str, Any]) -> Value:
 
 
 def codec_option_from_json(record: dict[str, Any]) -> CodecOption:
-    """Return the codec option of a record, which JSON or `asdict` produced."""
+    """Convert a dictionary from a JSON file or from `asdict` to a codec option."""
     return CodecOption(**{**record, "options": _pairs(record["options"])})
 
 

@@ -27,14 +27,15 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 NumberMap = Callable[[int], int]
 
 SIZE_CLASS_RATIO = 1.25
-"""Ratio of neighbouring size classes. A smaller ratio would use more of the budget, and need more policies."""
+"""Ratio of the sizes of neighbouring size classes. With a smaller ratio, policies use more of the budget, but a run
+needs more policies."""
 
 MIN_SHARE_FOR_LINES = 0.75
 """Minimum part of a batch's elements that grows with all independent sizes (samples and length). Below this part,
 memory is not interpolated over the number of elements."""
 
 MAX_EXACT_SIZE = 16
-"""Sizes up to this one are not rounded: each is a size class of its own."""
+"""Sizes up to this number are not rounded. Each of these sizes is a size class of its own."""
 
 
 def size_dependent_numbers(profile: Profile) -> list[int]:
@@ -105,7 +106,7 @@ class SizeModel:
 
     @property
     def uncertainty(self) -> float:
-        """Largest relative amount by which a peak may exceed its prediction.
+        """Largest relative amount by which a measured peak may exceed the predicted peak.
 
         A peak is the maximum of several sums, and is predicted by a line. More than two independent sizes (samples, and
         the lengths of a pair of texts) make more terms than the measured batches can separate.
@@ -130,8 +131,8 @@ class SizeModel:
     def size_class(self, shapes: Shapes) -> Shapes | None:
         """Return the shapes of the size class of `shapes`, the upper bound of all batches in the class.
 
-        Neighbouring classes differ by SIZE_CLASS_RATIO. Return None for a batch of other tensors, or if the sizes are
-        related to each other in another way than in the measured batches.
+        Neighbouring classes differ by SIZE_CLASS_RATIO. Return None if the batch has other tensors than the measured
+        batches, or if its sizes are not related to each other as in the measured batches.
         """
         ranks = {name: len(size) for name, size in self._shapes}
         shapes = tuple((name, size) for name, size in shapes if name in ranks)  # the Trainer's batch may have more
@@ -186,7 +187,8 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
 
 
 class _Exact:
-    """A number that is a polynomial of the sizes; its measured value where the polynomial is not an integer."""
+    """Rule for a number that is a polynomial of the sizes. If the result is not an integer, return the measured
+    number."""
 
     def __init__(self, polynomial: Polynomial, measured: int) -> None:
         self._polynomial, self._measured = polynomial, measured
@@ -197,7 +199,7 @@ class _Exact:
 
 
 class _LeastSquares:
-    """A number approximated by a sum of products of sizes, plus the largest shortfall of the fit."""
+    """Rule for a number approximated by a sum of products of sizes, plus the largest shortfall of the fit."""
 
     def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
         self._terms, self._shortfall = terms, shortfall
@@ -207,7 +209,7 @@ class _LeastSquares:
 
 
 class Interpolation:
-    """A number interpolated linearly over the elements of the measured batches."""
+    """Rule for a number interpolated linearly over the numbers of elements of the measured batches."""
 
     def __init__(self, points: Sequence[tuple[int, int]]) -> None:
         maxima: dict[int, int] = {}
@@ -218,8 +220,8 @@ class Interpolation:
         smaller = [point for point in self._points if point[0] * SIZE_CLASS_RATIO <= largest] or self._points[:1]
         high = max(number for num_elements, number in self._points if num_elements >= smaller[-1][0])
         self._line = smaller[-1], (largest, high)
-        """Two points of the line above the largest size. They are not two close sizes, such as 3 x 88 and 2 x 129
-        tokens, which differ by the shape of the batch more than by its size: a line through them may fall."""
+        """Two points of the line for sizes above the largest. The two sizes are not close to each other: sizes such as
+        3 x 88 and 2 x 129 tokens differ more in shape than in size, and a line through their points may fall."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
         points = self._points
@@ -238,7 +240,7 @@ def _round_size(size: int, reference: int) -> int:
     """Return the upper bound of the size class of `size`. `reference` is the upper bound of one of the classes.
 
     Sizes up to MAX_EXACT_SIZE are not rounded, except for 1. A batch of one sample often runs other operators, whose
-    memory is not predicted, and gets the memory of two samples.
+    memory is not predicted. The batch belongs to the class of two samples.
     """
     if size <= MAX_EXACT_SIZE:
         return size if size > 1 or reference == 1 else 2

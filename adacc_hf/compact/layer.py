@@ -33,8 +33,8 @@ def projection(
 
     `seed` has two integers on the CPU: the seed of the group, and the number of the subspace (period). P has Gaussian
     entries of variance 1 / rank, or, if `orthonormal`, orthonormal columns times sqrt(inputs / rank). E[P P^T] is the
-    identity. This is a custom operator, so that compiled and replayed code draws P again. torch's default generators
-    are not used.
+    identity. This function is a custom operator, because compiled and replayed code must draw P again. torch's default
+    generators are not used.
     """
     generator = torch.Generator(device).manual_seed(derive_seed(*seed.tolist()))
     matrix = torch.randn(inputs, rank, generator=generator, device=device)
@@ -55,7 +55,7 @@ def _(seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtyp
 def derive_seed(*parts: object) -> int:
     """Return a seed computed as a hash of `parts`.
 
-    Its lower 32 bits, which the CPU's generator uses, depend on all parts.
+    The seed's lower 32 bits, which the CPU's generator uses, depend on all parts.
     """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
@@ -63,12 +63,13 @@ def derive_seed(*parts: object) -> int:
 class InputGroup:
     """Group of compact layers in one module with the same number of inputs, such as q, k and v.
 
-    They share the projection P. If they read the same input x, they also share z = x P.
+    The layers share the projection P. Layers that read the same input x also share z = x P.
     """
 
     def __init__(self, seed: int, orthonormal: bool) -> None:
         self.seed = torch.tensor([seed, 0])
-        """(seed of the group, period), int64 on the CPU. A tensor, so that replayed code reads the present period."""
+        """(seed of the group, period), int64 on the CPU. The seed is a tensor, because replayed code must read the
+        present period."""
         self.orthonormal = orthonormal
         self._period = 0
         self._last_projection: _Projection | None = None
@@ -78,7 +79,7 @@ class InputGroup:
 
     @property
     def period(self) -> int:
-        """Number of the current subspace. It increases each time another subspace is drawn."""
+        """Number of the current subspace. The number increases each time another subspace is drawn."""
         return self._period
 
     @period.setter
@@ -122,7 +123,7 @@ class _Projection(NamedTuple):
 
 
 class _CompactProduct(torch.autograd.Function):
-    """Product y = x W^T + b of a compact layer. It saves W and the projection z for backward, instead of x."""
+    """Product y = x W^T + b of a compact layer. The product saves W and the projection z for backward, instead of x."""
 
     @staticmethod
     def forward(
@@ -154,10 +155,10 @@ class _CompactProduct(torch.autograd.Function):
 class CompactLayer(nn.Module):
     """Mix-in for linear layers that saves a projection of the input, and computes a gradient for `core` only.
 
-    `core` [outputs, rank] is an additional parameter, which is zero whenever a forward runs. Its gradient is the
-    weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step to
-    the weight. `core` is not in the state_dict. It has memory before the first step, because DDP broadcasts parameters,
-    and during optimizer steps. At all other times it is an expanded zero, which takes no memory.
+    `core` [outputs, rank] is an additional parameter, which is zero whenever a forward runs. The gradient of `core` is
+    the weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step
+    to the weight. `core` is not in the state_dict. It has memory before the first step, because DDP broadcasts
+    parameters, and during optimizer steps. At all other times it is an expanded zero, which takes no memory.
     """
 
     weight: Tensor
@@ -231,7 +232,8 @@ CLASSES: dict[type[nn.Module], type[CompactLayer]] = {nn.Linear: CompactLinear, 
 def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:
     """Convert `layer` to a compact layer in place, and return it.
 
-    It trains in subspaces of dimension `rank`, with the projection of `group`. Its weight no longer gets a gradient.
+    The layer trains in subspaces of dimension `rank`, with the projection of `group`. The weight no longer gets a
+    gradient.
     """
     layer.weight.requires_grad_(False)
     layer.__class__ = CLASSES[type(layer)]  # type: ignore[assignment]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class CompactAdamW(torch.optim.AdamW):
     """AdamW for models with compact layers.
 
-    It steps each layer's `core` [m, r], and adds the step to its weight [m, n].
+    The optimizer steps each layer's `core` [m, r], and adds the step to the layer's weight [m, n].
 
     The moments of `core` have 2 m r numbers per layer. Another subspace is drawn every `update_proj_gap` steps, and the
     moments are kept. Weight decay applies to the weight. The parameter group of the cores has a "scale", and counts its
@@ -100,12 +100,15 @@ class CompactAdamW(torch.optim.AdamW):
             make_plain(self.layers.pop())
 
     def _begin_periods(self) -> None:
-        """Set the number of the subspace (period) that each group of layers uses in the next step."""
+        """Set the period of each compact layer's input group, the number of the subspace in use, for the next step.
+
+        The period increases by one every `update_proj_gap` steps.
+        """
         for group, layer in self._grouped_layers():
             layer.group.period = group.get("steps", 0) // self.update_proj_gap
 
     def _grouped_layers(self) -> Iterator[tuple[dict[str, Any], CompactLayer]]:
-        """Yield (parameter group of its core, layer) for each compact layer whose core this optimizer trains.
+        """Yield (parameter group with the core, layer) for each compact layer whose core this optimizer trains.
 
         A copy of the optimizer that trains other parameters yields nothing.
         """
@@ -207,7 +210,7 @@ class CompactFactory:
 
 
 def parse_rank(text: str) -> float | int:
-    """Parse a rank from the command line: an integer is a number of inputs, a decimal is a fraction of them."""
+    """Parse a rank from the command line: an integer is a number of inputs, a decimal is a fraction of the inputs."""
     return int(text) if text.isdigit() else float(text)
 
 

@@ -2,9 +2,9 @@
 
     torch.compile(model, backend="adacc", options={"memory_budget": 0.5})
 
-`joint_graph` reads the joint forward and backward graph as one kind of block, and `graph_cost` estimates the cost of
-each operator in Inductor's code. `graph_milp` decides with the integer program of `milp`. `compress_pass` inserts the
-codecs into both graphs, where Inductor fuses them with their neighbours.
+`joint_graph` reads the values and operators of the joint forward and backward graph. `graph_cost` estimates the cost
+of each operator in Inductor's code. `graph_milp` decides with the integer program of `solve.milp`. `compress_pass`
+inserts the codecs into the forward and the backward graph, where Inductor fuses them with neighbouring operators.
 """
 
 from adacc_hf.compiler.compiled_policy import CompiledPolicy, RegionPlan

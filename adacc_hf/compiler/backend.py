@@ -1,4 +1,4 @@
-"""The torch.compile backend "adacc", and the installation of its partitioner for models that other code compiles.
+"""Backend "adacc" of torch.compile, and installation of Adacc's partitioner for models that other code compiles.
 
 The partitioner is installed in Inductor's configuration, as `torch._inductor.config.custom_partitioner_fn`.
 """
@@ -28,9 +28,9 @@ def adacc(
     `memory_budget` that is a float is a fraction of the bytes that torch.compile would save. A budget in bytes, such as
     "300MiB", bounds the memory that the region holds for its backward at any time: stored and recomputed values.
     Parameters, gradients, optimizer state and other regions are not included.
-    Each region has the whole budget, because a region is compiled without knowing the others or its number of calls.
-    With graph breaks, or with blocks compiled one by one, the budget is therefore not the model's. AdaccCallback with
-    `torch_compile=True` counts calls, measures steps, and keeps the whole step to a budget.
+    Each region has the whole budget, because the other regions and the number of calls are unknown when a region is
+    compiled. With graph breaks, or with blocks compiled one by one, the whole model can therefore exceed the budget.
+    AdaccCallback with `torch_compile=True` counts calls, measures steps, and keeps the whole step to a budget.
 
     Raises ValueError for an unknown option or a value out of range. Raises InfeasibleBudgetError if the region cannot
     keep to a budget in bytes; Dynamo shows this error as the cause of its BackendCompilerFailed.
@@ -45,7 +45,7 @@ def adacc(
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split `options` into those in `GRAPH_SETTINGS` and Inductor's settings."""
+    """Split `options` into fields of `AdaccConfig` and Inductor's settings. Raises ValueError for an unknown option."""
     if not isinstance(options, Mapping):
         raise ValueError(
             f"options={options!r} is of type {type(options).__name__}: give a dict, options={{'memory_budget': 0.5}}"
@@ -61,7 +61,7 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return adacc_options, inductor_options
 
 
-# The partitioner as torch's setting, for models that other code compiles.
+# Installation of the partitioner in torch's settings, for models that other code compiles.
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ log = logging.getLogger(__name__)
 class InstalledPartitioner:
     """Installation of a partitioner for every region that Inductor compiles, until `remove` is called.
 
-    Installing and removing drop all compiled code, and torch compiles it again at the next call. AOTAutograd's cache is
-    off meanwhile, because it would return partitioned graphs without their plans. Inductor's cache, which has the code
-    of each graph, stays on (see `PlanStore`). Raises ValueError if torch has a custom partitioner already.
+    Installing and removing drop all compiled code, which torch compiles again at the next call. AOTAutograd's cache is
+    off while the partitioner is installed, because the cache would return partitioned graphs without plans. Inductor's
+    cache of generated code stays on (see `PlanStore`). Raises ValueError if torch has a custom partitioner already.
     """
 
     def __init__(self, partitioner: AdaccPartitioner) -> None:
@@ -88,12 +88,12 @@ class InstalledPartitioner:
         self.compile_again()
 
     def compile_again(self) -> None:
-        """Drop all compiled code, so that torch compiles it again at its next call."""
+        """Drop all compiled code. Torch compiles each function again when the function is called next."""
         self._num_counted = self._num_inspected = 0
         torch.compiler.reset()
 
     def count_calls(self, loss: Tensor) -> None:
-        """Store in the policy how often the forward that computed `loss` called each region.
+        """Count how often the forward that computed `loss` called each region, and store the counts in the policy.
 
         Has no effect unless regions were compiled since the last count.
         """
@@ -103,7 +103,10 @@ class InstalledPartitioner:
             self._num_counted = num_regions
 
     def inspect_code(self) -> None:
-        """Record in the policy the live bytes of new code. Call this after a step whose calls were counted."""
+        """Measure the peak memory of newly compiled regions, and record it in the policy. Call this after each step.
+
+        Has no effect until `count_calls` has counted the calls of these regions.
+        """
         num_regions = len(self.partitioner.policy.regions)
         if num_regions == self._num_counted != self._num_inspected:
             self.partitioner.inspect_code()

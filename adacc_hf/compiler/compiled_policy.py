@@ -1,4 +1,5 @@
-"""Policies for compiled regions: the plan of each region, its files, and a description of each tensor for reports."""
+"""Policy of a run with torch.compile: the plan of each compiled region, the policy's files, and a description of each
+stored tensor for reports."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ FORMAT_VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """Plan of one compiled region. Bytes are at the sizes of the traced example."""
+    """Plan of one region of torch.compile: the values that forward stores for backward. All bytes are computed with the
+    sizes of the traced example."""
 
     digest: str
     """Digest of the region's joint graph."""
@@ -33,29 +35,31 @@ class RegionPlan:
     """Number of the compiled function, the same for all sizes that the function is compiled for. If the function is
     split into several graphs, for example by DDP, the graph's number is appended."""
     calls: int | None = None
-    """Calls by the forward of one micro-batch, more than one if blocks are compiled one by one. None if not counted."""
+    """Number of calls in the forward of one micro-batch: more than 1 if equal blocks are compiled one by one. None if
+    the calls are not counted yet."""
     plain_bytes: int = 0
     """Bytes that torch's own partitioner would store for backward, parameters excluded."""
     stored_bytes: int = 0
     peak_bytes: int = 0
-    """Most live bytes in backward while a segment is recomputed: values stored up to the segment, and its recomputed
-    values."""
+    """Most live bytes in backward while a segment of the graph is recomputed: the values stored up to the end of the
+    segment, and the segment's recomputed values."""
     backward_bytes: int = 0
     """Most live bytes of the backward, temporaries and gradients included, as estimated from the graph."""
     code_bytes: tuple[int, int] | None = None
     """Most live bytes of the forward, without its inputs, and of the backward, measured on the compiled code. None if
-    not inspected yet or unknown."""
+    not measured yet or if the measurement is impossible."""
     overhead_ms: float = 0.0
-    """Time for replay, storing and codecs, minus that of torch's own partition, by the cost model. Can be negative."""
+    """Estimated time for replay, storing and codecs, minus the same time under torch's own partition. Can be
+    negative."""
     stored: tuple[tuple[str, Choice], ...] = ()
-    """Choice for each stored value, by the name of its node. All other values are recomputed."""
+    """Choice for each stored value, by the name of the value's node. All other values are recomputed."""
     tensors: tuple[GraphTensor, ...] = ()
-    """Description of each tensor that torch's partitioner or this plan stores. Not read when a plan is applied."""
+    """Description of each tensor that torch's partitioner or this plan stores, for reports only."""
     reason: str = ""
-    """Reason for using torch's own partition, or ""."""
+    """Reason for using torch's own partition instead of a plan, or ""."""
 
     def summary(self) -> str:
-        """Return a one-line description for logs."""
+        """Return a one-line description of the region's plan for logs."""
         if self.reason:
             return f"region {self.region}: partitioned by torch.compile: {self.reason}"
         num_compressed = sum(choice.action is Action.COMPRESS for _, choice in self.stored)
@@ -80,18 +84,22 @@ class RegionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPolicy:
-    """Plans of all regions that a run compiled so far, and the budget of these plans."""
+    """Plans of all regions that a run with torch.compile has compiled so far, and the budget of these plans."""
 
     share: float | None
-    """Fraction of its plain bytes that each region may store. None means the least possible, or `budget_bytes`."""
+    """Fraction of `plain_bytes` that each region may store. None means `budget_bytes`. If `budget_bytes` is None too,
+    each region stores the least possible."""
     budget_bytes: int | None = None
     """Bytes that each region may hold for its backward, if the budget was given in bytes."""
     settled_for: str | float | int | None = None
-    """The `memory_budget` that a run's steps keep to under this policy. None while the share is being adjusted."""
+    """`memory_budget` for which a run has finished adjusting the share. None while the share is being adjusted."""
     regions: tuple[RegionPlan, ...] = ()
 
     def allowed_bytes(self, plain_bytes: int) -> int | None:
-        """Return the bytes that a region of `plain_bytes` may hold for its backward. None means the least possible."""
+        """Return the limit for a region of `plain_bytes`, or None for the least possible.
+
+        A share limits the stored bytes. A budget in bytes limits the stored and the recomputed values.
+        """
         if self.budget_bytes is not None or self.share is None:
             return self.budget_bytes
         return int(self.share * plain_bytes)
@@ -117,23 +125,23 @@ class CompiledPolicy:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak over the backward passes of the regions. Each runs while earlier regions' stored values are live."""
+        """Most live bytes during the backward of any region, including the values that earlier regions store."""
         return self._most([plan.peak_bytes for plan in self.call_plans])
 
     @property
     def backward_bytes(self) -> int:
-        """Peak as in `peak_bytes`, with temporaries and the region's own gradients."""
+        """Most live bytes as in `peak_bytes`, and in addition temporaries and the region's own gradients."""
         return self._most([plan.backward_bytes for plan in self.call_plans])
 
     @property
     def code_bytes(self) -> int | None:
-        """Most live bytes that a step adds, by the compiled code of all regions. None if one region's are unknown."""
+        """Most live bytes that a step adds, measured on the compiled code. None if any region is not measured."""
         plans = self.call_plans
         region_bytes = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
-        """Return the maximum over regions of their live bytes plus the bytes stored by earlier regions."""
+        """Return the maximum, over the regions, of `live_bytes` plus the bytes that earlier regions store."""
         stored = [0, *accumulate(plan.stored_bytes for plan in self.call_plans)]
         return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 
@@ -168,7 +176,7 @@ class CompiledPolicy:
 
 
 def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
-    """Return a digest of a joint graph: operators, their arguments, dtypes and sizes."""
+    """Return a digest of a joint graph's operators, arguments, dtypes and sizes, to recognize an equal graph."""
     lines = [str(num_outputs)]
     for node in module.graph.nodes:
         value = node.meta.get("val")
@@ -178,7 +186,7 @@ def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
 
 
 def plan_for(joint: JointGraph, plan: RegionPlan) -> dict[int, Choice]:
-    """Return a dict from value index to the choice of `plan`.
+    """Return the plan's choice for each stored value, by the value's index in the graph.
 
     Raises PolicyMismatchError if the graph lacks a stored value.
     """
@@ -202,7 +210,7 @@ class GraphTensor:
     name: str
     """Name of the tensor's node."""
     module: str
-    """Path, within the region, of the module whose forward computes the tensor; "" if unknown."""
+    """Path, within the region, of the module whose forward computes the tensor, or "" if unknown."""
     operator: str
     shape: tuple[int, ...]
     dtype: str
@@ -210,7 +218,7 @@ class GraphTensor:
     action: str
     codec: str | None = None
     stored_bytes: int = 0
-    """Bytes stored for backward; 0 if recomputed."""
+    """Bytes stored for backward, or 0 if the tensor is recomputed."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> GraphTensor:
@@ -244,7 +252,7 @@ def _tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) ->
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the path of the node's innermost module: "L['self'].transformer.h.0" -> "transformer.h.0"."""
+    """Return the path of the innermost module that contains the node, such as "transformer.h.0", or "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -253,23 +261,27 @@ def module_path(node: fx.Node) -> str:
     return ".".join(part for part in path.split(".") if part not in ("module", COMPILED_MODULE))
 
 
-# Plans of earlier runs are stored next to Inductor's code. Costs are measured, so a new plan could differ from the old
-# one and miss the cached code.
+# Plans of earlier runs are stored next to Inductor's code. Costs are measured anew in each run, so a new plan could
+# differ from the stored plan and miss the cached code.
 
 
 class PlanStore:
-    """Files with one plan per region and decision key, deleted together with torch's caches.
+    """Cache of region plans on disk, one file per graph and `AdaccPartitioner._decision_key`.
 
-    If Inductor's graph cache is off, nothing is stored or loaded.
+    By default the files are in torch's cache directory, and are deleted with torch's caches. If Inductor's graph cache
+    is off, nothing is stored or loaded.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """Use `folder`, by default one in torch's cache directory."""
+        """Store the plans in `folder`, by default "adacc" in torch's cache directory."""
         folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
         self._records = RecordFolder(folder, "plan", FORMAT_VERSION, PolicyMismatchError)
 
     def load(self, decision_key: str, digest: str) -> RegionPlan | None:
-        """Return the stored plan for the graph with this `digest`, or None. The key contains the partitioner's uuid."""
+        """Return the stored plan for the graph with this `digest`, or None.
+
+        A plan that was made with other settings has another `decision_key`, and is not returned.
+        """
         record = self._records.get(_name(decision_key, digest)) if _is_on() else None
         return None if record is None else RegionPlan.from_json(record)
 

@@ -1,7 +1,8 @@
-"""Trainer run with torch_compile=True, whose partitioner decides which values each compiled graph stores for backward.
+"""Memory control of a Trainer run with torch_compile=True.
 
-The share is the fraction of the bytes that a graph would store under plain torch.compile. For a memory budget in bytes,
-the measured peaks of the first steps set the share.
+A partitioner decides which values each compiled graph stores for backward. A graph may store a fraction, called the
+share, of the bytes that it would store under plain torch.compile. If the memory budget is in bytes, the share is set
+from the measured peaks of the first steps.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from adacc_hf.torch_glue.private import tree_leaves
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 4
-"""Most rounds of compiling all regions again for a better share. Each costs as much as the first compilation."""
+"""Maximum number of times that all regions are compiled again for a better share. Each time costs as much as the first
+compilation."""
 SLACK = 0.03
 """Fraction of the budget that may stay unused before the regions are compiled again for a larger share."""
 MARGIN = 0.01
-"""Fraction of the regions' bytes by which a share is lowered beyond the measured excess."""
+"""Safety margin if a step exceeded the budget: the regions then lose the excess, and this fraction of the bytes that
+plain torch.compile stores."""
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "profile_steps")
 """Fields of `AdaccConfig` that affect a compiled run."""
 
@@ -45,20 +48,23 @@ RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "profile_steps")
 class CompiledRun:
     """Controller that keeps a run's compiled graphs within a budget.
 
-    A fraction is relative to the bytes that all regions store together, each counted as often as a micro-batch calls
-    it. If a region cannot keep to its share, the others store less. For a budget in bytes, the first steps run with
-    graphs that store the least possible. The memory left by their measured peak is given to the regions, which are
-    compiled and measured again.
+    A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. Each region
+    counts as often as a micro-batch calls it. If one region cannot keep to its share, the other regions store less. If
+    the budget is in bytes, the first steps run with graphs that store the least possible. The budget that these steps
+    leave unused is then given to the regions, which are compiled and measured again.
 
-    All ranks have one share, set by the rank with the highest peak, and compile again at the same steps. Within the
-    share each rank decides about its own graphs, with its own costs and batch sizes. Ranks may store different tensors,
-    because gradients are reduced outside of the graphs.
+    All ranks have the same share and compile again at the same steps. The rank with the highest peak sets the share.
+    Each rank plans its own graphs within the share, with its own costs and batch sizes. Ranks may store different
+    tensors, because gradients are reduced outside of the graphs.
     """
 
     def __init__(
         self, config: AdaccConfig, model: Any, note: Callable[..., None], initial_policy: CompiledPolicy | None = None
     ) -> None:
-        """Report events by `note(step, event, **figures)`. Follow `initial_policy` unchanged if there is one."""
+        """Install the partitioner for the run. Events are reported by `note(step, event, **metrics)`.
+
+        The run follows `initial_policy` unchanged. If `initial_policy` is None, the run plans for its budget.
+        """
         self._config = config
         self._note = note
         self._fraction = config.memory_budget if isinstance(config.memory_budget, float) else None
@@ -74,9 +80,9 @@ class CompiledRun:
         self._is_warned = False
         """True if the warning about a forward without compiled graphs was logged."""
         self._num_elements = self._most_elements = 0
-        """Input elements of the largest micro-batch: of this step, and of all measured steps."""
+        """Input elements of the largest micro-batch: in this step, and in all measured steps."""
         self._least_peak_bytes: int | None = None
-        """Modelled peak of the regions that store the least possible."""
+        """Estimated peak of the regions if they store the least possible. None before the first measured step."""
         self._next_change: _ShareChange | None = None
         """Change to make at the start of the next step."""
         self._meter = StepMeter()
@@ -110,7 +116,7 @@ class CompiledRun:
             self._meter.count_memory(model, optimizer)
 
     def note_loss(self, loss: Any, inputs: Any) -> None:
-        """Count the calls and the input elements of a micro-batch. Call this between its forward and its backward."""
+        """Count the region calls and the input elements of a micro-batch. Call this between forward and backward."""
         if isinstance(loss, torch.Tensor):
             self._installed.count_calls(loss)
             self._check_called(loss)
@@ -118,7 +124,7 @@ class CompiledRun:
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
     def end_step(self, step: int, model: Any) -> None:
-        """Report the newly compiled regions, and adjust the share by the measured peak.
+        """Report the newly compiled regions, and adjust the share after a measured step.
 
         Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """
@@ -154,7 +160,7 @@ class CompiledRun:
         self.policy.save(Path(folder) / COMPILED_FILE)
 
     def remove(self) -> None:
-        """Remove the partitioner from torch and drop its compiled code. A second call has no effect."""
+        """Remove the partitioner from torch and drop all compiled code. A second call has no effect."""
         self._meter.close()
         self._installed.remove()
         self._undo_checkpointing()
@@ -184,7 +190,10 @@ class CompiledRun:
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """If the first step's regions together store too much, lower the share of the regions that can store less."""
+        """If the regions together store more than the fraction `budget`, lower the share for the next step.
+
+        Raises InfeasibleBudgetError if the regions store the least possible already.
+        """
         policy = self.policy
         figures = (policy.stored_bytes, policy.plain_bytes, _fair_share(policy, budget))
         stored_bytes, plain_bytes, share = max(
@@ -209,7 +218,10 @@ class CompiledRun:
         self._next_change = _ShareChange(step, share, "some regions cannot keep to their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
-        """Set the share by the measured peak of a whole step."""
+        """Set the share from the measured peak of a step, for a budget in bytes.
+
+        Raises InfeasibleBudgetError if a step exceeds the budget although its graphs store the least possible.
+        """
         policy = self.policy
         figures = gather_from_all_ranks(
             (self._meter.peak_bytes, policy.peak_bytes, policy.plain_bytes, self._num_elements)
@@ -275,16 +287,16 @@ class CompiledRun:
 
 
 class _ShareChange(NamedTuple):
-    """Change of the share, requested by a step and made at the start of the next one."""
+    """Change of the share that one step requests and the start of the next step makes."""
 
     step: int
     share: float | None
-    """None means the least possible."""
+    """New share. None means that all regions store the least possible."""
     reason: str
 
 
 def _warn_of_idle_settings(config: AdaccConfig) -> None:
-    """Warn about settings that have no effect in compiled graphs."""
+    """Warn about settings that differ from the default but have no effect in compiled graphs."""
     idle = [f.name for f in fields(config) if f.name not in RUN_SETTINGS and getattr(config, f.name) != f.default]
     if idle:
         log.warning(
@@ -295,9 +307,10 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """Return the share for all other regions with which all regions together store `budget`; None if there is none.
+    """Return a lower share with which all regions together store the fraction `budget`.
 
-    The other regions are those that can keep to the current share.
+    Some regions cannot keep to the current share. These store as much as now, so the new share is computed for all
+    other regions. Return None if no share is low enough, or if the regions store the least possible already.
     """
     if policy.share is None:
         return None
@@ -308,7 +321,10 @@ def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
 
 
 def _without_checkpointing(model: Any) -> Callable[[], None]:
-    """Switch off torch's checkpointing, which would leave nothing to decide. Return a function that restores it."""
+    """Switch off gradient checkpointing in `model`. Return a function that switches it on again.
+
+    Torch's partitioner must partition a checkpointed graph, so Adacc would have nothing to decide.
+    """
     modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
     def switch(on: bool) -> None:
@@ -331,9 +347,9 @@ def begin_compiled_run(
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
     """Return (run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
-    A checkpoint's policy is followed only if all its measurements are done, for the same budget.
-
-    Raises ValueError for a policy of runs without torch_compile.
+    The checkpoint's policy is followed only if the earlier run had finished adjusting the share for the same budget.
+    The history has the events of the earlier run. `note` reports events of the new run. Raises ValueError for a policy
+    of runs without torch_compile.
     """
     from adacc_hf.compiler import CompiledPolicy
 

@@ -1,7 +1,8 @@
-"""Graph pass on a partitioned pair of graphs: replaces saved values by codec payloads, and orders products.
+"""Graph passes on the partitioned forward and backward graphs of a compiled region.
 
-The codecs are traced into plain operators, so Inductor fuses encoding with the value's producer and decoding with its
-readers. Elements are encoded in memory order, and a decoded value has the strides of the original.
+One pass replaces saved values by codec payloads. The codecs are traced into plain operators, so Inductor fuses encoding
+with the operator that computes the value, and decoding with the value's readers. Elements are encoded in memory order,
+and a decoded value has the strides of the original. Another pass keeps products in backward apart from additions.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from adacc_hf.torch_glue.private import FakeTensorMode, tree_leaves
 def compress_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, codecs: Mapping[str, Codec], num_outputs: int
 ) -> None:
-    """Replace the saved tensors named in `codecs` by their payloads.
+    """Replace the saved tensors named in `codecs` by their encoded payloads.
 
-    Forward returns its saved tensors after `num_outputs` results.
+    The outputs of the forward graph are `num_outputs` results, and then the saved tensors.
     """
     output = next(iter(forward.graph.find_nodes(op="output")))
     handed_over: list[fx.Node] = []
@@ -52,7 +53,7 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return `tensor`, permuted so that its dimensions are in memory order."""
+    """Return `tensor` with its dimensions permuted to memory order."""
     order = memory_order(tensor)
     return tensor if order == sorted(order) else tensor.permute(order)
 
@@ -73,7 +74,8 @@ def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> li
 
 
 def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
-    """Replace `placeholder` by placeholders of its payload, and insert the decoding before its first reader."""
+    """Replace a saved tensor's `placeholder` by placeholders of the payload, and insert the decoding before the first
+    reader."""
     example = placeholder.meta["val"]
     order = memory_order(example)
     inverse_order = [order.index(d) for d in range(len(order))]
@@ -103,7 +105,7 @@ def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
 
 
 def payload_name(value: str, number: int) -> str:
-    """Return the name of one tensor of a value's payload, equal in both graphs."""
+    """Return the name of tensor `number` in the payload of `value`, for the forward and the backward graph."""
     return f"{value}_coded_{number}"
 
 
@@ -127,17 +129,17 @@ def _inline(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) 
     raise AssertionError("a traced graph ends with its output")
 
 
-# Gradients that are sums: a product in such a sum must run early in the backward graph, to free its operands.
+# Gradients that are sums: a product in such a sum must run early in the backward graph, to free the product's operands.
 
 aten = torch.ops.aten
 
 
 def prevent_addmm_fusion(backward: fx.GraphModule) -> None:
-    """Rewrite gradient sums so that Inductor does not fuse a product with the addition.
+    """Rewrite gradient sums in the backward graph to keep Inductor from fusing a product with the addition.
 
     Inductor fuses a product and an added term to one `addmm`, which runs only when the term is known. If the head
     shares its weight with the embedding, the term is known at the end of backward. Until then the logits' gradient and
-    the head's input would be held. The sum a + b equals a - (-b) bit for bit, which Inductor does not fuse.
+    the head's input would stay in memory. Inductor does not fuse a - (-b), which equals a + b bit for bit.
     """
     graph = backward.graph
     gradients = {node for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}

@@ -1,4 +1,5 @@
-"""Interface to torch's compiler, in one place because most of it is private (tested: torch 2.11, 2.13, 2.15)."""
+"""Interface to torch's compiler. Most of torch's side is private, so all access is in this module (tested: torch 2.11,
+2.13, 2.15)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ __all__ = [
 _FUNCTION = private_name("CompiledFunctionBackward", "_forward_cls")
 """Attribute of an autograd node: the autograd function whose backward the node is."""
 _GRAPH_NUMBER = private_name("CompiledFunction", "_aot_id")
-"""Attribute of an autograd function: AOTAutograd's number of its joint graph."""
+"""Attribute of a compiled graph's autograd function: the number that AOTAutograd gave to the joint graph."""
 
 op_types = cache(partitioners.get_default_op_list)
 if hasattr(symbolic_shapes, "optimization_hint"):
@@ -46,7 +47,7 @@ else:  # before torch 2.12, whose partitioner uses 4096 for data-dependent sizes
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """Return `size`, or its value in the traced example if the size is dynamic."""
+    """Return `size` as an integer. A dynamic size has the value of the traced example."""
     return int(_number_of(size))
 
 
@@ -72,20 +73,26 @@ def recompile_limit() -> int:
 
 
 def compile_number() -> tuple[str, str]:
-    """Return the numbers of the function being compiled and of this compilation, or "" outside of torch.compile."""
+    """Return Dynamo's numbers of the function being compiled and of this compilation.
+
+    Return ("", "") outside of a compilation.
+    """
     compiling = CompileContext.current_compile_id()
     return ("", "") if compiling is None else (str(compiling.frame_id), str(compiling))
 
 
 def graph_number() -> int | None:
-    """Return the number of the joint graph that AOTAutograd is partitioning. `graph_calls` yields the same numbers."""
+    """Return the number of the joint graph that AOTAutograd is partitioning, or None if AOTAutograd gave no number.
+
+    `graph_calls` yields the same numbers.
+    """
     tracing = TracingContext.try_get()
     names = None if tracing is None else tracing.aot_graph_name
     return int(names[0].partition("_")[0]) if names else None
 
 
 def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
-    """Yield the number and the autograd function of each compiled graph's call on the way to `result`.
+    """Yield (graph number, autograd function) for each call of a compiled graph that `result` was computed by.
 
     Each call is one autograd node. The last calls come first.
     """
@@ -100,7 +107,10 @@ def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
 
 
 def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) -> Callable[..., Any] | None:
-    """Return Inductor's code of a graph's forward or backward, or None if it is missing or another backend's."""
+    """Return Inductor's code of a graph's forward ("compiled_fw") or backward ("compiled_bw").
+
+    Return None if the code is missing, comes from another backend, or is split into partitions.
+    """
     compiled = getattr(function, name, None)
     while (wrapped := getattr(compiled, "__wrapped__", None)) is not None:  # torch 2.11 adds AOTAutograd's wrapper
         compiled = wrapped
@@ -110,7 +120,8 @@ def code_of(function: type | None, name: Literal["compiled_fw", "compiled_bw"]) 
 
 
 def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
-    """Insert nodes into `graph` that compute a dynamic size from the graph's size inputs, and return the result."""
+    """Insert nodes into `graph` that compute a dynamic size from the graph's size inputs. Return the node of the
+    size."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     bound = {symbolic_shapes.is_symbol_binding_fx_node(node): node for node in graph.find_nodes(op="placeholder")}
     proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in bound.items() if symbol is not None}
@@ -120,7 +131,8 @@ def size_node(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
 
 
 def prepare(module: fx.GraphModule) -> str | None:
-    """Simplify a joint graph as torch's partitioner does. Return why torch must partition the graph, or None."""
+    """Simplify a joint graph as torch's partitioner does. If only torch's own partitioner can partition the graph,
+    return the reason, else None."""
     module.graph.eliminate_dead_code()
     module.recompile()
     if functorch_config.cse:
@@ -137,9 +149,10 @@ def prepare(module: fx.GraphModule) -> str | None:
 
 
 def _copy_written_inputs(graph: fx.Graph) -> None:
-    """Let readers of an input that forward writes to at its end read a copy, which can be stored but not recomputed.
+    """Insert a copy of each input that forward overwrites at its end, and let all readers use the copy.
 
-    In backward the input holds the written value. torch's own partitioner reads that value nevertheless.
+    In backward the input holds the new value, so the old value must be stored and cannot be recomputed. torch's own
+    partitioner reads the new value nevertheless.
     """
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = write.args[0]
@@ -160,7 +173,10 @@ def _copy_written_inputs(graph: fx.Graph) -> None:
 
 
 def classify(module: fx.GraphModule, static_inputs: Sequence[int], num_fwd_outputs: int) -> NodeInfo:
-    """Return the nodes that forward and backward need, and set each node's distance from backward for min-cut."""
+    """Classify the nodes of a joint graph as needed by forward or by backward.
+
+    Also set each node's distance from backward (`dist_from_bw`), which torch's min-cut partitioner reads.
+    """
     info = partitioners.classify_nodes(module, list(static_inputs), num_fwd_outputs)
     unreachable = int(1e9)
     for node in reversed(module.graph.nodes):
@@ -189,7 +205,7 @@ def plain_saved(module: fx.GraphModule, info: NodeInfo) -> list[fx.Node]:
 def extract(
     module: fx.GraphModule, info: NodeInfo, saved: Sequence[fx.Node], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return forward and backward modules that hand over exactly the tensors in `saved` and the sizes they need."""
+    """Return the forward and the backward module. Forward saves the tensors in `saved` and all dynamic sizes."""
     sizes = [node for node in info.required_fw_nodes if isinstance(node.meta.get("val"), torch.SymInt)]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         module,
@@ -228,12 +244,13 @@ def must_be_saved(node: fx.Node) -> bool:
 
 
 def must_run_in_forward(node: fx.Node) -> bool:
-    """Return True if forward must run the node even if only backward reads its result."""
+    """Return True if forward must run the node even if only backward reads the result."""
     return must_be_saved(node) and node.meta.get("partitioner_tag") == "is_forward"
 
 
 def short_name(node: fx.Node) -> str:
-    """Return the operator's name without its overload, as in tapes, or "" if the node is no operator."""
+    """Return the operator's name without its overload, such as "mul". Return "" if the node does not call an
+    operator."""
     return op_name(node.target).strip("_") if isinstance(node.target, OpOverload) else ""
 
 
@@ -242,7 +259,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def maker_of(node: fx.Node) -> fx.Node:
-    """Return the node that computes `node`: itself, or for getitem the node that returns the tuple."""
+    """Return the node whose operator computes `node`. For a getitem this is the node that returns the tuple."""
     return node.all_input_nodes[0] if is_getitem(node) else node
 
 
@@ -253,10 +270,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def has_unknown_sizes(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's sizes depend on data, so that they are unknown before the graph runs."""
+    """Return True if the tensor's sizes depend on data and are therefore unknown before the graph runs."""
     return bool(symbolic_shapes.free_unbacked_symbols(tensor))
 
 
 def makes_sizes(node: fx.Node) -> bool:
-    """Return True if the node returns data-dependent sizes. Replaying it would create new size symbols."""
+    """Return True if the node returns data-dependent sizes. Replaying the node would create new size symbols."""
     return bool(node.meta.get("unbacked_bindings"))

@@ -28,11 +28,12 @@ _MASKING = {aten.where, aten.mul, aten.div, aten.clone, torch.ops.prims.convert_
 def graph_codec_options(
     joint: JointGraph, value: int, config: AdaccConfig, degraded: Set[int], fine: Set[int]
 ) -> tuple[CodecOption, ...]:
-    """Return the codec options of one value.
+    """Return the codecs that may compress one value of a compiled graph, with their costs.
 
-    Values in `degraded` get lossless codecs only. Casts of parameters get none (rule R4). Tensors with data-dependent
-    sizes get none, because a codec's groups are laid out before these sizes are known. Unless the settings name codecs,
-    values in `fine` get the precise codec only, and on a GPU the precise codec is an option for all others.
+    Values in `degraded` get lossless codecs only. Casts of parameters get no codec (rule R4). Tensors with
+    data-dependent sizes get no codec, because a codec's groups are laid out before these sizes are known. If the
+    settings name no codecs, values in `fine` get the precise codec only. On a GPU, all other values may then use the
+    precise codec in addition to coarser codecs.
     """
     node = joint.nodes[value]
     tensor = node.meta["val"]
@@ -66,12 +67,13 @@ def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
 
 
 def _traceable(names: Sequence[str]) -> list[str]:
-    """Return the traceable codecs among `names`, which come from the registry and not from the user's settings."""
+    """Return the names of the codecs that can be traced into a graph. Codecs from the user's settings are not
+    filtered."""
     return [name for name in names if codec_type(name).is_traceable()]
 
 
 def _role(node: fx.Node) -> str:
-    """Return the tensor's role (paper, section 3.2), as far as a graph of primitive operators shows it."""
+    """Return the tensor's role (paper, section 3.2), such as "qkv", as far as primitive operators reveal the role."""
     if node.op == "placeholder":
         return "input"
     if _is_softmax(node):
@@ -83,7 +85,7 @@ def _role(node: fx.Node) -> str:
 
 
 def is_attention_bias(node: fx.Node) -> bool:
-    """Return True if fused attention adds the value, or a view of it, to its scores.
+    """Return True if fused attention adds the value, or a view of the value, to the attention scores.
 
     Such a bias is a mask that contains -inf, which no codec's scale can represent.
     """
@@ -93,7 +95,7 @@ def is_attention_bias(node: fx.Node) -> bool:
 
 
 def _is_softmax(node: fx.Node) -> bool:
-    """Return True if the value is a softmax, decomposed to exp / sum or not, possibly masked, scaled or cast."""
+    """Return True if the value is a softmax, possibly decomposed to exp / sum, and possibly masked, scaled or cast."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is SOFTMAX:
         return True
@@ -128,9 +130,9 @@ def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: frozens
 
 @cache
 def _typical_error(name: str, group_size: int | None) -> float:
-    """Return the codec's round-trip error on normal noise, because no data exists when a graph is partitioned.
+    """Return the codec's relative round-trip error on normally distributed numbers.
 
-    `group_size` is None for a codec without groups.
+    No real data exists when a graph is partitioned. `group_size` is None for a codec without groups.
     """
     with no_dispatch():
         noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")

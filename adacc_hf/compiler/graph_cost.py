@@ -1,9 +1,8 @@
-"""Cost model of compiled graphs: time to encode, decode, replay and store values in the code that Inductor generates,
-and the codecs that each value may be stored with.
+"""Cost model of compiled graphs: time to encode, decode, replay and store values in the code that Inductor generates.
 
-On a CPU, encoding is bound by arithmetic, measured in fused kernels. On a GPU, encoding is bound by memory traffic, so
-the cost is the number of extra passes over the value. The passes were counted in Inductor's generated code for each
-codec, after and before a product, an elementwise operator and a norm.
+On a CPU, encoding is bound by arithmetic, which was measured in fused kernels. On a GPU, encoding is bound by memory
+traffic, so the cost is the number of extra passes over the value. The passes were counted in Inductor's generated code
+for each codec, after and before a product, an elementwise operator and a norm.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class _DeviceCosts:
     """Cost of encoding and decoding on one device type, without the traffic of the payloads."""
 
     encode_passes: float
-    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter."""
+    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter of this."""
     is_memory_bound: bool
     """True if re-reading a value costs time, because arithmetic is hidden behind memory traffic."""
     compile_ms: float
     """Inductor's compile time per encoded tensor. On a CPU, C++ kernels are compiled for each tensor. On a GPU, kernels
-    are compiled once for all blocks; the rest is the choice of what to fuse."""
+    are compiled once for all blocks, and the time is Inductor's search for operators to fuse."""
     launch_ms: float
     """Launch overhead of the additional kernels, 5 us each: four kernels on a CPU, one on a GPU."""
 
@@ -43,9 +42,10 @@ _DEVICES = {
     "cuda": _DeviceCosts(encode_passes=0, is_memory_bound=True, compile_ms=50.0, launch_ms=0.005),
 }
 NUM_STEPS = 10_000
-"""Steps that share the compile time: the order of magnitude of a training run."""
+"""Assumed steps of a training run, over which the compile time is spread."""
 REDUCTION_RATIO = 4
-"""Least ratio of the elements of a reduction's input to those of its result. Ratios within gated layers are smaller."""
+"""Minimum number of input elements per result element, from which an operator counts as a reduction. Operators in gated
+layers have smaller ratios."""
 
 
 def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozenset[fx.Node]) -> tuple[float, float]:
@@ -77,16 +77,17 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Return the bytes that a kernel reads to get a value: the value itself, or its inputs if it is fused."""
+    """Return the bytes that a kernel reads to get a value. If the value is fused, the kernel reads its operator's
+    inputs."""
     inputs = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return nbytes_of(node) if is_materialized(node) or not inputs else min(nbytes_of(node), sum(inputs))
 
 
 def _is_encoding_fusible(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
-    """Return True if a forward kernel processes the value group by group, so that encoding can be fused with it.
+    """Return True if encoding the value can be fused with a forward kernel that computes or reads the value.
 
-    The kernel that computes the value or a kernel that reads it qualifies if it is elementwise. A kernel that reduces
-    rows iterates over rows instead.
+    An elementwise kernel can process the value group by group, as encoding does. A kernel that reduces rows iterates
+    over rows instead.
     """
     if _is_normalized(node) or _is_reduced(node, forward):
         return False
@@ -94,7 +95,7 @@ def _is_encoding_fusible(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
 
 
 def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
-    """Return True if a forward kernel that reads a value, or elementwise results of it, reduces the value's rows."""
+    """Return True if a forward kernel reduces the value's rows, or the rows of an elementwise result of the value."""
     pending, visited = [node], {node}
     while pending:
         for user in forward.intersection(readers(pending.pop())) - visited:
@@ -107,7 +108,7 @@ def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
 
 
 def _is_normalized(node: fx.Node) -> bool:
-    """Return True if a value is computed elementwise from a reduction of its own rows."""
+    """Return True if the value is computed elementwise from a reduction over rows, as the result of a norm is."""
     pending, visited = [node], {node}
     while pending:
         current = pending.pop()
@@ -123,7 +124,7 @@ def _is_normalized(node: fx.Node) -> bool:
 
 
 def _is_reduction_of(result: fx.Node, source: fx.Node) -> bool:
-    """Return True if `result` has far fewer elements than `source`, and its kernel can be fused."""
+    """Return True if `result` has far fewer elements than `source`, and Inductor can fuse the operator of `result`."""
     num_results, num_sources = _num_elements(result), _num_elements(source)
     if num_results is None or num_sources is None:
         return False
@@ -143,9 +144,11 @@ def _num_elements(node: fx.Node) -> int | None:
 # and a read in backward. Products and attention are never fused, so they are timed.
 
 LARGE_BYTES = 64 * 2**20
-"""Size beyond the caches, because much other data is accessed between storing a value and reading it in backward."""
+"""Size of the tensor that is copied to measure bandwidth. The size exceeds the caches, because a stored value has left
+the caches when backward reads it."""
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
-"""Number of elements that stay in the cache, so that arithmetic is timed and not memory; enough to fill the device."""
+"""Elements of the tensor that functions are timed on, by device type. The tensor fills the device but stays in the
+cache, so the time is that of the arithmetic and not of memory traffic."""
 
 POINTWISE_FRACTION = {"cpu": 0.1, "cuda": 0.02}
 """Arithmetic of an ordinary operator in a fused kernel, as a fraction of the time to move its input and result.
@@ -158,7 +161,7 @@ FUNCTIONS = (
     aten.exp, aten.exp2, aten.expm1, aten.log, aten.log1p, aten.log2, aten.tanh, aten.sigmoid, aten.erf, aten.erfc,
     aten.sin, aten.cos,
 )  # fmt: skip
-"""Functions that take longer than reading their input on a CPU."""
+"""Elementwise functions whose arithmetic takes longer than reading their input on a CPU."""
 
 CPU_BOOL_MS = 5e-6
 """Time per element to write a boolean mask. On a CPU, Inductor writes masks element by element: 2**20 elements take
@@ -167,12 +170,12 @@ CPU_BOOL_MS = 5e-6
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Measured speed of a device."""
+    """Measured speed of a device, for the cost model of compiled graphs."""
 
     bytes_per_ms: float
     """Bytes per millisecond of a copy, counting both reads and writes."""
     pointwise_fraction: float
-    """The device's entry of POINTWISE_FRACTION."""
+    """Arithmetic of an ordinary operator, as a fraction of its memory traffic's time (see POINTWISE_FRACTION)."""
 
     def moving_ms(self, nbytes: float) -> float:
         return nbytes / self.bytes_per_ms
@@ -184,7 +187,7 @@ class DeviceSpeed:
 
 @cache
 def device_speed(device: torch.device) -> DeviceSpeed:
-    """Measure the speed of `device` once."""
+    """Measure the memory bandwidth of `device` by a copy. The result is cached."""
     with no_dispatch(), torch.no_grad():
         source = torch.zeros(LARGE_BYTES // 4, device=device)
         target = torch.empty_like(source)
@@ -194,7 +197,7 @@ def device_speed(device: torch.device) -> DeviceSpeed:
 
 @cache
 def function_ms(function: Any, device: torch.device) -> float:
-    """Measure the time per element of a function in FUNCTIONS, minus the time of an ordinary operator, once."""
+    """Measure the time per element of a function in FUNCTIONS, minus the time of negation. The result is cached."""
     with no_dispatch(), torch.no_grad():
         sample = torch.linspace(0.1, 2.0, CACHED_ELEMENTS[device.type], device=device)
         result = torch.empty_like(sample)
@@ -205,14 +208,14 @@ def function_ms(function: Any, device: torch.device) -> float:
 
 
 def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Return the least time of several runs, because other load on the machine only makes runs slower."""
+    """Return the milliseconds of the fastest of several runs. Other load on the machine only makes runs slower."""
     return min(median_ms(run, device, repeats=1) for _ in range(TIMING_REPEATS))
 
 
 def keep_ms(node: fx.Node) -> float:
-    """Return the time to store a value: a write in forward and a read in backward.
+    """Return the milliseconds to store a value: a write in forward and a read in backward.
 
-    The write is free for values that are written to memory anyway, because a product computes or reads them.
+    If a product computes or reads the value, the value is in memory anyway and the write is free.
     """
     nbytes, device = nbytes_of(node), node.meta["val"].device
     is_written = node.op == "placeholder" or not op_types().is_fusible(root_of(node)) or is_materialized(node)
@@ -223,13 +226,13 @@ def keep_ms(node: fx.Node) -> float:
 
 
 class OperatorTimes:
-    """Cache of operator costs, one entry per operator signature."""
+    """Replay times of a compiled graph's operators. Timings are cached by operator and arguments."""
 
     def __init__(self) -> None:
         self._timed: dict[Any, float] = {}
 
     def replay_ms(self, node: fx.Node) -> float:
-        """Return the time that replaying `node` adds to backward."""
+        """Return the milliseconds that replaying `node` adds to backward."""
         parts = [node] if isinstance(node.meta.get("val"), torch.Tensor) else list(node.users)
         results = [part for part in parts if isinstance(part.meta.get("val"), torch.Tensor)]
         if not results:
@@ -249,7 +252,7 @@ class OperatorTimes:
 
 
 def _fused_ms(node: fx.Node, results: list[fx.Node], device: torch.device) -> float:
-    """Return the time that an operator adds to the kernel that it is fused with."""
+    """Return the milliseconds that a fused operator adds to its kernel."""
     speed, result_bytes = device_speed(device), nbytes_of(results[0])
     input_bytes = max(
         (nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)), default=0

@@ -1,7 +1,7 @@
 """Integer program that decides which forward values a compiled graph stores for its backward, and in which form.
 
-The program of `milp` is applied to one graph. Unlike the eager executor, a graph can store any forward value, not only
-the values that autograd saves.
+The integer program is that of `solve.milp`, applied to one graph. A compiled graph can store any forward value. The
+eager executor can store only the values that autograd saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm, lossy_val
 
 @dataclass(frozen=True, kw_only=True)
 class GraphChoice:
-    """Solution for one graph: the values that backward receives, and their cost."""
+    """Solution of the integer program for one compiled graph: the stored values and the cost."""
 
     stored: Mapping[int, Choice]
     """Choice for each stored value. All other values that backward needs are recomputed."""
@@ -29,24 +29,26 @@ class GraphChoice:
     """Bytes of each stored value."""
     nbytes: int
     peak_bytes: int
-    """Most live bytes while a segment is recomputed: values stored up to the segment, and its recomputed values."""
+    """Most live bytes while a segment of the graph is recomputed: the values stored up to the end of the segment, and
+    the segment's recomputed values."""
     ms: float
     """Time for replay, storing and codecs."""
 
 
 @dataclass(frozen=True)
 class GraphModel:
-    """Solver input for one graph."""
+    """Input of the integer program for one compiled graph."""
 
     model: KindModel
     segments: Segments
     live_bytes: tuple[int, ...]
-    """Live bytes of each value while its segment is recomputed."""
+    """Bytes that each value takes while its segment is recomputed. 0 for values that Inductor fuses with all their
+    readers."""
     precise: Set[int] = frozenset()
     """Values that must not be recomputed from a value stored by a coarse codec."""
 
     def is_coarse(self, value: int, option: int) -> bool:
-        """Return True if the option stores the value with a codec coarser than the precise codec."""
+        """Return True if entry `option` of the value's menu compresses with a codec coarser than the precise codec."""
         store = self.model.menus[value][option]
         return not store.is_lossless and store.choice.codec != precise_codec()
 
@@ -58,7 +60,11 @@ def graph_model(
     live_bytes: Sequence[int],
     precise: Set[int] = frozenset(),
 ) -> GraphModel:
-    """Return the model whose options are: retain a value, compress it, or replay its operator."""
+    """Return the integer program's input, in which each value can be retained, compressed or recomputed.
+
+    `keep_ms` has the time to retain each value, and `codecs` the codecs that may compress the value. `live_bytes` and
+    `precise` are those of `GraphModel`.
+    """
     menus = {
         value.index: (
             StoredForm(RETAIN, value.nbytes, keep_ms[value.index]),
@@ -82,7 +88,7 @@ def graph_model(
 
 
 class _GraphProgram:
-    """Integer program of one graph, in KiB so that coefficients have ordinary magnitudes."""
+    """Integer program of one graph. Bytes are counted in KiB, which gives the coefficients ordinary magnitudes."""
 
     def __init__(self, graph: GraphModel) -> None:
         self._graph = graph
@@ -91,17 +97,17 @@ class _GraphProgram:
         self._constrain_precise()
 
     def bound(self, cap_bytes: int, *, limits_peak: bool) -> None:
-        """Limit the stored bytes to `cap_bytes`; with `limits_peak`, also the live bytes during recomputation."""
+        """Limit the stored bytes to `cap_bytes`. With `limits_peak`, limit the live bytes during recomputation too."""
         high = (cap_bytes + 0.5) / 1024  # half a byte absorbs rounding errors in both directions
         self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
         for segment in range(self._graph.segments.count if limits_peak else 0):
             self.program.constrain(self.segment_bytes(segment), high=high)
 
     def _constrain_precise(self) -> None:
-        """[Precise] a precise value is never recomputed from a value stored by a coarse codec.
+        """Add the constraints [Precise]: a precise value is never recomputed from a value stored by a coarse codec.
 
-        The variable `coarse[v]` is 1 if replays read v with a coarse codec's error: v is stored by a coarse codec, or
-        is recomputed from a value with that error.
+        The variable `coarse[v]` is 1 if replays read value v with a coarse codec's error. Then v is stored by a coarse
+        codec, or is recomputed from a value with such an error.
         """
         model = self._graph.model
         coarse: dict[int, int] = {}
@@ -130,7 +136,7 @@ class _GraphProgram:
         return () if operator is None else self._graph.model.kind.operators[operator].inputs
 
     def peak(self) -> int:
-        """Return a variable in whole KiB, at least the live bytes while any segment is recomputed."""
+        """Add and return a variable for the peak in whole KiB: an upper bound of the live bytes in every segment."""
         most_stored = sum(max(store.nbytes for store in menu) for menu in self._graph.model.menus.values())
         peak = self.program.variable(upper=float((most_stored + sum(self._graph.live_bytes)) // 1024 + 1))
         for segment in range(self._graph.segments.count):
@@ -147,9 +153,9 @@ class _GraphProgram:
         return _choice(self._graph, stored)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
-        """Return the terms of the live KiB while a segment is recomputed.
+        """Return the live KiB while a segment is recomputed, as terms of the integer program.
 
-        The terms are the values stored up to the segment and the segment's recomputed values.
+        Values stored up to the end of the segment are live, and the segment's recomputed values.
         """
         of_value = self._graph.segments.of_value
         stored = [
@@ -166,9 +172,10 @@ class _GraphProgram:
 
 
 def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak: bool) -> GraphChoice | None:
-    """Return the fastest choice that stores at most `cap_bytes`, or None if there is none.
+    """Return the fastest choice that stores at most `cap_bytes`, or None if no choice does.
 
-    With `limits_peak`, the bound applies to the values stored up to a segment plus the segment's recomputed values.
+    With `limits_peak`, `cap_bytes` is also the limit for the values stored up to each segment plus the segment's
+    recomputed values.
     """
     program = _GraphProgram(graph)
     program.bound(cap_bytes, limits_peak=limits_peak)
@@ -178,8 +185,8 @@ def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak
 def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> GraphChoice:
     """Return the fastest of the choices with the least stored bytes or, with `limits_peak`, with the least peak.
 
-    The second solve removes useless replays. They would not only take time but also need temporaries, which are not
-    part of a segment's peak.
+    The program is solved twice, for the least bytes and then for the least time. The second solve removes useless
+    replays, which take time and need temporaries that the program does not count.
     """
     program = _GraphProgram(graph)
     costs = [(program.peak(), 1.0)] if limits_peak else program.block.terms_bytes(1 / 1024)
@@ -189,12 +196,12 @@ def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> Grap
 
 
 def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
-    """Return the choice that retains `values` and recomputes all others."""
+    """Return the choice that retains `values` and recomputes all other values that backward needs."""
     return _choice(graph, {value: graph.model.menus[value][0] for value in values})
 
 
 def _choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
-    """Return the choice that stores each value of `forms` in its form. Leave out values that nothing reads."""
+    """Return the choice that stores each value of `forms` in the given form. Values that nothing reads are left out."""
     model = graph.model
     runs: set[int] = set()
 
@@ -232,22 +239,22 @@ def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[in
 
 
 # Segments of a long graph. A graph recomputes each value once, when backward first needs it, and holds the value until
-# its last reader has run. Without limits, the first such request could recompute and hold the whole forward, with a
-# higher peak than plain training. So a graph is cut into segments: values that live across a boundary are always
-# stored, and at most one segment is recomputed at a time.
+# its last reader has run. Without limits, the first recomputation could run and hold the whole forward, with a higher
+# peak than plain training. So a graph is cut into segments. Values that live across a boundary are never recomputed,
+# and at most one segment is recomputed at a time.
 
 NUM_SIZES = 24
-"""Number of limits on the largest segment that are tried."""
+"""Number of size limits for the largest segment that `cut_into_segments` tries."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Partition of a graph into consecutive segments."""
+    """Partition of a compiled graph's forward into consecutive segments. Backward recomputes one segment at a time."""
 
     of_value: tuple[int, ...]
     """Number of the segment that computes each value, counted from the start of forward."""
     boundary: frozenset[int]
-    """Values that live across a boundary."""
+    """Values that one segment computes and a later segment reads."""
 
     @property
     def count(self) -> int:
@@ -255,9 +262,9 @@ class Segments:
 
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
-    """Return the segments with the least total of stored boundary bytes and bytes of the largest segment.
+    """Cut a graph where the bytes stored at the boundaries, plus the bytes of the largest segment, are least.
 
-    `value_bytes` are the bytes that each recomputed value takes while its segment is recomputed.
+    `value_bytes` has the bytes that each value takes while its segment is recomputed.
     """
     producer_positions = _producer_positions(kind)
     live = _live_across(kind, producer_positions)
@@ -286,14 +293,14 @@ def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments
 
 
 def _producer_positions(kind: KindProfile) -> list[int]:
-    """Return the position of each value's operator; inputs have position 0."""
+    """Return the position of each value's operator in the graph. Inputs have position 0."""
     return [0 if value.producer is None else value.producer for value in kind.values]
 
 
 def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[list[int]]:
-    """Return, for each operator, the values that are live after it and read later in forward.
+    """Return, for each operator, the values that are live after the operator and read later in forward.
 
-    Values of role "parameter" are left out, because they can be recomputed from parameters anywhere.
+    Values of role "parameter" are left out, because these can be recomputed from parameters anywhere.
     """
     last_read = list(producer_positions)
     for operator in kind.operators:
@@ -308,7 +315,7 @@ def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[l
 
 
 def _local_minima(live_bytes: Sequence[int]) -> list[int]:
-    """Return the operators after which fewest bytes are live locally; for equal neighbours, the last one."""
+    """Return the positions in `live_bytes` of local minima. Of equal neighbours, the last position is returned."""
     last = len(live_bytes) - 1
     return [
         position
@@ -321,7 +328,11 @@ def _local_minima(live_bytes: Sequence[int]) -> list[int]:
 def _cheapest(
     positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """Return the boundaries with the least bytes for which no segment exceeds `limit`. Return None if impossible."""
+    """Return the boundaries with the least bytes, such that no segment exceeds `limit`. Return None if impossible.
+
+    `positions` are the possible boundaries, `live_bytes` the bytes stored at each of them, and `cumulative` the bytes
+    of all operators before each position.
+    """
     last = len(cumulative) - 1
     # Dynamic program: least cost of a chain of boundaries ending at each position, and the chain's previous boundary.
     cost: list[float] = []

@@ -1,10 +1,11 @@
 """Values of a compiled graph that need more precision, found from the graph's operators before any data is seen.
 
-Some values must be stored without loss (`precision_sensitive_nodes`). Others may be compressed with loss, but only by
-the precise codec, or must not be recomputed from a value that a coarser codec such as INT4 stores (`precision_needs`).
+Some values must be stored without loss (`precision_sensitive_nodes`). Some values may be compressed with loss, but only
+by the precise codec. Some values must not be recomputed from a value that a coarser codec, such as INT4, stores
+(`precision_needs`).
 
-A mask's infinities, or the large numbers that stand for them, take up the whole scale of their group, and sums with
-them are just as large. Sums and norms have few elements, each of which affects a whole row. An additive error in the
+A mask's infinities, or large numbers in place of infinities, take up the whole scale of a codec's group. Sums with a
+mask are just as large. Sums and norms have few elements, each of which affects a whole row. An additive error in the
 input of an exponential (logits, log-probabilities, scores) becomes a factor in its result. A small divisor that decodes
 to 0 gives infinities.
 """
@@ -22,19 +23,20 @@ from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.price.precision_sensitive import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
 HUGE = 1e4
-"""Magnitude beyond that of activations. Masks contain -10000, the least number of their dtype, or -inf."""
+"""Magnitude from which a number belongs to a mask and not to an activation. Masks contain -10000, the least number of
+their dtype, or -inf."""
 
 BOUNDED = {"exp", "sigmoid", "tanh", "erf", "softmax", "reciprocal", "cos", "sin"}
-"""Operators with results of ordinary size for any input."""
+"""Operators whose results have ordinary magnitude even if the input contains a mask's large numbers."""
 GROWING = {"exp", "exp2", "expm1", "softmax", *EXPONENTS}
 """Operators that turn a relative error of their input into a larger relative error."""
 INVERTING = {"log", "log2", "log10", "reciprocal", "rsqrt"}
-"""Operators that map 0 to an infinity. A graph includes backward's divisions, unlike a tape."""
+"""Operators that map 0 to an infinity. Divisions in backward are part of the graph too."""
 
 
 def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
-    """Return the values that must not be compressed with loss: masks, values computed from masks, statistics, exponents
-    and divisors."""
+    """Return the indices of the values that must not be compressed with loss: masks, values computed from masks,
+    statistics, exponents and divisors."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
@@ -52,13 +54,13 @@ def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
 
 
 def exponents(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that error-amplifying operators read, and their elementwise sources."""
+    """Return the inputs of operators that amplify errors, such as exp, and the elementwise sources of these inputs."""
     inputs = {node for node in graph.nodes if any(map(_amplifies_errors, node.users))}
     return elementwise_sources(graph, inputs)
 
 
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and the nodes that they are computed from elementwise.
+    """Return `nodes`, and the nodes that `nodes` are computed from elementwise.
 
     The search stops at products and sums, which average errors out, and at bounded functions, which keep errors small.
     """
@@ -82,7 +84,7 @@ def _is_logistic(node: fx.Node) -> bool:
 
 
 def _divisors(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes used as divisors, and the nodes they are computed from where zero maps to zero."""
+    """Return the nodes used as divisors, and the nodes from which divisors are computed such that 0 gives 0."""
     return divisors(
         (
             [read for read in node.all_input_nodes if _is_inverted_by(node, read)],
@@ -101,7 +103,7 @@ def _is_inverted_by(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
-    """Return True if `user` is a view or a part of `source`, or computes at least one element from each element."""
+    """Return True if `user` is a view or a part of `source`, or has at least as many elements and can be fused."""
     if is_view(user) or is_getitem(user):
         return True
     tensor, result = source.meta.get("val"), user.meta.get("val")
@@ -111,7 +113,7 @@ def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
 
 
 def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
-    """Return True if the node may contain a mask's large numbers: from a constant argument or from a node in `huge`."""
+    """Return True if the node may contain a mask's large numbers, from a constant or from an input in `huge`."""
     if short_name(node) in BOUNDED or _is_boolean(node):
         return False
     numbers = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
@@ -146,14 +148,14 @@ def _is_statistic(node: fx.Node) -> bool:
 # compared with zero, as ReLU's result in its backward, four bits turn many elements into zero.
 
 FACTORS = ("query", "key", "value", "q", "k", "v", "out")
-"""Argument names of the factors in fused attention's products, and of its result in backward. The gradient of a sharp
-softmax is a small difference of values computed from these."""
+"""Argument names of the queries, keys and values of fused attention, and of its result in backward. The gradient of a
+sharp softmax is a small difference of numbers that are computed from these tensors."""
 COMPARISONS = {"lt", "le", "gt", "ge"}
 
 
 @dataclass(frozen=True)
 class PrecisionNeeds:
-    """Indices of the values that need an accurate codec."""
+    """Indices of the values of a compiled graph for which coarse codecs such as INT4 are too inaccurate."""
 
     fine: frozenset[int]
     """Values that may be stored with loss by the precise codec only."""
@@ -162,7 +164,7 @@ class PrecisionNeeds:
 
 
 def precision_needs(joint: JointGraph) -> PrecisionNeeds:
-    """Return the values that need the precise codec.
+    """Return the indices of the values that need the precise codec.
 
     These are the inputs and the result of fused attention, the inputs of exponentials and other operators that amplify
     errors, and the values that are compared with a constant such as zero.
@@ -176,7 +178,8 @@ def precision_needs(joint: JointGraph) -> PrecisionNeeds:
 
 
 def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes with a user for which `is_reader(user, node)` is True, and their elementwise sources."""
+    """Return the nodes with a user for which `is_reader(user, node)` is True, and the elementwise sources of these
+    nodes."""
     nodes = {node for node in graph.nodes if node.op != "output" and any(is_reader(user, node) for user in node.users)}
     return elementwise_sources(graph, nodes)
 

@@ -93,7 +93,10 @@ def _map(policy: CompiledPolicy) -> list[Part]:
 
 
 def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
-    """Return, for each block, the bytes by action, in forward order. Modules outside of blocks are one more entry."""
+    """Return, for each block or other module and each region, the bytes of its tensors by action, in forward order.
+
+    Tensors without a module, such as inputs, share one entry per region.
+    """
     groups: dict[str, dict[str, int]] = {}
     for plan in dict.fromkeys(policy.call_plans):
         calls = f", {plan.calls} calls" if (plan.calls or 1) > 1 else ""
@@ -105,13 +108,16 @@ def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
 
 
 def _block(module: str) -> str:
-    """Return the path up to its first number, or its first name: "transformer.h.0.mlp" -> "transformer.h.0"."""
+    """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0".
+
+    A path without a number is not in a block. Its first name is returned.
+    """
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
     return numbered.group() if numbered else module.partition(".")[0]
 
 
 def _draw_map(groups: dict[str, dict[str, int]]) -> bytes:
-    """Draw one bar per group. Return PNG bytes."""
+    """Draw one bar of bytes per block or other module, coloured by action. Return PNG bytes."""
     scale, unit = unit_of(max(sum(actions.values()) for actions in groups.values()))
     with matplotlib_module().rc_context(FONT):
         figure = new_figure(BAR_INCHES * len(groups) + 1.2)
@@ -145,7 +151,7 @@ HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 
 
 def explain_compiled(policy: CompiledPolicy) -> str:
-    """Return a line for the whole policy, then for each region a line for its plan and a line per tensor."""
+    """Return the policy as text: a line for the whole policy, a line for each region, and a line for each tensor."""
     lines = [describe_compiled(policy)]
     for plan in policy.regions:
         rows = tensor_rows(plan)
@@ -156,7 +162,7 @@ def explain_compiled(policy: CompiledPolicy) -> str:
 
 
 def describe_compiled(policy: CompiledPolicy) -> str:
-    """Return one line with the bytes stored, the bytes that torch.compile would store, and the overhead."""
+    """Return a one-line summary of a compiled policy: bytes stored, bytes that torch.compile would store, overhead."""
     stored_share = f" ({100 * policy.stored_bytes / policy.plain_bytes:.1f} %)" if policy.plain_bytes else ""
     return (
         f"{len(policy.regions)} compiled regions, {len(policy.call_plans)} calls per micro-batch, each allowed "
@@ -172,14 +178,14 @@ def describe_allowed(policy: CompiledPolicy) -> str:
 
 
 def describe_calls(plan: RegionPlan) -> str:
-    """Return the number of calls as a suffix, or "" for a region that is called once or was not counted."""
+    """Return the region's number of calls as a suffix. Return "" for one call or if the calls were not counted."""
     if plan.calls in (None, 1):
         return ""
     return "; no longer called" if plan.calls == 0 else f"; called {plan.calls} times"
 
 
 def tensor_rows(plan: RegionPlan) -> list[tuple[str, ...]]:
-    """Return one row per tensor, with the columns of `HEADERS`."""
+    """Return a table of the tensors in a region's plan, with the columns of `HEADERS`."""
     return [_cells(tensor) for tensor in plan.tensors]
 
 

@@ -1,7 +1,7 @@
-"""Joint forward and backward graph, read as one kind of block: forward values, their operators, and backward's inputs.
+"""Values and operators of a compiled region's joint forward and backward graph, in the profile's format for a block.
 
 A *value* is the result of one forward node. Views are replaced by the value whose storage they share, because
-recomputing a view costs nothing. Parameters and the batch are no values, because backward has them anyway.
+recomputing a view costs nothing. Parameters and the batch are not values, because backward has them anyway.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Forward part of a joint graph, indexed by value."""
+    """Values and operators of the forward in a joint graph, each with its node."""
 
     kind: KindProfile
-    """Operators without costs. Every value is an activation, because a graph can hand any value to backward."""
+    """Profile of the values and operators, without times. Every value counts as an activation, because a compiled graph
+    can store any value for backward."""
     nodes: tuple[fx.Node, ...]
     """Node of each value."""
     operators: tuple[fx.Node, ...]
     """Node of each operator."""
 
     def value_of(self, node: fx.Node) -> int | None:
-        """Return the index of the value that `node` is or views, or None for a tensor allocated until backward."""
+        """Return the index of the value whose storage `node` has. Return None for other tensors, such as parameters."""
         return self._index.get(root_of(node))
 
     def source_values(self, nodes: Iterable[fx.Node]) -> set[int]:
-        """Return the values that `nodes` are or view. For a node of backward, return the values it is computed from."""
+        """Return the indices of the values whose storage `nodes` have.
+
+        For a node of backward, return the values that the node is computed from.
+        """
         return {self._index[node] for node in source_nodes(nodes, self._index)}
 
     @cached_property
@@ -60,7 +64,10 @@ class JointGraph:
 
 
 def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterable[fx.Node]) -> JointGraph:
-    """Return the values and operators of `module`'s forward, without `held_inputs` (allocated until backward)."""
+    """Return the values and operators of `module`'s forward.
+
+    `held_inputs` are no values, because they stay allocated until backward.
+    """
     static, forward = set(held_inputs), _forward_nodes(module, info)
     nodes = [n for n in forward if _is_value(n) and n not in static]
     index = {node: number for number, node in enumerate(nodes)}
@@ -93,20 +100,20 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
 
 
 def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
-    """Return the nodes of `ends` that `nodes` are, view, or are computed from."""
+    """Return the nodes in `ends` that `nodes` are views of or are computed from. A node in `ends` is its own source."""
     sources, _ = walk_back(map(root_of, nodes), lambda n: None if n in ends else map(root_of, n.all_input_nodes))
     return sources
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """Return the node whose storage `node` shares."""
+    """Return the node whose storage `node` is a view of, or `node` if it is not a view."""
     while is_view(node) or (is_getitem(node) and is_view(maker_of(node))):
         node = node.all_input_nodes[0]
     return node
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the users of a node and of its views."""
+    """Yield the nodes that read `node` directly or through a view."""
     for user in node.users:
         yield from readers(user) if is_view(user) else [user]
 
@@ -118,7 +125,7 @@ def nbytes_of(node: fx.Node) -> int:
 
 
 def is_materialized(node: fx.Node) -> bool:
-    """Return True if a recomputed value is written to memory. A value that is fused with all its readers is not."""
+    """Return True if Inductor writes the value to memory, instead of fusing the value's operator with all readers."""
     if not op_types().is_fusible(node):
         return True
     return any(user.op != "output" and not op_types().is_fusible(user) for user in readers(node))
@@ -127,7 +134,8 @@ def is_materialized(node: fx.Node) -> bool:
 def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None]:
     """Return the nodes that forward runs, in order.
 
-    Results that forward must compute for backward alone are included: fused attention's row sums and random seeds.
+    Results that only backward reads are included if forward must compute them, such as fused attention's row sums and
+    random seeds.
     """
     makers = {node: maker_of(node) for node in module.graph.nodes if node.op != "output"}
     return dict.fromkeys(

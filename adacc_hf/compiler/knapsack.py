@@ -1,4 +1,4 @@
-"""Knapsack solver for torch's activation_memory_budget, with this package's planner but no other part of it."""
+"""Knapsack solver for torch's activation_memory_budget, with this package's operator timings and integer program."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog
 
 
 class AdaccKnapsack(CustomKnapsackSolver):
-    """Solver that chooses which tensors torch's partitioner saves within its memory budget.
+    """Solver that chooses which tensors torch's partitioner saves within torch's memory budget.
 
-    Operator times are measured on this machine, and the choice is optimal. Nothing is compressed, and the budget is
-    torch's setting:
+    Operator times are measured on this machine, and the choice is optimal. Nothing is compressed. The solver and the
+    budget are set in torch:
 
         torch._functorch.config.activation_memory_budget_solver = AdaccKnapsack()
         torch._functorch.config.activation_memory_budget = 0.5
@@ -34,7 +34,10 @@ class AdaccKnapsack(CustomKnapsackSolver):
         node_info: Any,
         all_recomputable_banned_nodes: list[fx.Node],
     ) -> tuple[list[int], list[int]]:
-        """Return the indices to save and the indices to recompute. `memory` and `max_memory` have the same unit."""
+        """Return the indices of the nodes to save and of the nodes to recompute.
+
+        `memory` has the size of each of `all_recomputable_banned_nodes`, in the unit of `max_memory`.
+        """
         times = [self._times.replay_ms(node) for node in all_recomputable_banned_nodes]
         saved = set(best_saved(memory, times, max_memory))
         return sorted(saved), [index for index in range(len(memory)) if index not in saved]
@@ -45,7 +48,7 @@ class AdaccKnapsack(CustomKnapsackSolver):
 
 
 def best_saved(memory: list[float], times: list[float], max_memory: float) -> list[int]:
-    """Return the items that fit in `max_memory` together and would take longest to recompute."""
+    """Return the indices of the tensors to save: together they fit in `max_memory`, and take longest to recompute."""
     program = LinearProgram()
     variables = [program.variable() for _ in memory]
     scale = max(max_memory, sum(memory)) or 1.0

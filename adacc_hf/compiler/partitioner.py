@@ -47,20 +47,21 @@ GRAPH_SETTINGS = (
     "memory_budget", "actions", "codecs", "outliers", "compiled_outliers", "zscore_threshold", "group_size",
     "min_compress_bytes", "max_error", "solver_gap", "solver_seconds",
 )  # fmt: skip
-"""Fields of `AdaccConfig` that affect a graph; the others concern blocks, profiles and tracking."""
+"""Fields of `AdaccConfig` that affect compiled graphs. All other fields concern blocks, profiles and tracking."""
 
 
 class AdaccPartitioner(functorch.CustomPartitionerFn):
     """Partitioner that retains, compresses or recomputes every forward value of a region, within `memory_budget`.
 
     A budget that is a fraction in (0, 1] is relative to the bytes that torch's own partitioner would save. Each region
-    of a model gets that fraction of its own bytes, so all regions together keep to it. A budget in bytes bounds the
-    memory that each region holds for its backward at any time: the stored values and the values being recomputed.
+    may store that fraction of its own bytes, so all regions together keep to the budget. A budget in bytes limits the
+    memory that each region needs for its backward at any time: the stored values and the values being recomputed.
 
-    A region that fits the budget is partitioned as torch does. If a region cannot keep to a budget in bytes,
-    InfeasibleBudgetError is raised. If a region cannot keep to a fraction, as often the region of the loss, it stores
-    the least possible, with a warning. A region with a plan in `initial_policy` follows that plan. `policy` has one
-    `RegionPlan` per region partitioned in this process; regions from a compile cache are not partitioned again.
+    A region that fits the budget is partitioned by torch. If a region cannot keep to a budget in bytes,
+    InfeasibleBudgetError is raised. If a region cannot keep to a fraction, the region stores the least possible, and a
+    warning is logged. This is common for the region of the loss. A region with a plan in `initial_policy` follows that
+    plan. `policy` has one `RegionPlan` per region partitioned in this process. Regions from a compile cache are not
+    partitioned again.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         example_sizes: tuple[int, ...] = (),
         **overrides: Any,
     ) -> None:
-        """Take the plans, and the share for all other regions, from `initial_policy`; by default use the budget.
+        """Create a partitioner for `config`, by default a `memory_budget` of 0.5. `overrides` replace fields of it.
 
-        `store` has the decisions of earlier runs and receives new ones. `example_sizes` are the dynamic sizes of the
-        region's traced example. They are for a partitioner of one region where a cache of partitioned graphs is on.
+        `initial_policy` has plans of known regions. Its budget applies to all other regions, instead of the budget in
+        `config`. `store` has the plans of earlier runs and receives new plans. `example_sizes` are the dynamic sizes in
+        the traced example of the partitioner's only region. Pass these sizes if torch caches partitioned graphs.
         """
         self.config = (config or AdaccConfig(memory_budget=0.5)).with_overrides(**overrides)
         self._initial_policy = _empty_policy(self.config) if initial_policy is None else initial_policy
@@ -84,16 +86,17 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._example_sizes = example_sizes
         self._recorded_plans = {plan.digest: plan for plan in self._initial_policy.regions}
         self._graphs: list[_Graph] = []
-        """Graph of each plan of `policy`."""
+        """Graph of each plan in `policy`, in the same order."""
         self._num_split: Counter[str] = Counter()
-        """Number of graphs so far that each compilation's function was split into."""
+        """Number of graphs partitioned so far in each compilation, which can split a function into several graphs."""
         self._times = OperatorTimes()
 
     def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
-        """Forget all regions. Regions compiled from now on get `share` of their bytes; None means the least possible.
+        """Forget all regions. Regions compiled from now on store the fraction `share` of their bytes.
 
-        `plans` were made for the same share before. Regions with one of these plans follow it. Regions that are
-        compiled already do not change until `torch._dynamo.reset`.
+        If `share` is None, they store the least possible.
+        `plans` are earlier plans for the same share, which their regions follow. Regions that are compiled already
+        change only after `torch._dynamo.reset`.
         """
         self.policy = self._initial_policy = CompiledPolicy(share=share)
         self._recorded_plans = {plan.digest: plan for plan in plans}
@@ -111,16 +114,19 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._update(lambda plan, graph: replace(plan, calls=0 if graph.number is None else counts[graph.number]))
 
     def is_called(self, loss: Tensor) -> bool:
-        """Return True if the forward that computed `loss` called a compiled region, so that it did not run eagerly.
+        """Return True if the forward that computed `loss` called a compiled region, False if the forward ran eagerly.
 
-        Calls are recognized by the numbers that AOTAutograd gives to graphs. If a region has no number, its calls
-        cannot be recognized. Then return True as well.
+        Calls are recognized by the numbers that AOTAutograd gives to graphs. If any region has no number, its calls
+        cannot be recognized, and True is returned.
         """
         numbers = {graph.number for graph in self._graphs}
         return None in numbers or any(number in numbers for number, _ in functorch.graph_calls(loss))
 
     def inspect_code(self) -> None:
-        """Record the live bytes of each region's code. Call this after `count_calls` and backward."""
+        """Measure the peak memory of each region's compiled code, and record it in the region's plan.
+
+        Call this after `count_calls` and backward.
+        """
         self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
 
     def _update(self, change: Callable[[RegionPlan, _Graph], RegionPlan]) -> None:
@@ -170,34 +176,35 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> str:
-        """Return the partitioner's key in compile caches: its source, its settings and its initial policy.
+        """Return the partitioner's key in compile caches: source code, settings, initial policy and example sizes.
 
-        The example's sizes are part of the key. A cache of partitioned graphs returns a graph for all sizes that its
-        guards allow, but the graph keeps to the budget at the sizes of its example only.
+        A cache of partitioned graphs returns a graph for all sizes that the graph's guards allow. The graph keeps to
+        the budget only at the sizes of its traced example, so these sizes are part of the key.
         """
         settings = [self.config, self._initial_policy, self._example_sizes]
         return f"adacc_hf {_source_digest()} {json.dumps(settings, default=fields_of)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments without the decisions. Inductor's cache pickles all settings for its key."""
+        """Pickle the partitioner without its plans, because Inductor's cache pickles all settings for cache keys."""
         return type(self), (self.config, self._initial_policy, None, self._example_sizes)
 
     def _from_store(self, plan: RegionPlan, joint: JointGraph) -> RegionPlan | None:
         return None if self._store is None else self._store.load(self._decision_key(plan, joint), plan.digest)
 
     def _decision_key(self, plan: RegionPlan, joint: JointGraph) -> str:
-        """Return a key for stored plans of one graph: costs differ from device to device.
+        """Return the key of the graph's plan in the `PlanStore`.
 
-        If the graph's sizes are dynamic, the example's sizes are part of the key.
+        The key contains the partitioner's `uuid`, the bytes that torch would store, and the devices, because the costs
+        of operators differ between devices.
         """
         devices = {device_name(node.meta["val"].device) for node in joint.nodes}
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
-        """Return `plan` with the solver's choice, or with the reason why the solver was not needed.
+        """Return `plan` with the solver's choice, or with the reason why torch's own partition is used.
 
-        `plain` are the values that torch would save. `plain_sources` adds the values that torch's other saved tensors,
-        which only backward has, are computed from.
+        `plain` are the values that torch would save. Torch may also save tensors that are no values of the joint graph.
+        `plain_sources` contains `plain` and the values that those tensors are computed from.
         """
         allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
         tensors = tuple(
@@ -229,7 +236,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return forward, backward
 
     def _region(self) -> str:
-        """Return the name of the region that is being partitioned."""
+        """Return the name of the region being partitioned: "3", or "3.1" for the second graph of function 3."""
         function, compilation = functorch.compile_number()
         number = self._num_split[compilation]
         self._num_split[compilation] += 1
@@ -247,7 +254,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         log.info("Adacc: %s", plan.summary())
 
     def _graph(self, joint: JointGraph) -> GraphModel:
-        """Return the solver's input: operators with replay times, values with the cost of storing and encoding them."""
+        """Return the integer program's input for a region: replay times of operators, and costs to store values."""
         pairs = zip(joint.kind.operators, joint.operators, strict=True)
         times = [self._times.replay_ms(node) if operator.replayable else 0.0 for operator, node in pairs]
         may_replay = Action.RECOMPUTE in self.config.parsed_actions
@@ -269,8 +276,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """Return the fastest choice within `allowed_bytes`.
 
-        If no choice fits, warn and return the choice with the least bytes. A fraction of a budget can be too little for
-        one region, such as the loss's, that stores little anyway.
+        If no choice fits a budget in bytes, raise InfeasibleBudgetError. If no choice fits a fraction, warn and return
+        the choice with the least bytes. The region of the loss, for example, stores little and often cannot store less.
         """
         solving = self._limits()
         choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)
@@ -301,18 +308,23 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
 @dataclass
 class _Graph:
-    """Compiled graph of one region, in addition to the region's plan."""
+    """Number, inputs and compiled code of a region's graph, for counting calls and measuring memory."""
 
     number: int | None
-    """Torch's number of the graph, or None."""
+    """Number that AOTAutograd gave to the graph, or None if there is no number."""
     forward: tuple[GraphInput, ...] = ()
+    """Inputs of the forward graph."""
     backward: tuple[GraphInput, ...] = ()
-    """Inputs of the forward and the backward graph."""
+    """Inputs of the backward graph."""
     function: weakref.ref[type] | None = None
-    """Autograd function of the graph, once called. It holds the compiled code, which torch may free at any time."""
+    """Autograd function of the graph, which holds the compiled code. None before the first counted call. The reference
+    is weak, because torch may free the function at any time."""
 
     def code_bytes(self) -> tuple[int, int] | None:
-        """Return the most live bytes of the forward and the backward code, or None if unknown or not compiled yet."""
+        """Return the most live bytes of the compiled forward and of the compiled backward.
+
+        Return None if the code is not compiled yet or cannot be measured.
+        """
         function = None if self.function is None else self.function()
         forward = most_live_bytes_of_code(functorch.code_of(function, "compiled_fw"), self.forward)
         backward = most_live_bytes_of_code(functorch.code_of(function, "compiled_bw"), self.backward)
@@ -345,7 +357,7 @@ def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]
 
 @cache
 def _source_digest() -> str:
-    """Return a digest of all source files that decisions depend on: this package and the codecs."""
+    """Return a digest of the source files of this package and of the codecs, on which plans depend."""
     package = Path(__file__).parents[1]
     kernels = Path(get_codec.__code__.co_filename).parent
     files = sorted([*package.rglob("*.py"), *kernels.glob("*.py")])

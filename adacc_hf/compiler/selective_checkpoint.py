@@ -1,4 +1,4 @@
-"""Policy for torch's selective checkpointing: applies this package's decisions without its executor.
+"""Context function for torch's selective checkpointing that follows a policy of this package, without its executor.
 
 contexts = selective_contexts(profile, policy)
 model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
@@ -22,10 +22,9 @@ from adacc_hf.torch_glue.private import schema_of
 def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[Any, Any]]:
     """Return a `context_fn` for torch.utils.checkpoint that saves the tensors stored by `policy`.
 
-    Operators with a stored result are saved, uncompressed even if the policy would compress the result. All other
-    operators, and all in-place operators, are recomputed. In every step, the function must be called once per block
-    call, in the policy's order, as Transformers' checkpointing does. Raises PolicyMismatchError if the policy does not
-    belong to the profile.
+    The results of operators are saved if the policy stores them, but never compressed. All other operators, and all
+    in-place operators, are recomputed. In every step, the function must be called once per block call, in the policy's
+    order, as Transformers' checkpointing does. Raises PolicyMismatchError if the policy does not belong to the profile.
     """
     kinds = {block.name: profile.kind_of(block) for block in profile.blocks}
     for name, plan in policy.blocks:
@@ -42,7 +41,8 @@ def selective_contexts(profile: Profile, policy: Policy) -> Callable[[], tuple[A
 
 
 class _SaveCalls:
-    """Policy function for torch's selective checkpointing of one block. `stored` has (operator, number of its call)."""
+    """Policy function for torch's selective checkpointing of one block. `stored` lists the operator calls to save, as
+    (operator, call number)."""
 
     def __init__(self, stored: frozenset[tuple[str, int]]) -> None:
         self._stored = stored
@@ -60,7 +60,7 @@ class _SaveCalls:
 
 
 def _stored_calls(kind: KindProfile, plan: Plan) -> frozenset[tuple[str, int]]:
-    """Return the calls of operators with a stored result: the operator's name and its call number."""
+    """Return (operator, call number) for each operator call with a result that `plan` stores."""
     stored_values = {value for value, choice in plan.choices if choice.action is not Action.RECOMPUTE}
     counts: Counter[str] = Counter()
     stored = set()

@@ -1,4 +1,4 @@
-"""Models with LoRA's adapters, for plans."""
+"""Fake models with LoRA's adapters, for predictions of memory and time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adacc_hf.torch_glue.private import buffers_of, parameters_of, unset_fake_te
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Settings of LoRA's adapters. None is PEFT's default."""
+    """Settings of LoRA's adapters. A setting that is None has PEFT's default."""
 
     rank: int | None = None
     targets: tuple[str, ...] | None = None
@@ -28,15 +28,16 @@ class Adapters:
     modules_to_save: tuple[str, ...] | None = None
     """Names of the modules that are trained in full, in addition to the adapters."""
     dtype: str | None = None
-    """PEFT's default is float32, even if the model's weights have 16 bits."""
+    """Dtype of the adapters. PEFT's default is float32, even if the model's weights have 16 bits."""
 
 
 def lora_model(
     config: PretrainedConfig, attention: str | None, dtype: str, adapters: Adapters, quantization: Quantization | None
 ) -> PreTrainedModel:
-    """Return the model of `config` with PEFT's LoRA adapters, and with quantized weights if there is a `quantization`.
+    """Return the fake model of `config` with PEFT's LoRA adapters.
 
-    Raises AdaccError if PEFT is not installed, and ValueError if it cannot add adapters to `adapters.targets`.
+    Weights have `dtype`. If `quantization` is given, linear layers have 4-bit weights instead. Raises AdaccError if
+    PEFT is not installed, and ValueError if PEFT cannot add adapters to `adapters.targets`.
     """
     try:
         from peft import LoraConfig, get_peft_model

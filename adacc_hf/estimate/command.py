@@ -32,7 +32,7 @@ COMPUTED_IN = {
     "bf16-weights-amp": "bfloat16",
     "fp16-amp": "float16",
 }
-"""Dtype of the matrix products, by precision."""
+"""Dtype of the matrix products, by the value of --dtype."""
 
 _NOT_PLANNED = {
     "--load-in-8bit": "8-bit weights are not planned: use --load-in-4bit, or pass a measured --profile",
@@ -42,7 +42,7 @@ _NOT_PLANNED = {
     "pass a measured --profile",
     "--tp": "tensor parallelism is not planned: use --fsdp N or --zero 3 N, which divide weights, not activations",
 }
-"""Options that are refused, with the reason and the next step."""
+"""Options of `adacc plan` that are refused, each with the reason and what to do instead."""
 
 
 def add_parser(commands: Any) -> None:
@@ -118,7 +118,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Compute the plan that `arguments` describe, and return it as text or JSON. Progress is printed on stderr."""
+    """Compute the prediction that `arguments` describe, and return text or JSON. Progress is printed on stderr."""
     options = _check(arguments)
     with _progress_on_stderr():
         log.info("loading torch and Transformers")
@@ -156,14 +156,14 @@ def _progress_on_stderr() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """Checked values of the options that argparse does not convert."""
+    """Options of `adacc plan` that argparse does not convert, checked and converted."""
 
     sharding: Sharding
     budget_bytes: int | None
 
 
 def _check(arguments: argparse.Namespace) -> _Options:
-    """Return the converted options. Raises ValueError for the first invalid one."""
+    """Check all options, and convert those in `_Options`. Raises ValueError for the first invalid option."""
     for option, reason in _NOT_PLANNED.items():
         if getattr(arguments, _dest(option)) is not None:
             raise ValueError(f"{option}: {reason}")
@@ -186,7 +186,7 @@ def _check(arguments: argparse.Namespace) -> _Options:
 
 
 def _check_adapters(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if options of adapters are out of range, or are passed without --peft."""
+    """Raise ValueError if the options of LoRA's adapters are out of range, or are passed without --peft."""
     if arguments.peft is None:
         for option in ("--lora-rank", "--lora-targets", "--lora-dropout", "--modules-to-save", "--load-in-4bit"):
             value = getattr(arguments, _dest(option))
@@ -208,7 +208,7 @@ def _budget_bytes(text: str) -> int:
 
 
 def _dest(option: str) -> str:
-    """Return the name of an option's value."""
+    """Return argparse's attribute name for an option: "--batch-size" -> "batch_size"."""
     return option.removeprefix("--").replace("-", "_")
 
 

@@ -1,4 +1,4 @@
-"""Table of devices with their memory and peak rates, from data sheets; the local CPU's rates are measured."""
+"""Table of devices with memory and peak rates from data sheets. The rates of the local CPU are measured."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TERA = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Memory and peak rates of a device. Real programs stay somewhat below the peak rates."""
+    """Memory and peak rates of a device, for predictions. Real programs stay somewhat below the peak rates."""
 
     name: str
     title: str
     source: str
-    """Document that publishes the figures."""
+    """Document that publishes the device's memory and rates."""
     memory_bytes: int
     """Memory by the data sheet, with 1 GB = 10^9 bytes. Drivers mostly report a few percent more."""
     bandwidth_bytes: float
@@ -29,13 +29,14 @@ class Device:
     flops: dict[str, float]
     """Dense operations per second of matrix products, by dtype. Training in other dtypes is not supported."""
     launch_ms: float
-    """Milliseconds to launch one operator. Launches do not overlap with the previous operator."""
+    """Milliseconds to launch one operator. A launch is assumed not to overlap with the previous operator."""
     attention_share: float = 1.0
     """Rate of fused attention divided by the rate of matrix products."""
     unaligned_share: float = 1.0
-    """Rate of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by the rate of others."""
+    """Rate of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by the rate of all other
+    products."""
     trace: str = "cuda"
-    """Device type of the fake tensors, "cuda" or "cpu"; it decides which kernels torch chooses."""
+    """Device type of the fake tensors, "cuda" or "cpu", on which the choice of kernels depends."""
 
     def check_dtype(self, dtype: str) -> None:
         """Raise ValueError if the device cannot train in `dtype`."""
@@ -47,7 +48,7 @@ class Device:
 
 
 _CUDA_LAUNCH_MS = 0.005
-"""Gap between two small kernels that torch launches one by one: about 5 us on the GPUs of the table."""
+"""Milliseconds between two small kernels that torch launches one by one: about 5 us on the GPUs of the table."""
 
 
 _AMPERE_ATTENTION, _HOPPER_ATTENTION = 0.75, 0.5
@@ -127,7 +128,10 @@ NAMES = (*(device.name for device in _DEVICES), "cpu")
 
 
 def find_device(name: str) -> Device:
-    """Return the device called `name`. For "cpu", measure this machine. Raises ValueError for an unknown name."""
+    """Return the device called `name`. "cpu" is this machine's CPU, whose rates are measured.
+
+    Raises ValueError for an unknown name.
+    """
     if name == "cpu":
         return measure_cpu()
     for device in _DEVICES:
@@ -142,14 +146,14 @@ def find_device(name: str) -> Device:
 # The local CPU as a Device. Measuring its rates takes half a second.
 
 _SIDE = 1024
-"""Rows of the multiplied square matrices: 2 billion operations, about 50 ms on one core."""
+"""Rows of the square matrices whose product is timed. The product has 2 billion operations, about 50 ms on one core."""
 _COPIED_BYTES = 64 * 2**20
 """Size of the copied tensor, larger than the caches of most CPUs."""
 
 
 @cache
 def measure_cpu() -> Device:
-    """Measure this machine's CPU with torch's current number of threads."""
+    """Measure the rates of this machine's CPU with torch's current number of threads. The result is cached."""
     import psutil
     import torch
 

@@ -1,8 +1,8 @@
 """Backward pass over fake tensors.
 
-Torch's autograd engine needs the streams of the tensors' device, so it cannot run if that device is missing. This
-module walks the same graph in the same order: the newest node first, except that gradients are accumulated before other
-nodes run. A node's saved tensors are freed with the node.
+Torch's autograd engine needs the streams of the tensors' device, so the engine cannot run if that device is missing.
+This module walks autograd's graph in the engine's order. Nodes that accumulate gradients run first, then the newest
+node. A node's saved tensors are freed with the node.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class FakeBackward:
         self._calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]] = {}
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
-        """Register `call`. The next `run` calls it when the gradient of `tensor` is complete."""
+        """Register a callback for the next `run`, to be called when the gradient of `tensor` is complete."""
         key = ("leaf", id(tensor)) if tensor.grad_fn is None else _key(tensor.grad_fn)
         self._calls.setdefault((key, tensor.output_nr), []).append(call)
 
     def run(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradients of all leaves that `loss` depends on. Detaches `loss` and frees its graph."""
+        """Run backward from `loss`: accumulate the gradients of all leaves. Detaches `loss` and frees its graph."""
         backward_pass = _BackwardPass(graph_owner(loss), self._calls)
         self._calls = {}
         loss_gradient = torch.ones_like(loss)
@@ -43,8 +43,9 @@ class FakeBackward:
 
 
 class _BackwardPass:
-    """State of one backward pass, which owns the graph. A node frees its saved tensors only if no one else refers to
-    the node.
+    """State of one backward pass over fake tensors.
+
+    The pass owns the graph, because a node frees its saved tensors only if no other object refers to the node.
     """
 
     def __init__(self, root: Any, calls: dict[tuple[EdgeKey, int], list[Callable[[], None]]]) -> None:
@@ -53,7 +54,7 @@ class _BackwardPass:
         self._ready: list[tuple[float, int, Any]] = []
         self._gradients: dict[EdgeKey, list[torch.Tensor | None]] = {}
         self._owners: dict[EdgeKey, list[Any]] = {}
-        """Objects that keep a node alive, for nodes that their Python objects do not own."""
+        """Earlier nodes that keep a node alive, for nodes that their own Python objects do not keep alive."""
         self._root = root
 
     def run(self, loss_gradient: torch.Tensor) -> None:
@@ -132,7 +133,7 @@ def _count_edges(root: Any) -> dict[EdgeKey, int]:
 
 
 def _apply(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run a node, and return the gradients of its inputs."""
+    """Run an autograd node on the gradients of its results, and return the gradients of its inputs."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         filled = [_zeros(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
         result = node.apply(*filled)
@@ -146,14 +147,14 @@ def _zeros(metadata: Any) -> torch.Tensor:
 
 
 def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
-    """Reduce and cast `gradient` to the shape and dtype in `metadata`."""
+    """Return `gradient`, summed to the shape and cast to the dtype in `metadata`."""
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     return gradient if gradient.dtype is metadata.dtype else gradient.to(metadata.dtype)
 
 
 def _sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients. Add in place if `earlier` is the only reference to its storage."""
+    """Return the sum of two gradients. Add in place if no other tensor uses the storage of `earlier`."""
     if _is_sole_owner(earlier):
         return earlier.add_(later)
     return earlier + later
@@ -165,7 +166,7 @@ def _is_sole_owner(tensor: torch.Tensor) -> bool:
 
 
 def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add `gradient` to `variable.grad`. A first gradient is assigned without a copy if its strides match."""
+    """Add `gradient` to `variable.grad`. The first gradient is assigned, without a copy if the strides match."""
     if gradient is None:
         return
     if variable.grad is not None:

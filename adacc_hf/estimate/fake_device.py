@@ -1,8 +1,8 @@
 """Fake tensors (tensors without memory) on a device that need not be present, and a meter of their live bytes.
 
 Under `fake_tensors("cuda")` torch behaves as on a GPU: autocast by the CUDA lists, boolean dropout masks, fused
-attention. Torch chooses the attention kernel only if a GPU is present, so this module makes the choice, by torch's
-rules for compute capability 8.0 and above.
+attention. Torch chooses the attention kernel only if a GPU is present. Therefore this module chooses the kernel, by
+torch's rules for compute capability 8.0 and above.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
 """Largest head width that the flash kernel supports."""
 _ALIGNMENT = 8
-"""Elements. Head widths and rows of attention masks are padded to a multiple of it for the fused kernels."""
+"""Number of elements to whose multiples head widths and rows of attention masks are padded for the fused kernels."""
 
 
 @contextmanager
@@ -56,7 +56,10 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
-    """Answer `capability` to code that asks for the GPU's while the context is open, as experts of Transformers do."""
+    """Make torch report this compute capability of the GPU while the context is open.
+
+    Transformers' mixture-of-experts layers, for example, ask for the capability.
+    """
     original = torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: capability
     try:
@@ -66,9 +69,9 @@ def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
 
 
 class _FakeTensors(FakeTensorMode):
-    """Torch's fake tensor mode without its cache for `aten.set_`.
+    """Torch's fake tensor mode, without the mode's cache for calls of `aten.set_`.
 
-    The cache keeps the arguments of operators, and a cached storage would stay alive and be counted as live bytes.
+    The cache keeps the arguments of operators, so the storage passed to `aten.set_` would stay alive and be counted.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +85,8 @@ class _FakeTensors(FakeTensorMode):
 
 
 class _FakeCpuGenerator:
-    """Stand-in for the CPU's generator. Each state is a new tensor of the same size as the real generator's state."""
+    """Replacement for the CPU's random number generator under fake tensors. Each state is a new tensor of the real
+    state's size."""
 
     def __init__(self) -> None:
         self._nbytes = torch.default_generator.get_state().nbytes
@@ -94,11 +98,12 @@ class _FakeCpuGenerator:
         return self
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Do nothing: a fake generator has no state."""
+        """Ignore `state`, because a fake generator has no state."""
 
 
 class _FakeCudaGenerator(_FakeCpuGenerator):
-    """Stand-in for a GPU's generator. The state is in host memory, so that it does not count as GPU memory."""
+    """Replacement for a GPU's random number generator under fake tensors. The state is in host memory, which does not
+    count as GPU memory."""
 
     def __init__(self) -> None:
         self._state = torch.empty(16, dtype=torch.uint8, device="cpu")
@@ -111,7 +116,7 @@ class _FakeCudaGenerator(_FakeCpuGenerator):
 def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Enable autocast to `dtype` while the context is open, or disable autocast if `dtype` is None.
 
-    torch.autocast cannot be used, because it disables itself for "cuda" if there is no GPU.
+    If there is no GPU, torch.autocast disables itself for "cuda". Therefore the autocast state is set directly.
     """
     was_enabled, previous_dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, dtype is not None)
@@ -154,7 +159,7 @@ def _register_guard() -> None:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Mode that calls the attention kernel that torch would choose on a GPU."""
+    """Function mode that calls the fused attention kernel that torch would choose on a GPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -221,9 +226,9 @@ def _efficient(
 
 
 def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return `mask` as the bias that the kernel adds to the scores: floats, rows padded to _ALIGNMENT.
+    """Convert an attention mask to the bias that the kernel adds to the scores: floats, with rows padded to _ALIGNMENT.
 
-    A mask that is shared by heads or sequences is expanded, not copied.
+    A mask that heads or sequences share is expanded, not copied.
     """
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
@@ -237,7 +242,8 @@ def _bias_from_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) 
 
 
 class FakeMemoryMeter(MemoryMeter):
-    """Meter of the live bytes of all storages that operators allocate. Temporaries inside an operator are not seen."""
+    """Meter of the live bytes of fake tensors' storages. Temporaries that an operator allocates internally are not
+    counted."""
 
     def __init__(self) -> None:
         self._live_bytes = self._bytes_at_mark = self._peak_bytes = 0
@@ -264,12 +270,12 @@ class FakeMemoryMeter(MemoryMeter):
         self._bytes_at_mark = self._peak_bytes = self._live_bytes - dying_bytes
 
     def _close(self) -> None:
-        """Record the interval since the last mark, if there is one."""
+        """Record the memory point of the interval since the last mark, if there was a mark."""
         if self._label is not None:
             self.points.append(MemoryPoint(self._label, self._bytes_at_mark, self._peak_bytes))
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a new storage until it is freed."""
+        """Count the bytes of a new storage until the storage is freed."""
         key, nbytes = storage_key(storage), storage.nbytes()
         if key in self._storages:
             return
@@ -285,14 +291,14 @@ class FakeMemoryMeter(MemoryMeter):
         self._on_free(key)
 
     def _on_allocate(self, key: int, nbytes: int) -> None:
-        """Handle the allocation of a storage; subclasses override it. `key` is unique among live storages."""
+        """Handle the allocation of a storage. Subclasses override this method. `key` is unique among live storages."""
 
     def _on_free(self, key: int) -> None:
-        """Handle the freeing of a counted storage; subclasses override it."""
+        """Handle the freeing of a counted storage. Subclasses override this method. `key` is that of the allocation."""
 
 
 class _StorageObserver(TorchDispatchMode):
-    """Mode that adds every storage allocated by an operator to a meter."""
+    """Dispatch mode that adds every storage that an operator allocates to a meter."""
 
     def __init__(self, meter: FakeMemoryMeter) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Measurement on fake tensors: bytes are counted from storage lifetimes, times and codec errors are estimated.
+"""Profiler's measurements on fake tensors: bytes are counted from storage lifetimes, times and errors are estimated.
 
-- Replay is assumed to be exact for torch's own operators and for this package's, and for no others (R7). Random numbers
-  are drawn again where rule R5 allows it.
+- Replay is assumed to be exact only for the operators of torch and of this package (rule R7). Operators that draw
+  random numbers are replayed where rule R5 allows this.
 - Times are roofline times. A codec's time is one pass over its input and output.
-- A fixed share of the channels is assumed to be outliers. Codec errors are those on normally distributed numbers.
+- A fixed fraction of the channels is assumed to be outliers. Codec errors are measured on normally distributed numbers.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.tensors import relative_error
 
 NUMBER_BYTES = 16
-"""Temporary bytes of a Python number among a pointwise operator's arguments: 8 bytes as a tensor, and at most 8 for the
-cast to the other arguments' dtype."""
+"""Temporary bytes of a pointwise operator with a Python number as an argument. The number takes 8 bytes as a tensor,
+and at most 8 bytes more after the cast to the dtype of the other arguments."""
 _SAMPLE_SHAPE = (256, 256)
 """Shape of the normally distributed sample for codec errors."""
 
 
 SUPPORTED_NAMESPACES = ("aten", "adacc_hf")
-"""Namespaces of the operators whose tags say reliably if they draw random numbers: torch's, and CompAct's projection.
-Only these operators are replayed."""
+"""Namespaces of torch's operators and of CompAct's projection. The tags of these operators show reliably whether an
+operator draws random numbers. Operators of other namespaces are not replayed."""
 
 
 class FakeMeasurement(Measurement):
@@ -179,7 +179,7 @@ class FakeMeasurement(Measurement):
 
 
 class FakeMemoryMeasurement(FakeMeasurement):
-    """FakeMeasurement without the times of the step and of the heads, to save time: no peak depends on them."""
+    """FakeMeasurement that skips the times of the step and of the heads, on which no peak depends."""
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return {"plain": 0.0, "chunked": 0.0}
@@ -191,7 +191,7 @@ class FakeMemoryMeasurement(FakeMeasurement):
 class FakeRngUse(RngUse):
     """Use of random numbers by an operator call, read from the operator's tags and its dropout probability.
 
-    The state of a generator, which tells for real tensors, does not change on fake tensors.
+    On real tensors the use shows in the generator's state, which does not change on fake tensors.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class SumOfTimes(TorchDispatchMode):
 
 
 def _workspace(operator: TapeOperator) -> int:
-    """Return the temporary bytes of a replay of the operator, without its results."""
+    """Return the temporary bytes that a replay of the operator takes, in addition to the operator's results."""
     # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
     blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
     return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)
@@ -235,11 +235,12 @@ def _is_external(place: str, overwritten: bool) -> bool:
 
 
 _PROBABILITIES = ("dropout_p", "p")
-"""Names of the argument with the dropout probability."""
+"""Names that operators give to the argument with the dropout probability."""
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the argument of `func` whose name is one of `names`, or None."""
+    """Return the value of the first argument of `func` whose name is in `names`, or None if there is no such
+    argument."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in names:
             return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -247,10 +248,10 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: t
 
 
 def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
-    """Return True if the codec can be assumed to accept the value's data.
+    """Return True if the codec can be assumed to accept the value's data, which a fake tensor does not have.
 
-    A codec for masks needs data with two distinct values. Without data, only booleans and values computed from a
-    Bernoulli sample are certain to have two.
+    A codec for masks needs data with two distinct numbers. Only booleans and values computed from a Bernoulli sample
+    are certain to have two.
     """
     if MASK not in codec.suits or tape.values[value].ref.dtype is torch.bool:
         return True
@@ -274,7 +275,7 @@ _ALLOCATE = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.emp
 _ALLOCATE |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}
 
 
-# Roofline time of an operator: the bound from the device's peak rates, plus the launch.
+# Roofline time of an operator: the lower bound from the device's peak rates, plus the launch.
 
 
 def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
@@ -297,7 +298,8 @@ def transfer_ms(device: Device, num_bytes: float) -> float:
 
 
 def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> float:
-    """Return the milliseconds of the matrix products in one operator at the peak rate; 0 for other operators."""
+    """Return the milliseconds of an operator's matrix products at the peak rate, or 0 for an operator without
+    products."""
     is_grouped = target.overloadpacket is GROUPED_PRODUCT
     formula = _grouped_operations if is_grouped else flop_registry.get(_flop_equivalent(target))
     if formula is None:
@@ -316,21 +318,24 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _grouped_operations(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Return the operations of a grouped product, which torch's table lacks. A 2-D factor is split into the groups."""
+    """Return the number of operations of a grouped matrix product, which torch's FLOP table lacks.
+
+    The rows or columns of a 2-D factor are split into the groups.
+    """
     if first.dim() == 2:
         return 2 * first.numel() * second.shape[-1]
     return 2 * second.numel() * first.shape[-2]
 
 
 _MULTIPLY_ADD = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-"""Products whose first argument is the summand. Its dtype may be wider than the factors' dtype."""
+"""Product operators whose first argument is a summand. The summand's dtype may be wider than the factors' dtype."""
 
 _ROW_BYTES = 16
-"""Bytes per load of the kernels for tensor cores with 16-bit numbers."""
+"""Bytes that the fast kernels for 16-bit matrices load at once. Rows must start at multiples of this."""
 
 
 def _is_unaligned(matrix: torch.Tensor) -> bool:
-    """Return True if some rows of the 16-bit matrix start between multiples of _ROW_BYTES."""
+    """Return True if `matrix` has 16-bit elements and some of its rows do not start at multiples of _ROW_BYTES."""
     if matrix.dim() < 2 or matrix.dtype.itemsize != 2:
         return False
     # One of the last two dimensions has a stride of 1. The stride of the other is the length of a row.
@@ -339,7 +344,8 @@ def _is_unaligned(matrix: torch.Tensor) -> bool:
 
 
 def _flop_equivalent(target: Any) -> Any:
-    """Return the operator whose FLOP formula applies to `target`: the CPU's attention counts as flash attention."""
+    """Return the operator whose FLOP formula applies to `target`. Attention on a CPU has the formula of flash
+    attention."""
     if target.overloadpacket is attention_operator("cpu"):
         return attention_operator("flash")
     if target.overloadpacket is attention_operator("cpu_backward"):
@@ -361,7 +367,7 @@ def _expand_kv_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the distinct elements of `tensor`: elements repeated by a stride of 0 count once."""
+    """Return the bytes of the distinct elements of `tensor`. Elements repeated by a stride of 0 count once."""
     lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     return math.prod(lengths) * tensor.dtype.itemsize if tensor.numel() else 0
 

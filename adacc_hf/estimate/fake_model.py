@@ -1,7 +1,7 @@
-"""Fake model (tensors without memory) and its profile for any batch size, by tracing a training step.
+"""Model of fake tensors (tensors without memory), whose training step can be traced for the profile of any batch size.
 
-To save time, most of a model's equal blocks can be left out of the trace; `Thinning` computes the profile of the whole
-model.
+To save time, most of a model's equal blocks can be left out of the trace. `Thinning` then computes the profile of the
+whole model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from adacc_hf.torch_glue.private import (
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of the weights and of autocast."""
+    """Dtypes of the weights and of autocast. `autocast` is None if autocast is off."""
 
     weights: torch.dtype
     autocast: torch.dtype | None
@@ -58,8 +58,8 @@ PRECISIONS = {
     "bf16-weights-amp": Precision(torch.bfloat16, torch.bfloat16),
     "fp16-amp": Precision(torch.float32, torch.float16),
 }
-"""Precisions by their name on the command line. fp32 and bf16 use that dtype for all tensors. The -amp precisions have
-autocast, the Trainer's bf16=True and fp16=True, with float32 weights, or with weights loaded in bfloat16."""
+"""Precisions by name on the command line. fp32 and bf16 use one dtype for all tensors. The -amp precisions use
+autocast, as the Trainer's bf16=True and fp16=True do. Weights are then float32, or bfloat16 in bf16-weights-amp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +70,15 @@ class Workload:
     device: Device
     precision: Precision
     attention: str | None = None
-    """"sdpa" or "eager". None for Transformers' default: sdpa if the model has it, else eager."""
+    """"sdpa" or "eager". None for Transformers' default: sdpa if the model supports sdpa, else eager."""
     adapters: Adapters | None = None
-    """LoRA's adapters, the only parameters that are trained then. None to train the whole model."""
+    """LoRA's adapters. If present, only the adapters are trained. None to train the whole model."""
     quantization: Quantization | None = None
-    """Weights of 4 bits, under adapters. None for weights in the precision's dtype."""
+    """Format of 4-bit weights, which need `adapters`. None for weights in the precision's dtype."""
     compact_rank: float | int | None = None
-    """Rank in which CompAct trains the blocks' linear layers, as `CompactFactory` takes it. None without CompAct."""
+    """Rank of CompAct for the blocks' linear layers, as in `CompactFactory`. None without CompAct."""
     trace: str = "cuda"
-    """Device type that the fake tensors claim to be on, "cuda" or "cpu"; it decides which kernels torch chooses."""
+    """Device type of the fake tensors, "cuda" or "cpu", on which torch's choice of kernels depends."""
     sharding: Sharding = field(default_factory=Sharding)
     outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
@@ -99,11 +99,11 @@ class Workload:
 
 
 _MAX_REASON = 120
-"""Characters of another library's error message that a message of this module repeats."""
+"""Maximum number of characters that an error of this module quotes from another library's error."""
 
 
 class FakeModel:
-    """Fake model of a workload, ready to be traced. Created by `fake_model`."""
+    """Fake model of a workload, ready to be traced. Create an object by `fake_model`."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -130,9 +130,9 @@ class FakeModel:
         return profile
 
     def estimate(self, batch_size: int, seq_len: int) -> Profile:
-        """Return the profile of a step at another shape, computed from a trace of a few of each run of equal blocks.
+        """Return the profile of a step at another batch shape. Only a few of the model's equal blocks are traced.
 
-        Times of the step and of the heads are 0. Call `profile` once before, because it finds the equal blocks.
+        Times of the step and of the heads are 0. Call `profile` once before, to find the equal blocks.
         """
         assert self._thinning is not None, "call profile() first: it finds the blocks that can be left out"
         with thinned(self.model, self._thinning):
@@ -154,10 +154,10 @@ class FakeModel:
 
 @contextmanager
 def fake_model(workload: Workload) -> Iterator[FakeModel]:
-    """Create the fake model of `workload`. It can be traced while the context is open.
+    """Create the fake model of `workload`, which can be traced while the context is open.
 
-    Raises FakeDeviceError if fake tensors on the device are impossible here. Raises AdaccError if the model needs other
-    inputs than input_ids and labels, or if its code depends on the values of tensors.
+    Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
+    model needs other inputs than input_ids and labels, or if its code depends on the values of tensors.
     """
     with fake_tensors(workload.trace):
         try:
@@ -174,14 +174,14 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
 
 
 def _disable_caches(model: nn.Module) -> None:
-    """Disable key-value caches. Parts of a model may have a configuration of their own, as T5's decoder has."""
+    """Disable key-value caches in all parts of a model. T5's decoder, for example, has a separate configuration."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config.use_cache = False
 
 
 def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
-    """Return the model of `workload`, with new weights of `dtype`."""
+    """Return a model of `workload` with new weights of `dtype`, fake in the context of `fake_tensors`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
     return fresh_model(workload.config, workload.attention, dtype)
@@ -191,25 +191,26 @@ def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
 #
 # A block's tape does not depend on the number of equal blocks. Parameters, and the gradients that are live when a
 # block's backward starts, are linear in that number. For the head, all casts of parameters that autocast caches until
-# forward ends are counted, even if the peak comes later: there the estimate may be too high, never too low.
+# forward ends are counted, even if the peak comes later. There the estimate may be too high, but never too low.
 
 TRACED_PER_RUN = 3
-"""Traced blocks of each run. Two neighbours give the increment per block; the last block may differ from the others."""
+"""Number of traced blocks in each run of equal blocks. Two neighbours give the increment per block. A third is needed,
+because the last block may differ from the other blocks."""
 
 
 @dataclass(frozen=True)
 class Thinning:
-    """Blocks to leave out of a trace, and the extrapolation from the thinned profile to the whole model."""
+    """Blocks to leave out of a trace of a fake model, and the extrapolation from the trace to the whole model."""
 
     blocks: tuple[BlockProfile, ...]
-    """All blocks, in forward order."""
+    """All blocks of the model, in forward order."""
     dropped: frozenset[str]
     """Names of the blocks left out of the trace."""
     missing_bytes: int
-    """Parameters and buffers of the dropped blocks."""
+    """Bytes of the parameters and buffers of the dropped blocks."""
 
     def expand(self, thin: Profile) -> Profile:
-        """Return the profile of the whole model, computed from the profile of the thinned model."""
+        """Return the profile of the whole model, computed from `thin`, the profile without the dropped blocks."""
         traced_names = [block.name for block in thin.blocks]
         assert traced_names == [block.name for block in self.blocks if block.name not in self.dropped]
         backward = self._backward_bases(
@@ -252,14 +253,17 @@ class Thinning:
         )
 
     def _kinds(self, kinds: dict[str, int]) -> dict[str, int]:
-        """Return the kind of every block. A dropped block has the kind of the last block of its run."""
+        """Return the kind of every block by name. `kinds` has the kinds of the traced blocks.
+
+        A dropped block has the kind of the last block in its run of equal blocks.
+        """
         return {block.name: kinds.get(block.name, kinds[run[-1].name]) for run in _runs(self.blocks) for block in run}
 
     def _forward_bases(self, traced_bases: dict[str, int], cached_bytes: dict[str, int]) -> dict[str, int]:
         """Return the live bytes at the start of each block's forward.
 
-        `traced_bases` holds the live bytes for the traced blocks, `cached_bytes` the casts that autocast caches for
-        each dropped block.
+        `traced_bases` has the live bytes of the traced blocks. `cached_bytes` has the bytes of the casts that autocast
+        caches for each dropped block.
         """
         bases: dict[str, int] = {}
         extra_bytes = self.missing_bytes
@@ -277,7 +281,7 @@ class Thinning:
         return bases
 
     def _backward_bases(self, traced_bases: dict[str, int]) -> _BackwardBases:
-        """Return the live bytes at the start of each block's backward. `traced_bases` holds them for traced blocks."""
+        """Return the live bytes at the start of each block's backward, computed from those of the traced blocks."""
         bases: dict[str, int] = {}
         gradient_bytes = 0
         for run in reversed(_runs(self.blocks)):
@@ -303,10 +307,10 @@ class _BackwardBases:
 
 
 def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
-    """Return the blocks that can be left out of traces of `model`, whose whole profile is `profile`.
+    """Choose the blocks that can be left out of traces of `model`. `profile` is the profile of the whole model.
 
-    No block is left out if the configuration gives layers different types by their index, because removing layers would
-    change the types of others. No block is left out if a block is called more than once.
+    If the configuration gives layers different types by their index, no block is left out, because removing a layer
+    would change the types of other layers. If any block is called more than once, no block is left out either.
     """
     types = getattr(getattr(model, "config", None), "layer_types", None)
     is_uniform = len(set(types or ())) < 2 and max(calls_per_block(b.name for b in profile.blocks).values()) == 1
@@ -333,7 +337,8 @@ def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
 
 
 def _cached_bytes(profile: Profile, kind: int) -> int:
-    """Return the bytes of casts that autocast caches for one block until the model's forward ends."""
+    """Return the bytes of the casts that autocast caches for one block of this `kind` until the model's forward
+    ends."""
     return sum(value.nbytes for value in profile.kinds[kind].values if value.cached and value.producer is not None)
 
 

@@ -1,23 +1,27 @@
-"""Search for the largest integer that fits, with few evaluations if the excess is nearly a low-degree polynomial."""
+"""Search for the largest batch size or sequence length that fits, with few evaluations.
+
+Few evaluations suffice because the excess over the budget is nearly a polynomial of low degree.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 NUM_INTERPOLATED = 3
-"""Points that the next guess is interpolated from: memory is at most quadratic in the sequence length."""
+"""Number of points from which the next guess is interpolated. Memory is at most quadratic in the sequence length."""
 MAX_STALLS = 3
-"""Consecutive guesses that may leave more than half of the interval. After these, the search bisects once."""
+"""Number of consecutive guesses that may leave more than half of the search interval. One more such guess is followed
+by a bisection."""
 
 MAX_GROWTH = 32
-"""Upper limit of the next guess as a multiple of the largest n that fits so far, because extrapolation is rough."""
+"""Upper limit of the next guess, as a multiple of the largest n that is known to fit. Extrapolation beyond is rough."""
 
 
 def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:
-    """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if there is none.
+    """Return the largest n from 1 to `limit` with excess(n) <= 0, or 0 if no n fits.
 
     `excess` must not decrease with n. The search starts at `start`, and continues where the polynomial through the
-    nearest known points is 0. `hints` are known points (n, excess(n)); the one at n = 0 may be an estimate.
+    nearest known points is 0. `hints` has known values of excess(n) by n. The value at n = 0 may be an estimate.
     """
     points = dict(hints)
     low, high, stalls = 0, limit + 1, 0
@@ -37,9 +41,9 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
 
 
 def _interpolate(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
-    """Return the polynomial through the points at `low` and `high` and the points nearest to 0 (divided differences).
+    """Return the polynomial through the points at `low` and `high` and the points with the smallest absolute excess.
 
-    The method is Newton's; at most NUM_INTERPOLATED points are used.
+    At most NUM_INTERPOLATED points are used. The method is Newton's divided differences.
     """
     exact = [n for n in points if n > 0]
     nodes = sorted(exact if len(exact) > 1 else points, key=lambda n: (n not in (low, high), abs(points[n]), n))
@@ -59,9 +63,9 @@ def _interpolate(points: Mapping[int, int], low: int, high: int) -> Callable[[in
 
 
 def _last_nonpositive(value: Callable[[int], float], low: int, high: int) -> int:
-    """Return the last n strictly between `low` and `high` with value(n) <= 0.
+    """Return the last n strictly between `low` and `high` with value(n) <= 0, found by bisection.
 
-    If `value` decreases somewhere, the result is some n strictly between them.
+    If no n qualifies, or if `value` decreases somewhere, the result is any n strictly between `low` and `high`.
     """
     below, above = low, high
     while below + 1 < above:

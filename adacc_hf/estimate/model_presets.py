@@ -33,9 +33,9 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def checked_seq_len(seq_len: int | None, config: PretrainedConfig, option: str = "--seq_len") -> int:
-    """Return `seq_len`, or the model's context length if it is None.
+    """Return `seq_len`, or the model's context length if `seq_len` is None.
 
-    Raises ValueError, which names `option`, if the length is outside 2..context length.
+    Raises ValueError if the length is not between 2 and the context length. The error names the command-line `option`.
     """
     longest = context_length(config)
     length = longest if seq_len is None else seq_len
@@ -52,8 +52,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Build the model in float32, with random weights from torch's current seed, or the hub's weights if `pretrained`.
 
-    A model with random weights gets the tokenizer's vocabulary size. Raises ValueError if the vocabulary of a
-    pretrained model is smaller than the tokenizer's.
+    `vocab_size` and `eos_token_id` are the tokenizer's, and a model with random weights uses both. Raises ValueError if
+    the vocabulary of a pretrained model is smaller than `vocab_size`.
     """
     if pretrained:
         return _pretrained_model(name, config, vocab_size, attn_implementation)
@@ -66,7 +66,8 @@ def build_model(
 def fresh_model(config: PretrainedConfig, attn_implementation: str | None, dtype: str = "float32") -> PreTrainedModel:
     """Build the classifier or language model of `config`, with random weights from torch's current seed.
 
-    Without `attn_implementation`, Transformers chooses one. Raises ValueError if there is no such model or attention.
+    If `attn_implementation` is None, Transformers chooses the attention. Raises ValueError if the architecture has no
+    such model or no such attention.
     """
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if is_classifier(config):

@@ -1,4 +1,4 @@
-"""Text and JSON record of a plan."""
+"""Output of `adacc plan`: the predicted memory and time of a training run, as text and as a JSON record."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from adacc_hf.estimate.planning import LENGTH_STEP, TrainingPlan
 from adacc_hf.kernels.codecs import codec_type
 
 WIDTH = 100
-"""Columns of the text."""
+"""Width of the text in characters."""
 
 MEASURED_SHARE = (0.87, 1.25)
-"""Range of the memory on the device, without the CUDA context, divided by the predicted peak: the 10th and the 90th
-percentile over the published measurements (first predictions, eval/results/cpu/published.json). It includes fragments
-of the allocator and temporary tensors of kernels."""
+"""Measured memory on the device, without the CUDA context, divided by the predicted peak: the 10th and the 90th
+percentile over published measurements (first predictions, eval/results/cpu/published.json). Measured memory includes
+fragments of the allocator and temporary tensors of kernels, which the prediction leaves out."""
 CONTEXT_BYTES = 1343 * 2**20
-"""CUDA context with torch's kernels loaded, the largest published figure (a V100, in Transformers' guide to training on
-one GPU). Others are at some hundred megabytes."""
+"""Largest published size of the CUDA context with torch's kernels loaded (a V100, in Transformers' guide to training on
+one GPU). Other published sizes are some hundred megabytes."""
 
 ASSUMPTIONS = (
     "Times are roofline times of one forward and backward on one device: max(operations / peak, bytes / bandwidth) + "
@@ -36,7 +36,7 @@ ASSUMPTIONS = (
 
 
 def to_json(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the plan as a record of JSON values."""
+    """Return the predictions of `adacc plan` as a dict that JSON can store."""
     request, device = plan.request, plan.request.workload.device
     return {
         "model": request.model,
@@ -63,14 +63,14 @@ def to_json(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def to_text(plan: TrainingPlan) -> str:
-    """Return the plan as text: title, verdict, tables of methods and of memory, and notes."""
+    """Return the predictions of `adacc plan` as text: title, verdict, tables of methods and of memory, and notes."""
     paragraphs = [fill(text, WIDTH) for text in (_title(plan), _verdict(plan), _expectation(plan))]
     notes = [fill(note, WIDTH) for note in _notes(plan)]
     return "\n".join([*paragraphs, "", *_method_table(plan), "", *_memory_table(plan), "", *notes])
 
 
 def remarks(plan: TrainingPlan) -> list[str]:
-    """Return the introduction of the plan's report: the settings, the verdict and the assumptions."""
+    """Return the first paragraphs of the HTML report of `adacc plan`: the settings, the verdict and the assumptions."""
     fallback = "The policy shown is full recomputation, because no policy fits the budget."
     return [
         f"{_title(plan)}.",
@@ -107,7 +107,7 @@ def _verdict(plan: TrainingPlan) -> str:
 
 
 def _expectation(plan: TrainingPlan) -> str:
-    """Return the range in which the memory of the device is expected, and a smaller budget if that is too much."""
+    """Return a text on the expected memory in use on the device. If this may exceed the device, recommend a budget."""
     shape = "All batches have the planned shape: longer or larger ones need more."
     expected = expected_bytes(plan)
     if expected is None:
@@ -130,7 +130,8 @@ def _expectation(plan: TrainingPlan) -> str:
 
 
 def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
-    """Return the range in which a GPU's memory in use is expected, with the CUDA context. None for a CPU."""
+    """Return (low, high) of the GPU memory in use that is expected, or None for a CPU. Only `high` includes the CUDA
+    context."""
     if plan.request.workload.device.trace == "cpu":
         return None
     peak_bytes = plan.forecasts[_chosen_method(plan)].peak_bytes

@@ -29,19 +29,20 @@ from adacc_hf.torch_glue.memory import distinct_bytes
 log = logging.getLogger(__name__)
 
 METHODS = ("plain", "full recomputation", "adacc")
-"""Compared methods: RETAIN everything, torch's checkpoint around every block, and the solved policy."""
+"""Compared training methods: retaining every activation, torch's checkpoint around every block, and the solved
+policy."""
 _UNIFORM = {"plain": "retain", "quantization": "compress"}
-"""Methods that apply the same action to every activation, with that action."""
+"""Action of the methods that apply one action to every activation."""
 SEARCH_LIMIT = 2**20
 """Upper end of the searches for the largest batch size and the longest sequence."""
 LENGTH_STEP = 8
-"""Granularity in tokens of the search for the longest sequence. Between multiples of 8, attention kernels pad copies of
-the mask, so a longer sequence may take less memory and the search would not be monotonic."""
+"""Step in tokens of the search for the longest sequence. For lengths between multiples of 8, attention kernels pad
+copies of the mask. A longer sequence may then take less memory, which the search does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Settings of the training run to plan."""
+    """Settings of the training run whose memory and time are predicted."""
 
     model: str
     workload: Workload
@@ -49,15 +50,15 @@ class Request:
     seq_len: int
     optimizer: str = "adamw"
     accumulates: bool = False
-    """True if a step has several micro-batches: gradients stay allocated while the next micro-batch runs."""
+    """True if a step has several micro-batches. Gradients then stay allocated while the next micro-batch runs."""
     budget_bytes: int | None = None
-    """Bytes per device. None means the device's memory minus `AdaccConfig.memory_margin`."""
+    """Budget in bytes per device. None means the device's memory minus the fraction `AdaccConfig.memory_margin`."""
     longest_seq_len: int | None = None
-    """Context length of the model, the upper end of the search for the longest sequence."""
+    """Context length of the model, up to which the longest sequence is searched. None if the model has no limit."""
     find_largest: bool = True
     """True to search for the largest batch and the longest sequence, which takes about a dozen additional traces."""
     profile: Profile | None = None
-    """Saved profile that replaces the trace."""
+    """Saved profile to use instead of a trace. None to trace the model."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -76,27 +77,27 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Predicted memory and time of one training step by one method."""
+    """Predicted memory and time of one training step with one of METHODS."""
 
     fits: bool
     peak_bytes: int
-    """Peak of live bytes. If adacc does not fit, the smallest peak of any policy."""
+    """Peak of live bytes. For adacc, the smallest peak of any policy if no policy fits."""
     step_ms: float | None
-    """Milliseconds of one forward and backward. None if no policy fits."""
+    """Milliseconds of one forward and backward. None for adacc if no policy fits."""
     reserved_bytes: int | None = None
-    """Bytes that the caching allocator reserves. None for adacc and for models on several devices, whose steps are not
-    simulated."""
+    """Bytes that the caching allocator reserves. None if the allocator is not simulated: for adacc, on several devices,
+    on a CPU and with a saved profile."""
     largest_batch: int | None = None
     longest_seq_len: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Plan for a request: memory, policy and a forecast for each method."""
+    """Predictions for a training run: static memory, policy, and a forecast for each method."""
 
     request: Request
     attention: str
-    """Implementation of the attention, or of several attentions."""
+    """Names of the attention implementations in the model, joined by "and"."""
     static: StaticMemory
     profile: Profile
     policy: Policy | None
@@ -111,8 +112,8 @@ class TrainingPlan:
 def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     """Return the static memory of training, and the profile of one step of `request` on one device.
 
-    `uniform_policy` computes the peak of plain training, or of recomputation, from the profile. Raises the same errors
-    as `plan`.
+    Pass the profile to `uniform_policy` for the peak of plain training or of recomputation. Raises the same errors as
+    `plan`.
     """
     with fake_model(request.workload) as model:
         planner = _Planner(request, model)
@@ -122,24 +123,25 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
 def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
     """Return the bytes that the caching allocator reserves for plain steps of `request`, or for checkpointed steps.
 
-    Return None on several devices and on a CPU, where the allocator is not simulated. Raises the same errors as `plan`.
+    The allocator is not simulated on several devices, on a CPU and with a saved profile. Return None then. Raises the
+    same errors as `plan`.
     """
     with fake_model(request.workload) as model:
         return _reserved_bytes(request, model, is_checkpointed)
 
 
 def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
-    """Return, for each of `methods`, the largest batch that fits the budget of `request` at its sequence length.
+    """Return, for each of `methods`, the largest batch size within the budget and at the sequence length of `request`.
 
-    In addition to METHODS, "quantization" compresses every activation that has a codec. The value is 0 if no batch
-    fits. Raises the same errors as `plan`.
+    Methods are those of METHODS, and "quantization", which compresses every activation that has a codec. The largest
+    batch is 0 if no batch fits. Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
         return _Planner(request, model).largest_batches(methods)
 
 
 def plan(request: Request) -> TrainingPlan:
-    """Return the plan for `request`.
+    """Return the predictions for the training run of `request`.
 
     Raises ValueError if the budget is below the static memory of training, and FakeDeviceError or AdaccError if the
     model cannot be traced.
@@ -150,7 +152,7 @@ def plan(request: Request) -> TrainingPlan:
 
 
 class _Planner:
-    """Planner of one request, with its traced model and the profiles of the shapes searched so far."""
+    """Predictions for one request, with the fake model and the profiles of the batch shapes traced so far."""
 
     def __init__(self, request: Request, model: FakeModel) -> None:
         self.request = request
@@ -195,12 +197,12 @@ class _Planner:
         return self._for_training(request.profile or self.model.profile(request.batch_size, request.seq_len))
 
     def _for_training(self, profile: Profile) -> Profile:
-        """Return `profile` for one device of the training run: static memory, sharded gradients and optimizer step."""
+        """Return `profile` with the static memory, sharded gradients and optimizer step of one device of the run."""
         extra_bytes = self.static.resting_bytes - self._state_bytes(profile)
         gradients = self._finished_gradient_bytes([block.name for block in profile.blocks])
         if self.request.accumulates:
             # The accumulated gradients are live during the whole step. A traced gradient is added to them and freed at
-            # once. Only the running block's gradients are counted until the block ends: at most that much too high.
+            # once. The running block's gradients are counted until the block ends, so the peak may be too high by them.
             extra_bytes += self.static.gradients_bytes
             shifts = {name: extra_bytes - nbytes for name, nbytes in gradients.items()}
         else:
@@ -216,11 +218,12 @@ class _Planner:
         )
 
     def _finished_gradient_bytes(self, blocks: list[str]) -> dict[str, int]:
-        """Return, by block, the traced bytes of all gradients that are complete when its backward starts.
+        """Return, by block, the traced bytes of all gradients that are complete when the block's backward starts.
 
-        A further key, "tail", is for the end of the last block's backward. Gradients of the output embedding and of
-        norms are complete before those of the blocks, gradients of other embeddings after them. Parameters outside the
-        blocks are left out under FSDP, which shards their gradients only after backward.
+        The key "tail" has the bytes at the end of the last block's backward. Gradients of the output embedding and of
+        norms outside the blocks are complete before those of the blocks. Gradients of other embeddings are complete
+        after those of the blocks. Under FSDP, parameters outside the blocks are left out, because FSDP shards their
+        gradients only after backward.
         """
         model, sharding = self.model.model, self.request.workload.sharding
         last_calls = {block: call_name(block, number) for block, number in calls_per_block(blocks).items()}
@@ -242,7 +245,8 @@ class _Planner:
     def _state_bytes(self, profile: Profile) -> int:
         """Return the static bytes that `profile` includes.
 
-        A traced profile includes parameters and buffers. A measured one includes everything allocated before a step.
+        A traced profile includes parameters and buffers. A saved profile, which was measured, includes everything that
+        was allocated before the step.
         """
         if profile is self.request.profile:
             return profile.static_bytes
@@ -264,7 +268,7 @@ class _Planner:
         return Forecast(fits=fits, peak_bytes=peak_bytes, step_ms=step_ms, reserved_bytes=reserved)
 
     def _add_largest(self, forecasts: dict[str, Forecast]) -> dict[str, Forecast]:
-        """Return `forecasts` completed by each method's largest batch and longest sequence.
+        """Return `forecasts` with each method's largest batch and longest sequence added.
 
         The search for each method starts at the result of the previous method.
         """
@@ -316,7 +320,7 @@ class _Planner:
 
         The search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the
         bytes that stay allocated during the whole step, minus the budget. For method "adacc" only this estimate is
-        returned, because each other number would take a run of the solver.
+        returned, because the number for any other shape would take a run of the solver.
         """
         shapes = [] if method == "adacc" else list(self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
@@ -326,7 +330,7 @@ class _Planner:
         return self._peak(method, batch_size, seq_len) - self.request.budget
 
     def _smallest_peak(self, method: str, batch_size: int, seq_len: int) -> int:
-        """Return the smallest peak in bytes that a method can reach at another shape."""
+        """Return the smallest peak in bytes that a method can reach at this batch shape, traced if necessary."""
         shape = (batch_size, seq_len)
         if shape not in self._traced:
             self._traced[shape] = self._for_training(self.model.estimate(*shape))
@@ -370,7 +374,10 @@ def _check_profile(profile: Profile | None, model: FakeModel) -> None:
 
 
 def _solve(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
-    """Return (policy, its peak, None) for `budget`, or (None, smallest feasible budget, lower bound of all peaks)."""
+    """Return (policy, peak of the policy, None) for a policy within `budget`.
+
+    If no policy fits, return (None, smallest feasible budget, lower bound of all peaks).
+    """
     try:
         policy = solve_policy(profile, budget, config)
     except InfeasibleBudgetError as error:
@@ -386,7 +393,7 @@ def _smallest_peak(profile: Profile, config: AdaccConfig) -> int:
 
 
 def plain_ms(profile: Profile) -> float:
-    """Return the milliseconds of a plain step: the profiled step minus the recomputation that it contained."""
+    """Return the milliseconds of a plain step. The profiled step recomputes, and this time is subtracted."""
     return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 
 

@@ -1,4 +1,5 @@
-"""Model sizes by name: the GPT models of the paper's Table 3, LLaMA, T5 and small demos. Imported without torch."""
+"""Model sizes by name: the GPT models of the paper's Table 3, LLaMA, T5 and small demos. Importing this module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
 
 
 def check_model(name: str) -> None:
-    """Raise ValueError unless `name` is a preset, or a folder or hub id with a config.json. Does not load torch."""
+    """Raise ValueError unless `name` is a preset, or a folder or hub id with a config.json. Does not import torch."""
     if name in PRESETS or (Path(name) / "config.json").is_file():
         return
     from huggingface_hub import hf_hub_download
@@ -129,7 +130,7 @@ def check_model(name: str) -> None:
 
 
 def unknown_model(name: str, error: Exception) -> str:
-    """Return the message that no configuration called `name` could be loaded, because of `error`."""
+    """Return the text of the error for a model `name` whose configuration could not be loaded because of `error`."""
     reason = str(error).strip().partition("\n")[0]
     names = ", ".join(PRESETS)
     return f"--model={name} is not a preset ({names}), and could not be loaded as a hub id or folder: {reason}"

@@ -1,9 +1,9 @@
-"""Linear layers with weights of 4 bits: the memory and the operators of bitsandbytes' layers, without its kernels.
+"""Linear layers with 4-bit weights for fake models: memory and operators are bitsandbytes', kernels are not needed.
 
 The rules are those of bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
 `integrations/bitsandbytes.py` and PEFT's `tuners/lora/bnb.py`. In forward, bitsandbytes dequantizes the weight if the
-product has more than 1536 rows (`_gemm_4bit_use_custom_cuda`), and has a fused kernel for fewer. Here the weight is
-always dequantized. Values are not computed: a dequantized weight is 0.
+product has more than 1536 rows (`_gemm_4bit_use_custom_cuda`), and uses a fused kernel for fewer rows. In this module
+the weight is always dequantized. Values are not computed, and a dequantized weight is 0.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 BLOCK = 64
-"""Weights that share a scale: bitsandbytes' default `blocksize` of 4-bit weights on NVIDIA's devices."""
+"""Number of weights that share a scale: bitsandbytes' default `blocksize` of 4-bit weights on NVIDIA's devices."""
 NESTED_BLOCK = 256
-"""Scales that share a second scale, with `bnb_4bit_use_double_quant`."""
+"""Number of scales that share a second scale, with `bnb_4bit_use_double_quant`."""
 _NUM_CODES = 16
 _NUM_NESTED_CODES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Settings of a model with weights of 4 bits."""
+    """Settings of a model with 4-bit weights."""
 
     has_nested_scales: bool = False
-    """True for `bnb_4bit_use_double_quant`: the scales have 8 bits."""
+    """True for `bnb_4bit_use_double_quant`. The scales then have 8 bits and second scales."""
     skipped_modules: tuple[str, ...] = ()
-    """Names of modules that keep their weights, in addition to the output embedding."""
+    """Names of modules whose weights are not quantized, in addition to the output embedding."""
 
 
 def quantization_of(config: PretrainedConfig, model: str) -> Quantization | None:
-    """Return the quantization in `config`, or None. Raises ValueError, which names `model`, for other formats."""
+    """Return the 4-bit quantization in the model's `config`, or None if the weights are not quantized.
+
+    Raises ValueError for other formats. The error names `model`.
+    """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
@@ -48,7 +51,7 @@ def quantization_of(config: PretrainedConfig, model: str) -> Quantization | None
             f"--model={model} has a quantization_config ({method}) that cannot be planned: only bitsandbytes' 4 bits "
             f"can. Remove it from the config to plan unquantized weights, or pass a measured --profile"
         )
-    # The setting's name begins with that of the 8-bit weights, although it is for both.
+    # The name of the setting begins with "llm_int8", although the setting applies to 4-bit weights too.
     skipped = next((value for name, value in settings.items() if name.endswith("_skip_modules")), None)
     return Quantization(
         has_nested_scales=bool(settings.get("bnb_4bit_use_double_quant")), skipped_modules=tuple(skipped or ())
@@ -96,7 +99,8 @@ class QuantizedLinear(nn.Linear):
         return product.to(hidden.dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor of the weight's shape. Nested scales are dequantized to float32 before."""
+        """Return a new tensor with the shape of the dequantized weight. Nested scales are first dequantized to
+        float32."""
         scales = self.scales
         if self.has_nested_scales:
             scales = dequantize(scales, self.nested_scales, [scales.numel()], torch.float32)
@@ -105,7 +109,7 @@ class QuantizedLinear(nn.Linear):
 
 @torch.library.custom_op("adacc_hf::dequantize", mutates_args=())
 def dequantize(codes: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros of `shape` in `dtype`, for the memory that dequantized codes take."""
+    """Return zeros of `shape` in `dtype`, which take as much memory as the dequantized codes."""
     return torch.zeros(shape, dtype=dtype, device=codes.device)
 
 
@@ -115,7 +119,7 @@ def _(codes: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Te
 
 
 class _Product(torch.autograd.Function):
-    """Product with a dequantized weight, which is freed at once and dequantized again in backward."""
+    """Product with a 4-bit weight. Forward and backward each dequantize the weight, and free the result after use."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -129,11 +133,11 @@ class _Product(torch.autograd.Function):
 
 
 def follow_bitsandbytes(adapted: nn.Module) -> None:
-    """Give LoRA's layers around 4-bit weights the forward of PEFT's layers for bitsandbytes."""
+    """Replace the forward of the LoRA layers around 4-bit weights by the forward of PEFT's layers for bitsandbytes."""
     from peft.tuners.lora import Linear
 
     class LoraOfQuantized(Linear):
-        """Adapters of a layer with 4-bit weights: the input is cast to the adapters' dtype only without autocast."""
+        """LoRA adapters of a layer with 4-bit weights. Without autocast, the input is cast to the adapters' dtype."""
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result: Tensor = self.base_layer(x).clone()

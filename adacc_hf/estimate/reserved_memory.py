@@ -22,8 +22,9 @@ from adacc_hf.estimate.static_memory import state_bytes, update_bytes
 from adacc_hf.torch_glue.memory import forward_loss
 
 STEPS = 2
-"""Simulated steps. In the first step the optimizer's state is allocated where activations were; in the second step the
-activations need other places. A third step reserved nothing more in any of the published runs."""
+"""Number of simulated steps. At the end of the first step, the optimizer's state is allocated where activations were.
+In the second step, the activations therefore need other places. A third step reserved nothing more in any of the
+published runs."""
 
 
 def reserved_bytes(
@@ -32,8 +33,8 @@ def reserved_bytes(
     """Return the GPU bytes that the caching allocator reserves in steps of plain training.
 
     With `is_checkpointed`, torch's checkpoint is around each block. With `keeps_gradients`, gradients stay allocated
-    between the steps. Sharding is not supported: the model must be on one device. Call this within the context of the
-    model's `fake_model`.
+    between the steps. Sharding is not simulated, so the model must be on one device. Call this function while the
+    context of `fake_model` that created the model is open.
     """
     module = model.model
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -62,7 +63,7 @@ def reserved_bytes(
 
 
 def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]) -> None:
-    """Allocate the temporaries of the optimizer's step. They are freed when this function returns."""
+    """Allocate the temporaries of the optimizer's step, and free them when this function returns."""
     remaining_bytes, temporaries = update_bytes(optimizer, trained), []
     for parameter in trained:
         nbytes = min(remaining_bytes, _nbytes(parameter))
@@ -71,7 +72,7 @@ def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]
 
 
 def _allocate(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return new tensors of `nbytes` in total. Each has the size of `parameter`, the last may be smaller."""
+    """Return new tensors of `nbytes` in total. Each tensor has the size of `parameter`, but the last may be smaller."""
     sizes = [min(_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _nbytes(parameter))]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
@@ -81,7 +82,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 class _AllocatorMeter(FakeMemoryMeter):
-    """Meter that passes every allocation and every free to a simulated allocator."""
+    """Meter of fake tensors that passes every allocation and every free to a simulated allocator."""
 
     def __init__(self, memory_bytes: int) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class _AllocatorMeter(FakeMemoryMeter):
 
 @contextmanager
 def _checkpointed(model: FakeModel) -> Iterator[None]:
-    """Checkpoint each block while the context is open: keep its inputs only, and recompute it in its backward."""
+    """Checkpoint each block of a fake model while the context is open, as torch's checkpoint does."""
     for block in model.blocks:
         block.forward = _Checkpoint(model, block.forward)
     try:
@@ -110,11 +111,12 @@ def _checkpointed(model: FakeModel) -> Iterator[None]:
 
 
 class _RecomputedError(Exception):
-    """Signal that ends a recomputation early: all tensors that backward needs are recomputed."""
+    """Signal that ends a recomputation early, when all tensors that backward needs are recomputed."""
 
 
 class _Checkpoint:
-    """Checkpointed forward of a block. Backward runs it again, up to the last tensor that autograd saves."""
+    """Checkpointed forward of a block of fake tensors. Backward runs the forward again, up to the last tensor that
+    autograd saves."""
 
     def __init__(self, model: FakeModel, forward: Callable[..., Any]) -> None:
         self._model = model
@@ -140,7 +142,7 @@ class _Checkpoint:
             return self._forward(*args, **kwargs)
 
     def _recompute(self, num_saved: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Run the forward again, and return the first `num_saved` tensors that autograd saves in it."""
+        """Run the block's forward again, and return the first `num_saved` tensors that autograd saves."""
         saved: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> None:
@@ -167,20 +169,20 @@ class _Checkpoint:
 # reserves more than the live bytes. It returns segments only when the driver is out of memory.
 
 _BLOCK_UNIT = 512
-"""Block sizes are multiples of this, in bytes."""
+"""Unit of block sizes in bytes. Every block size is a multiple of this unit."""
 _MAX_SMALL_BLOCK = 2**20
-"""Blocks up to this size come from segments of `_SMALL_SEGMENT`, in a separate pool."""
+"""Maximum size in bytes of a block of the small pool, whose segments have `_SMALL_SEGMENT` bytes."""
 _SMALL_SEGMENT = 2 * 2**20
 _MIN_LARGE_BLOCK = 10 * 2**20
-"""Blocks between the two sizes come from segments of `_MEDIUM_SEGMENT`. A block of this size or more, for which no free
-block is large enough, gets a segment of its size."""
+"""Size in bytes from which a block gets a new segment of the block's size, if no free block is large enough. New
+segments for smaller blocks of the large pool have `_MEDIUM_SEGMENT` bytes."""
 _MEDIUM_SEGMENT = 20 * 2**20
 _SEGMENT_UNIT = 2 * 2**20
-"""Sizes of segments for large blocks are multiples of this, in bytes."""
+"""Unit in bytes of the sizes of segments for large blocks."""
 
 
 class _Block:
-    """Contiguous part of a segment, linked with the adjacent blocks of the segment."""
+    """Contiguous part of a segment of reserved memory, linked with the adjacent parts of the segment."""
 
     __slots__ = ("is_small", "next", "number", "previous", "size")
 
@@ -193,7 +195,8 @@ class _Block:
 
 
 class CachingAllocator:
-    """Simulated caching allocator on a device of `memory_bytes`. Allocations beyond the device's memory succeed too."""
+    """Simulation of torch's caching allocator on a device of `memory_bytes`. Allocations beyond the device's memory
+    succeed too."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -208,7 +211,7 @@ class CachingAllocator:
         self._num_blocks = 0
 
     def allocate(self, key: Hashable, nbytes: int) -> None:
-        """Allocate a block of `nbytes`; `free(key)` frees it. Raises ValueError if `key` has a block already."""
+        """Allocate a block of `nbytes`, which `free(key)` frees. Raises ValueError if `key` has a block already."""
         if key in self._allocated:
             raise ValueError(f"key {key!r} has a block already: free the block before another allocation")
         if nbytes == 0:
@@ -222,7 +225,10 @@ class CachingAllocator:
         self._allocated[key] = block
 
     def free(self, key: Hashable) -> None:
-        """Free the block of `key`, and merge it with free neighbours. A key without a block, of 0 bytes, is ignored."""
+        """Free the block of `key`, and merge it with free neighbours.
+
+        A key without a block has no effect, because allocations of 0 bytes have no block.
+        """
         block = self._allocated.pop(key, None)
         if block is None:
             return
@@ -234,7 +240,10 @@ class CachingAllocator:
         self._add_to_pool(block)
 
     def _take_best_fit(self, size: int, is_small: bool) -> _Block | None:
-        """Remove the smallest free block of at least `size` bytes from its pool and return it; None without one."""
+        """Remove the smallest free block of at least `size` bytes from its pool, and return the block.
+
+        Return None if no free block is large enough.
+        """
         pool = self.free_blocks[is_small]
         position = bisect_left(pool, (size,))
         if position == len(pool):
@@ -257,7 +266,7 @@ class CachingAllocator:
         return self._new_block(segment, is_small)
 
     def _release_segments(self) -> None:
-        """Return every segment to the driver that consists of one free block."""
+        """Return to the driver every segment that consists of a single free block."""
         for pool in self.free_blocks.values():
             for _, _, block in list(pool):
                 if block.previous is None and block.next is None:
@@ -287,7 +296,7 @@ class CachingAllocator:
 
 
 def _merge(first: _Block, second: _Block) -> _Block:
-    """Merge `second` into `first`, the block before it, and return `first`."""
+    """Merge block `second` into `first`, the adjacent block before `second`. Return `first`."""
     first.size += second.size
     first.next = second.next
     if second.next is not None:

@@ -1,6 +1,6 @@
 """Static memory of training on each of N devices: parameters, gradients, optimizer state and buffers.
 
-The module imports torch only to compute sizes, so that wrong options are refused before torch is loaded.
+The module imports torch only to compute sizes. Wrong options are therefore refused before torch is loaded.
 
 Dtypes by precision, the same as with the Trainer and Accelerate:
 
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 FLOAT32_BYTES = 4
 _INT8_MIN_ELEMENTS = 4096
-"""Minimum size of a parameter for 8-bit state: bitsandbytes keeps the state of smaller parameters in float32."""
+"""Minimum number of elements of a parameter with 8-bit optimizer state. bitsandbytes keeps the state of smaller
+parameters in float32."""
 _INT8_BLOCK = 256
-"""Elements of 8-bit state that share one float32 scale."""
+"""Number of elements of 8-bit optimizer state that share one float32 scale."""
 _REDUCE_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this size for any model."""
 _NUM_BACKWARD_BUCKETS = 2
-"""Buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate set. Without it,
-DeepSpeed's default for these stages, there is one (`setup_buckets` in runtime/zero/stage_1_and_2.py)."""
+"""Number of gradient buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate
+set. DeepSpeed's default for these stages is no `overlap_comm`, with one bucket (`setup_buckets` in
+runtime/zero/stage_1_and_2.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Sharding:
     """Parallel training method, and the number of devices."""
 
     method: str = "none"
-    """none, ddp, fsdp, zero1, zero2 or zero3."""
+    """Name of the method: none, ddp, fsdp, zero1, zero2 or zero3."""
     num_devices: int = 1
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class Sharding:
             )
 
     def num_shards(self, state: str) -> int:
-        """Return the number of shards of `state`, which is "parameters", "gradients" or "optimizer"."""
+        """Return the number of shards of `state`: "parameters", "gradients" or "optimizer". Return 1 if not sharded."""
         sharding_methods = {
             "optimizer": ("fsdp", "zero1", "zero2", "zero3"),
             "gradients": ("fsdp", "zero2", "zero3"),
@@ -63,41 +65,43 @@ class Sharding:
 
     @property
     def num_reduce_buckets(self) -> int:
-        """Number of DeepSpeed's buckets for the reduction of gradients."""
+        """Number of DeepSpeed's buckets for the reduction of gradients, or 0 for other methods."""
         return {"zero1": _NUM_BACKWARD_BUCKETS, "zero2": _NUM_BACKWARD_BUCKETS, "zero3": 1}.get(self.method, 0)
 
     @property
     def casts_weights(self) -> bool:
         """True if mixed precision computes with 16-bit copies of float32 weights.
 
-        Accelerate's FSDP gathers 16-bit copies, DeepSpeed keeps both. With other methods, autocast casts weights at
-        each use.
+        Accelerate's FSDP gathers 16-bit copies. DeepSpeed keeps the float32 weights and the copies. With other methods,
+        autocast casts weights at each use.
         """
         return self.is_deepspeed or self.method == "fsdp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticMemory:
-    """Bytes on one device that do not depend on the batch."""
+    """Bytes of training on one device that do not depend on the batch."""
 
     parameters_bytes: int
     gradients_bytes: int
-    """All gradients, at the end of backward."""
+    """Bytes of all gradients at the end of backward."""
     optimizer_bytes: int
-    """Optimizer state, including DeepSpeed's float32 master weights."""
+    """Bytes of the optimizer's state, including DeepSpeed's float32 master weights."""
     buffers_bytes: int
     unsharded_bytes: int
-    """Gathered parameters: the parameters outside the blocks, the running block and one prefetched block."""
+    """Bytes of gathered parameters: those outside the blocks, the running block's and one prefetched block's. 0 if
+    parameters are not sharded."""
     buckets_bytes: int
-    """Buckets of gradients that are never freed: DDP's, a second copy of the gradients, or ZeRO-3's."""
+    """Bytes of gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has one
+    bucket."""
     backward_buckets_bytes: int
-    """Buckets of gradients of ZeRO-1 and ZeRO-2, freed before the optimizer's step."""
+    """Bytes of the gradient buckets of ZeRO-1 and ZeRO-2, which are freed before the optimizer's step."""
     update_bytes: int
-    """Temporaries of the optimizer's step."""
+    """Bytes of the temporaries of the optimizer's step."""
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes that stay allocated during forward and backward. Buckets of backward are counted in forward too."""
+        """Bytes that stay allocated during forward and backward. Buckets that exist only in backward are included."""
         return (
             self.parameters_bytes
             + self.optimizer_bytes
@@ -131,7 +135,7 @@ def _int8_bytes(tensor: torch.Tensor) -> int:
 
 
 def _factored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of Adafactor's second moments: one mean per row and one per column."""
+    """Return the bytes of Adafactor's second moments for a parameter: one mean per row and one mean per column."""
     if tensor.dim() < 2:
         return FLOAT32_BYTES * tensor.numel()
     rows, columns = math.prod(tensor.shape[:-1]), math.prod((*tensor.shape[:-2], tensor.shape[-1]))
@@ -158,7 +162,8 @@ _OPTIMIZERS = {
 
 - adamw is torch's fused AdamW, the Trainer's default, which needs no temporaries.
 - adamw_foreach allocates the square roots of all second moments at once.
-- compact trains cores in place of weights. In its step, it allocates the cores and the roots of their second moments.
+- compact is CompAct, which trains cores instead of weights. Its step allocates the cores, and the square roots of the
+  cores' second moments.
 - adafactor squares and scales one gradient at a time.
 """
 
@@ -191,9 +196,9 @@ def static_memory(
 ) -> StaticMemory:
     """Return the static memory of training `model` on each device.
 
-    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps both. FSDP
-    keeps float32 weights and gradients, and gathers 16-bit copies of the layers in use. The model may be on meta, or
-    fake. Raises ValueError if `optimizer` is unknown.
+    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps the weights
+    and the copies. FSDP keeps float32 weights and gradients, and gathers 16-bit copies of the layers in use. The model
+    may be on meta, or fake. Raises ValueError if `optimizer` is unknown.
     """
     from adacc_hf.torch_glue.memory import distinct_bytes
 
@@ -231,7 +236,8 @@ def _float32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:
-    """Return the bytes of gathered parameters: everything outside the blocks, and the two largest blocks."""
+    """Return the bytes of the parameters that are gathered at a time: those outside the blocks and of the two largest
+    blocks."""
     from adacc_hf.torch_glue.memory import distinct_bytes
 
     sizes = sorted(distinct_bytes(block.parameters()) for block in blocks)

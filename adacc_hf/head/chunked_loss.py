@@ -132,7 +132,7 @@ def _forward(
 ) -> tuple[list[Tensor | None], Tensor]:
     """Compute the loss in chunks of `num_rows` rows. Return (gradients, sum of the losses).
 
-    `gradients` are those of rows, weight and bias. A gradient is None if it is not `needed`.
+    `gradients` are the gradients of rows, weight and bias. A gradient is None if it is not `needed`.
     """
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)

@@ -94,7 +94,8 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class LazyLogits(Tensor):
-    """Tensor without memory in place of the logits of `rows`, or of a view or cast of them. `compute()` returns them.
+    """Tensor without memory in place of the logits of `rows`, or of a view or cast of these logits. `compute()` returns
+    the real tensor.
 
     The tensor is an output of an autograd function, so C++ code that reads its graph (DDP, other autograd functions)
     finds the way back to the layer.
@@ -106,8 +107,8 @@ class LazyLogits(Tensor):
     real_logits: Tensor | None
     """The real tensor, or None if it was not computed yet."""
     is_function_output: bool = False
-    """True if an autograd function returned this tensor. Its loss cannot be chunked, because the gradient must pass
-    through that function."""
+    """True if an autograd function returned this tensor. A loss of this tensor cannot be chunked, because the gradient
+    must pass through that function."""
 
     @staticmethod
     def of(call: HeadCall) -> LazyLogits:
@@ -126,7 +127,7 @@ class LazyLogits(Tensor):
         dtype: torch.dtype,
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
-        """Create lazy logits. `recompute(*sources)` computes them again for a backward through C++ code."""
+        """Create lazy logits. `recompute(*sources)` computes the logits again for a backward through C++ code."""
         lazy = _Placeholder.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
         return lazy
@@ -187,7 +188,7 @@ class LazyLogits(Tensor):
 
 
 class _Placeholder(torch.autograd.Function):
-    """Autograd function that creates lazy logits. Its backward computes the gradients of rows, weight and bias.
+    """Autograd function that creates lazy logits. The backward computes the gradients of rows, weight and bias.
 
     Lazy logits get a gradient only from C++ code, such as DDP or another autograd function.
     """
@@ -219,8 +220,8 @@ class _Placeholder(torch.autograd.Function):
 def _free_sources(ctx: Any) -> None:
     """Free the tensors that lazy logits are computed from, when autograd frees saved tensors.
 
-    They are attributes of `ctx` and not saved tensors, because one may be lazy logits itself. Saved-tensor hooks would
-    read these, and so compute the full logits.
+    These tensors are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself.
+    Saved-tensor hooks would read such a source, and so compute the full logits.
     """
     if not keeps_graph():
         ctx.recompute, ctx.sources = None, ()
@@ -249,7 +250,7 @@ def _materialize_detached(leaf: Any) -> Any:
 def _is_of_deepspeed(hook: Any) -> bool:
     """Return True for the hook that DeepSpeed puts on a model's outputs.
 
-    It can be ignored, because the loss has one.
+    The hook can be ignored, because the loss has such a hook too.
     """
     return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # a builtin method has None
 

@@ -1,1 +1,1 @@
-"""Adapters of the session and the callback for other frameworks. Each module needs the framework's package."""
+"""Adapters of AdaccSession and AdaccCallback for other frameworks. Each module needs the framework's package."""

@@ -1,6 +1,6 @@
 """AdaccPlugin: adapter of AdaccCallback for axolotl. Needs the package `axolotl`.
 
-In axolotl's YAML file, settings are named as the fields of AdaccConfig, with "adacc_" in front:
+In axolotl's YAML file, each field of AdaccConfig is a setting with the prefix "adacc_":
 
     plugins:
       - adacc_hf.integrations.axolotl.AdaccPlugin
@@ -26,7 +26,7 @@ OFFLOADING = ("activation_offloading", "layer_offloading")
 
 
 class CheckedSettings(BaseModel):
-    """Checks of a whole axolotl configuration, before a model is loaded."""
+    """Base model that checks a whole axolotl configuration before the language model is loaded."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,14 +40,14 @@ _SETTINGS: dict[str, Any] = {
     f"{PREFIX}{name}": (hint | None, None) for name, hint in get_type_hints(AdaccConfig).items()
 }
 AdaccArgs = create_model("AdaccArgs", __base__=CheckedSettings, __module__=__name__, **_SETTINGS)
-"""Model of the plugin's settings. axolotl merges it with its own settings."""
+"""Pydantic model of the plugin's settings. axolotl merges this model with the model of its own settings."""
 
 
 class AdaccPlugin(BasePlugin):
     """Plugin of axolotl that trains within a memory budget."""
 
     def get_input_args(self) -> str:
-        """Return the import path of the model of the settings."""
+        """Return the import path of `AdaccArgs`, the Pydantic model of the plugin's settings."""
         return f"{__name__}.AdaccArgs"
 
     def add_callbacks_pre_trainer(self, cfg: Mapping[str, Any], model: Any) -> list[TrainerCallback]:
@@ -56,7 +56,7 @@ class AdaccPlugin(BasePlugin):
 
 
 def config_of(settings: Mapping[str, Any]) -> AdaccConfig:
-    """Return the AdaccConfig of the settings that begin with "adacc_". A setting without a value is left out.
+    """Return the AdaccConfig made from the settings that begin with "adacc_". Settings of None keep their defaults.
 
     Raises ValueError for an unknown setting, and for a value out of its range.
     """
@@ -72,7 +72,7 @@ def config_of(settings: Mapping[str, Any]) -> AdaccConfig:
 
 
 def refuse_offloading(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for offloading, which moves activations or weights while the policy handles them."""
+    """Raise ValueError if axolotl's offloading is on. It moves activations or weights that the policy handles."""
     offloading = {name: settings.get(name) for name in OFFLOADING}
     if settings.get("gradient_checkpointing") in ("offload", "offload_disk"):  # older forms of the first setting
         offloading["gradient_checkpointing"] = settings["gradient_checkpointing"]

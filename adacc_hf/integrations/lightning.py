@@ -50,7 +50,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
     """Callback that trains a language model in a LightningModule within a memory budget, as AdaccCallback does.
 
     The callback needs automatic optimization with one optimizer, on one device or with DDP. It logs AdaccCallback's
-    figures every `log_every_n_steps` steps. A checkpoint contains the policies and their state, and
+    metrics every `log_every_n_steps` steps. A checkpoint contains the policies and their state, and
     `trainer.fit(ckpt_path=...)` resumes with them. When training ends or fails, the model is restored. If memory runs
     out, the step is not repeated, because Lightning's optimizer step contains forward and backward. For example:
 
@@ -68,18 +68,18 @@ class AdaccLightningCallback(SessionAdapter, Callback):
     ) -> None:
         """
         Args:
-            config: settings. Keyword arguments named as AdaccConfig's fields replace it, or override its fields.
+            config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
             model: the submodule that `training_step` calls with keyword arguments and that returns the loss. None means
                 the LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.
-            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. Replaces the
-                solver; the policy then never changes.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. It is used
+                instead of the solver, and never changes during the run.
 
         Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
         """
         super().__init__(config, policy, overrides)
         self._model = model
         self._files: dict[str, bytes] = {}
-        """Files of the session: read from a checkpoint before a run, saved at the end of a run."""
+        """Contents of the session's files by file name: read from a checkpoint before a run, saved at a run's end."""
         self._is_in_step = False
 
     # Lightning's hooks, in the order in which they are called.
@@ -102,7 +102,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         self._session.hooks.begin(watches_optimizer=False)
 
     def _resumes(self, session: AdaccSession) -> bool:
-        """Load the checkpoint's files into the session. Return True if the run begins with their policy."""
+        """Load the checkpoint's files into the session. Return True if the run begins with the checkpoint's policy."""
         if self._is_solved or not self._files:
             return False
         with TemporaryDirectory(prefix="adacc_hf-") as folder:
@@ -174,7 +174,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
 
 
 class LightningLoop(TrainingLoop):
-    """Facts about the training loop of Lightning's Trainer in automatic optimization."""
+    """Properties of the training loop of Lightning's Trainer with automatic optimization."""
 
     no_batch = NO_BATCH
     several_calls = SEVERAL_CALLS
@@ -191,9 +191,10 @@ class LightningLoop(TrainingLoop):
 
 
 def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Module:
-    """Return the submodule that the budget is for: `model`, or else the only outermost language model.
+    """Return the submodule of `pl_module` to which the budget applies: `model` or, if None, the only language model.
 
-    Raises ValueError if `model` is no submodule, or there are none or several language models.
+    A language model inside another one does not count. Raises ValueError if `model` is not a submodule, or if
+    `pl_module` has no language model or several.
     """
     peft = sys.modules.get("peft")  # a PeftModel calls the forward of its model, and so not the hooks of its model
     language_models = PreTrainedModel if peft is None else (PreTrainedModel, peft.PeftModel)
@@ -222,7 +223,7 @@ def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Mo
 
 
 def refuse_unsupported(trainer: Any, pl_module: LightningModule) -> None:
-    """Raise ValueError for ways of training that the callback does not support."""
+    """Raise ValueError for manual optimization, several optimizers, sharded models or a second callback."""
     if not pl_module.automatic_optimization:
         raise ValueError(
             f"{type(pl_module).__name__}.automatic_optimization=False: AdaccLightningCallback supports automatic "
@@ -247,7 +248,7 @@ def refuse_unsupported(trainer: Any, pl_module: LightningModule) -> None:
 
 
 def saved_files(session: AdaccSession) -> dict[str, bytes]:
-    """Return the files that `AdaccSession.save` writes, by name. Empty on ranks other than the first."""
+    """Return the contents of the files that `AdaccSession.save` writes, by file name. Only the first rank has any."""
     with TemporaryDirectory(prefix="adacc_hf-") as folder:
         session.save(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

@@ -1,13 +1,14 @@
 """Registration of AdaccCallback in ms-swift, for a file of `--external_plugins`. Needs the package `ms-swift`.
 
-ms-swift makes its callbacks by name and passes no settings. So a Python file registers the callback with its settings:
+ms-swift makes its callbacks by name and passes no settings. Therefore a Python file registers the callback with its
+settings:
 
     # adacc_plugin.py
     from adacc_hf.integrations.ms_swift import register
 
     register(memory_budget="20GiB")
 
-and `swift sft --external_plugins adacc_plugin.py --callbacks adacc ...` uses it.
+Then start training by `swift sft --external_plugins adacc_plugin.py --callbacks adacc ...`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NAME = "adacc"
 def register(config: AdaccConfig | None = None, *, policy: PolicySource | None = None, **overrides: Any) -> None:
     """Register an AdaccCallback with these settings under the name "adacc" in ms-swift.
 
-    The arguments are those of AdaccCallback, and are checked at once. Each Trainer gets a callback of its own.
+    The arguments are the same as for AdaccCallback, and are checked at once. Each Trainer gets a callback of its own.
     """
     checked_config = AdaccCallback(config, policy=policy, **overrides).config
 

@@ -24,7 +24,7 @@ from adacc_hf.torch_glue.memory import batch_bytes
 LEAST_TOKENS = 8
 """Texts of fewer tokens are not cut."""
 FEW_TOKENS = 16
-"""Tokens of the smaller one of two parts."""
+"""Length of the texts in the smallest part, in tokens, unless a quarter of the batch's length is less."""
 ALIGNED = 16
 """On a GPU, lengths that are multiples of this number and other lengths have separate tapes (see
 `symbolic_tape.CallSizes`)."""
@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def sizes(self) -> Shapes:
-        """The shapes in the form in profiles."""
+        """Shapes of the tensors, in the format of `Profile.measured`."""
         return to_profile_shapes(self.shapes)
 
     @cached_property
@@ -66,11 +66,11 @@ class Batch:
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
-        """Return the batch cut or repeated to `shapes`, with masked positions wherever this batch has some, and with
-        several documents in a row if this batch has rows of several documents.
+        """Return the batch cut or repeated to `shapes`. Masks with masked positions, and rows of several documents, are
+        preserved.
 
-        Models leave out a mask that masks nothing. An eighth of a text's positions are masked, because one position of
-        a sound is shorter than one of its features.
+        If a cut mask masks nothing, an eighth of the positions are masked, because models leave out a mask that masks
+        nothing. A single position may not be enough: one position of a sound is shorter than one of its features.
         """
         tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
         for shape in self.shapes:
@@ -120,11 +120,11 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     No part is larger than half of the batch, and a list's smallest part comes first. Without texts, a batch of fewer
     than four samples has no parts. With texts, the parts vary in samples (a quarter of the batch, and one more) and
     length. With `has_pairs`, or if labels are longer or shorter than their text, the second text's length varies
-    independently. The first `uncut_tokens` tokens of each text are never cut, and do not count in "half".
+    independently. The first `uncut_tokens` tokens of each text are never cut, and the limit of a half excludes them.
 
     Later lists are alternatives if the first list's parts take too much memory, or if the model runs different
-    operators on one sample. For texts these are parts of 2/8, 3/8 and 4/8 of the tokens. They predict a peak that is
-    the larger of two sums less accurately.
+    operators on one sample. For texts these are parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the larger of
+    two sums is predicted less accurately from these parts.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -138,7 +138,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         second_texts |= {name for name in lengths if lengths[name] == lengths["labels"]}
     if second_texts == lengths.keys():  # the model reads no text, but features of a sound or an image
         second_texts = set()
-    # A batch of one sample often runs different operators, so that the smallest part has two samples.
+    # A batch of one sample often runs different operators, so the smallest part has two samples.
     few_samples = max(2, num_samples // 4) if num_samples > 1 else 1
     more_samples = few_samples + 1 if num_samples > 1 else few_samples
     has_many = num_samples >= 3 * few_samples and num_samples > 1
@@ -206,9 +206,9 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
 def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
     """Return about `eighths` / 8 of `length`.
 
-    If `is_aligned`, an aligned length stays aligned, so that a GPU runs the same tape for both. The codecs that suit a
-    value mostly stay the same too, because they depend on multiples of eight. Short texts are cut to distinct lengths
-    of at least 3 tokens.
+    If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
+    suit a value mostly stay the same too, because they depend on multiples of eight. Short texts are cut to distinct
+    lengths of at least 3 tokens.
     """
     if eighths == 8:
         return length
@@ -226,10 +226,12 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
-    """Yield smaller copies of `batch` to measure: half of each text, and a few tokens of at most two samples.
+    """Yield smaller copies of `batch` for profiling: one with half of each text, and one with two samples of few
+    tokens.
 
-    If `is_pair`, the model is an encoder-decoder. Then also yield a copy with half of the encoder's text and only a few
-    tokens of the decoder's. If the texts are too short to be cut, yield only a copy with fewer samples, or nothing.
+    If `is_pair`, the model is an encoder-decoder, and a third copy has half of the encoder's text and few tokens of the
+    decoder's text. If the texts are too short to be cut, yield one copy with two samples. If the batch has no more than
+    two samples either, yield nothing.
     """
     num_samples, few_samples = batch.num_samples, min(2, batch.num_samples)
     if not _can_be_shorter(batch.lengths, is_pair):
@@ -245,11 +247,12 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
-    """Yield one more cut of `batch`, with another number of samples and tokens than all `profiled_parts`.
+    """Yield one more copy of `batch` for profiling, of another batch size than all `profiled_parts`.
 
-    Yield nothing if the texts are too short to be cut. A peak is a sum of three terms: for attention's scores, for
-    other tensors of the batch, and for the weights. Three batch sizes determine the terms, and a fourth checks the fit.
-    A batch of one or two samples is repeated, because all other parts have as many samples as the batch.
+    Yield nothing if the texts are too short to be cut. A peak is a sum of three terms: attention's scores, other
+    tensors of the batch, and the weights. Three batch sizes determine the terms, and this fourth size checks the fit.
+    If the batch has one or two samples, the copy has twice as many, because all `profiled_parts` have as many samples
+    as the batch.
     """
     if _can_be_shorter(batch.lengths, is_pair):
         part_samples, quarters = (2, 3) if batch.num_samples > 2 else (2 * batch.num_samples, 1)
@@ -267,9 +270,10 @@ def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
 
 
 def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
-    """Return `batch` with `num_samples` samples, and with `tokens` of the first text and of the second.
+    """Return `batch` with `num_samples` samples. `tokens` are the lengths of the first and the second text.
 
-    Each length of the batch maps to a distinct length, and so do two texts of a pair that have equal lengths.
+    If `tokens` is None, no text is cut. Each length of the batch maps to a distinct length, and so do two texts of a
+    pair that have equal lengths.
     """
     lengths = batch.lengths
 

@@ -1,5 +1,4 @@
-"""Error of a single operator's gradient when its backward reads a decoded value, or a value replayed from decoded
-values.
+"""Gradient error of a single operator whose backward reads a decoded value, or a value replayed from decoded values.
 
 The round-trip error of a codec does not predict the gradient's error. The backward of fused attention recomputes its
 softmax, which takes the exponential of scores. If the scores are large, queries and keys with a relative error of 10 %
@@ -7,7 +6,7 @@ destroy the softmax. A softmax replayed from such queries and keys sums to one, 
 depends on the difference to one, which is mostly lost. The recorded operators are therefore run once more. Their
 backward runs once on exact values, and once for each tensor that may replace a saved one.
 
-The relative error of a product's gradient equals the relative error of the replaced factor, so that products are not
+The relative error of a product's gradient equals the relative error of the replaced factor. Products are therefore not
 run.
 """
 
@@ -43,10 +42,10 @@ class GradientErrors:
 
 @torch.no_grad()
 def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> GradientErrors:
-    """Return the errors on the recorded tensors `bases`.
+    """Measure the gradient errors that codecs and replay cause, on the recorded tensors `bases` of one block.
 
-    `codecs` has the lossy codecs of each activation, the coarsest first. Codecs whose error is above DEGRADED_ERROR are
-    measured, and replay starts from the other codecs.
+    `codecs` has the lossy codecs of each activation, the coarsest first. All codecs are measured. The errors of replay
+    are for values decoded by the coarsest codec whose error is at most DEGRADED_ERROR.
     """
     codec_errors: dict[tuple[int, str], float] = {}
     while any(codecs.values()):
@@ -83,7 +82,7 @@ def _measure_once(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int
 def _raise_errors(
     backward: _Backward | _Product | None, values: Sequence[int], stand_ins: _StandIns, worst_errors: GradientErrors
 ) -> None:
-    """Raise `worst_errors` to the errors of `backward` with each stand-in for `values`."""
+    """Update the maxima in `worst_errors` with the errors of `backward` for each stand-in for `values`."""
     if backward is None:
         return
     for value in values:
@@ -196,22 +195,23 @@ def _make_backward(operator: TapeOperator, tape: Tape, bases: Sequence[torch.Ten
 
 
 class _Product:
-    """The backward of a product. Its error is computed without running it."""
+    """Backward of a matrix product or convolution. The gradient error is computed without running the backward."""
 
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
         self._factors = {value: bases[value] for value in operator.inputs()}
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Return the relative L2 error of a gradient if backward reads `replacement` in place of the factor `value`.
+        """Return the relative L2 error of the gradient if backward reads `replacement` in place of the factor `value`.
 
-        The gradient of each factor is a product with the other factor. An error of one factor is therefore taken as the
-        error of the other factor's gradient. Return 0 if `value` is not a factor of the product.
+        The gradient of a factor is a product with the other factor. The error of the gradient is therefore the relative
+        error of `replacement`. Return 0 if `value` is not a factor of the product.
         """
         return float(relative_error([self._factors[value]], [replacement])) if value in self._factors else 0.0
 
 
 class _Backward:
-    """Autograd graph of one operator, run again on its inputs. Its backward can use replaced saved tensors."""
+    """Autograd graph of one operator that was run again. Backward can read other tensors in place of the saved
+    tensors."""
 
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
         self._inputs: list[torch.Tensor] = []
@@ -251,9 +251,9 @@ class _Backward:
         return tensor
 
     def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Return the relative L2 error of all gradients if backward reads `replacement` for the saved `value`.
+        """Run the operator's backward with `replacement` in place of the saved tensor of `value`.
 
-        Return 0 if the operator did not save the value.
+        Return the relative L2 error of all gradients. Return 0 if the operator did not save the value.
         """
         if value not in self._saved:
             return 0.0

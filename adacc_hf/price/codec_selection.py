@@ -1,5 +1,5 @@
-"""Selection of codecs for each activation by its role (paper, section 3.2), their prices on the recorded tensors, and
-the values that no lossy codec suits."""
+"""Selection of codecs for each activation by its role (paper, section 3.2), and the codecs' cost, measured on the
+recorded tensors while profiling."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OUTLIER_SHARE = 0.01
 
 
 def storable_values(tape: Tape) -> list[int]:
-    """Return the values that a policy may act on: saved values that the block computed, and its inputs. Empty if the
-    block's operators cannot be replayed."""
+    """Return the values that a policy may act on: saved values that the block computed, and the block's inputs. Empty
+    if the block's operators cannot be replayed."""
     if tape.untrusted is not None:
         return []
     saved = [v for v in tape.saved_values() if tape.values[v].source is None]
@@ -34,7 +34,7 @@ def storable_values(tape: Tape) -> list[int]:
 
 
 def codec_candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
-    """Return the names of the codecs that may compress each of the `storable_values`."""
+    """Return the names of the codecs that may compress each value of `storable_values`. Keys are value indices."""
     sensitive = precision_sensitive_values(tape)
     return {value: _codec_names(tape, value, config, value in sensitive) for value in storable_values(tape)}
 
@@ -85,8 +85,8 @@ def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_
 def codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return the codec options of each of the `storable_values`. Prices are measured on the recorded tensor, as time of
-    `resource`."""
+    """Return the codec options of each value of `storable_values`. Encoding and decoding are timed on the recorded
+    tensor, in time of the device or the host (`resource`)."""
     options = {}
     for value, names in codec_candidates(tape, config).items():
         tensor = view(bases[value], encode_view(tape, value))
@@ -110,8 +110,8 @@ def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccC
 def precise_codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return the precise codec's option for each of the `values` that it supports. Empty if the settings name the
-    codecs."""
+    """Return the option of the precise codec for each of the `values` that the codec supports. Empty if the settings
+    name the allowed codecs."""
     options: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
@@ -123,10 +123,10 @@ def precise_codec_options(
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """Return the codec options of `value`, with `num_outliers` outlier channels in each codec that stores outliers.
+    """Return the codec `options` for a value with `num_outliers` outlier channels, with payload bytes predicted again.
 
-    The options' bytes are predicted again for this number. It is the largest number of outlier channels that `value`
-    has in any block of the kind.
+    Codecs with outliers store these channels uncompressed. `num_outliers` is the largest number of outlier channels of
+    `value` in any block of the kind.
     """
     size, ref = encode_view(tape, value).geometry[0], tape.values[value].ref
     codecs = [make_codec(option.codec, config, num_outliers) for option in options]

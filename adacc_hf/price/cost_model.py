@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prices:
-    """Prices of the first recorded block with a given tape, used for all blocks with equal tapes."""
+    """Times of a block's operators, and the codecs of its activations. Blocks with equal tapes have the same prices."""
 
     operator_ms: list[float]
     operator_bytes: list[int]
-    """Bytes that each operator's run takes on top of its results: temporaries, and Python numbers converted to
+    """Bytes that each operator allocates in addition to its results: temporaries, and Python numbers converted to
     tensors."""
     codecs: dict[int, tuple[CodecOption, ...]] = field(default_factory=dict)
     bottleneck: Bottleneck = "device_ms"
-    """The resource that limits a step, in whose time prices are measured."""
+    """Resource that limits the speed of a step: the device, or the host. All times are times of this resource."""
 
 
 def price_tape(
@@ -62,8 +62,8 @@ def measure_gradient_errors(
 ) -> GradientErrors:
     """Return the gradient errors that codecs and replay cause in one block whose tape has these `prices`.
 
-    If no codec is accurate enough for a value, a more precise one is priced and added to `prices`. Measuring takes
-    memory on top of the recording. If that memory is not available, the errors are empty, and a warning is logged.
+    If no codec is accurate enough for a value, a more precise codec is timed and added to `prices`. Measuring takes
+    memory on top of the recording. If this memory is not available, the errors are empty, and a warning is logged.
     """
     codecs = _lossy(prices.codecs)
     if not any(codecs.values()):
@@ -106,14 +106,14 @@ def _needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Co
 
 
 def price_call(run: Callable[[], object], device: torch.device) -> Prices:
-    """Return the price of a call whose tape lacks some operators. The call counts as one operator, and `run` repeats
-    the call."""
+    """Time a whole block call while profiling, because the call's tape lacks some operators. `run` repeats the call. In
+    the returned prices, the call counts as one operator."""
     with torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward):
         return Prices([median_ms(run, device)], [0])
 
 
 def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> float | None:
-    """Return the host's milliseconds to launch a block's forward in training. None on a CPU, which launches nothing."""
+    """Return the host's milliseconds to launch a block's forward in training. None on a CPU, or if `run` is None."""
     return None if run is None or device.type != "cuda" else host_ms_of(run, device)
 
 
@@ -135,8 +135,8 @@ def _refuse_backward(_: object) -> torch.Tensor:
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
     """Return the median times of each operator of `tape` on the recorded tensors; 0 for operators that never run again.
 
-    If the tape is not trusted, torch's checkpoint runs all operators again. Operators that replace a recorded tensor's
-    storage take negligible time, and are not run.
+    If the tape cannot be replayed, all operators are timed, because torch's checkpoint runs all of them again.
+    Operators that replace a recorded tensor's storage take negligible time, and are not run.
     """
     timings = [Timing(0.0, 0.0)] * len(tape.operators)
     for index, run in _runs(tape, bases):

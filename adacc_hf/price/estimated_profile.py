@@ -39,7 +39,7 @@ def estimate_profile(
     """Estimate the profile of `batch` from the profiles of a few small parts of it.
 
     Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
-    the bytes that are touched, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
+    the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
     `Profile.sizes`. If a list of parts does not fit into memory, a list of smaller parts replaces it.
 
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
@@ -80,7 +80,7 @@ def estimate_profile(
 
 
 def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
-    """Return `profile` for batches of `shapes`, with the codecs that suit the resized values.
+    """Predict `profile` for batches of `shapes`, with the codecs that support the resized values.
 
     `shapes` must have a size class (`profile.sizes.size_class`).
     """

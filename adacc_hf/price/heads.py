@@ -1,4 +1,4 @@
-"""The heads of a model, with full or chunked logits, and models whose loss is computed outside of their forward."""
+"""Profiling of a model's heads (full or chunked logits), and of models whose forward does not return a loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ComputeLoss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
-"""Function that calls the model on a batch, which it may change, and returns the loss to train on."""
+"""Function that calls the model on a batch and returns the loss to train on. The function may change the batch."""
 
 
 class ModelWithLoss(nn.Module):
@@ -39,9 +39,10 @@ class ModelWithLoss(nn.Module):
 
 
 class HeadProfiler(AbstractContextManager["HeadProfiler"]):
-    """Profiler of a model's heads, which restores the model on exit.
+    """Profiler of a model's heads: the output layer and the loss, with full or chunked logits. Restores the model on
+    exit.
 
-    Raises ChunkedHeadError if the config allows only a chunked head, which the model cannot have.
+    Raises ChunkedHeadError if the config allows only a chunked head, and the model cannot have a chunked head.
     """
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
@@ -90,7 +91,7 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
 
 
 def _losses(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCall]:
-    """Return the losses of one step, from a forward of its own: the meter must not count the tensors they hold."""
+    """Run a separate forward, and return its losses. The memory meter must not count the tensors that losses hold."""
     losses: list[LossCall] = []
     head.on_loss = lambda loss: losses.append(_without_graph(loss))
     try:

@@ -1,8 +1,8 @@
 """Blocks that run without gradients in the profiled batch, such as a teacher's, or that do not run.
 
-An idle block stores nothing for backward, so that a policy has nothing to decide for it. The profile lists idle blocks
-as blocks without activations. If a later step does train an idle block, torch's checkpoint runs it until a profile of
-such a step exists.
+An idle block stores nothing for backward, and a policy has nothing to decide for the block. The profile lists idle
+blocks as blocks without activations. If a later step does train an idle block, torch's checkpoint runs it until a
+profile of such a step exists.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExecutedBlocks:
 
 
 class _NameRecorder:
-    """Hook that records a block's name. It holds no model, so that a copy of a hooked model copies nothing else."""
+    """Hook that records a block's name. The hook refers to no model, to add little to a copy of a hooked model."""
 
     def __init__(self, name: str, names: set[str]) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class _NameRecorder:
 
 
 def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
-    """Return `profile` with the blocks that it lacks added after its own blocks."""
+    """Return `profile` with the idle blocks appended: the blocks of `installation` that the profile does not have."""
     profiled_names = {block.name for block in profile.blocks}
     classes = {name: class_name(block) for name, block in installation.modules.items() if name not in profiled_names}
     kinds = {

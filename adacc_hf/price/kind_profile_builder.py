@@ -18,8 +18,8 @@ from adacc_hf.tape.tape import Tape, TapeOperator
 
 
 class KindProfileBuilder:
-    """Builder of the profile that a group of blocks has in common. Their tapes are equal, and they share the same
-    tensors. The kind's memory is measured later."""
+    """Builder of the profile of one kind of block. The recorded blocks of the kind have equal tapes and share the same
+    tensors with other blocks. The memory of forward and backward is measured later."""
 
     def __init__(
         self, group: Sequence[RecordedBlock], shared_tensors: SharedTensors, prices: Prices, config: AdaccConfig
@@ -46,8 +46,8 @@ class KindProfileBuilder:
         """Values that the block may store. Dead slots store nothing."""
         self.held_values = held_values
         self.optional = self.activations - held_values
-        """Activations that the block may also leave out. An output, a cast or any other value that others hold is
-        always live and costs nothing more to store."""
+        """Activations that a policy may compress or recompute. An output, a cast or any other value that code outside
+        the block holds is always live, and costs nothing more to store."""
         self.recomputable = obtainable_values(self.tape, self.tape.recomputable, self.saved_values) - held_values
         self.block_actions = _block_actions(self.tape)
         self.shared_arguments = shared_argument_records(block, shared_tensors)
@@ -121,7 +121,10 @@ class KindProfileBuilder:
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
-        """Return the activation that replaces this value, by the same rule as `ExecutionPlan`, or None."""
+        """Return the earlier activation that replay reads in place of this value, by the rule of `ExecutionPlan`.
+
+        Return None if there is no such activation, or if the value must be stored.
+        """
         equal_value = self.tape.equal.get(index)
         may_be_left_out = index in self.recomputable and (
             index in self.optional or index not in self.tape.saved_values()
@@ -142,8 +145,8 @@ class KindProfileBuilder:
         )
 
     def _reused_bytes(self, operator: TapeOperator) -> int:
-        """Return the bytes that the operator overwrites in place. Replay overwrites values that no other operator
-        reads, so that their results need no new memory."""
+        """Return the bytes that the operator overwrites in place. Replay overwrites a value if no other operator reads
+        the value. The result then needs no new memory."""
         return sum(
             self.tape.values[old].nbytes
             for old, _ in operator.mutations
@@ -156,7 +159,7 @@ class KindProfileBuilder:
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
     """Return the actions allowed on a whole block that runs as `tape` says.
 
-    Torch's checkpoint runs the whole block again, so that all of its operators must be reproducible (rule R7).
+    Torch's checkpoint runs the whole block again. Therefore all of its operators must be reproducible (rule R7).
     """
     is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)

@@ -38,7 +38,7 @@ from adacc_hf.torch_glue.distributed import is_sharded
 log = logging.getLogger(__name__)
 
 OtherSizes = Literal["ignored", "recorded", "measured"]
-"""Use of smaller parts of the batch: none, for tapes of other sizes, or also for the memory of other sizes."""
+"""Use of smaller parts of the batch: none, recording of tapes at other batch sizes, or measurement of memory too."""
 
 
 def measure_profile(
@@ -49,7 +49,7 @@ def measure_profile(
     measurement: Measurement,
     other_sizes: OtherSizes = "ignored",
 ) -> Profile:
-    """Return the profile of `batch`, read from `measurement`. Raises the errors of `profile_model`."""
+    """Profile `batch` with the readings of `measurement`. Raises the errors of `profile_model`."""
     with profiled_model(model, batch, config, step, measurement) as profiled:
         recording = record_model(profiled, batch)
         profile = _measure(profiled, batch, recording)
@@ -85,7 +85,7 @@ def _with_other_sizes(profile: Profile, profiled: ProfiledModel, batch: Batch, t
 
 @dataclass(frozen=True, kw_only=True)
 class _Readings:
-    """Readings of the passes that measure memory."""
+    """Results of the passes that measure memory and time."""
 
     forward: ForwardLayout
     step: StepLayout
@@ -131,7 +131,7 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
 def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
     """Return groups of the watched blocks, one block per kind. A group retains its activations in one measured step.
 
-    No group retains more bytes than the largest block: a model with many kinds would otherwise retain nearly all blocks
+    No group retains more bytes than the largest block. Otherwise a model with many kinds would retain nearly all blocks
     at once.
     """
     nbytes = {

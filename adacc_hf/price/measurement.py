@@ -1,7 +1,7 @@
-"""The source of a profile's readings: real runs on the device, timed and measured by its allocator.
+"""Measurement of the times and the memory in a profile, in real runs on the device.
 
-`profile_model` reads through one object of this class, so that a model without memory can be profiled too
-(fake_model.py).
+`profile_model` takes all readings from one `Measurement`. A subclass can therefore estimate the readings for a model on
+fake tensors, which have no memory (estimate/fake_measurement.py).
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from adacc_hf.torch_glue.rng_state import RandomStates
 
 
 class Measurement:
-    """Readings from real runs."""
+    """Source of all times, bytes and errors in a profile, measured in real runs."""
 
     rng_use: type[RngUse] = RngUse
     """Class that detects whether an operator draws random numbers."""
     records_other_sizes = True
-    """True if parts of the batch are recorded too, so that the model can train at any size."""
+    """True if profiling also records tapes on parts of the batch, to train at other batch sizes without new
+    recordings."""
     watches_one_block = True
     """True if at most one block retains its activations while memory is measured."""
 
@@ -73,12 +74,12 @@ class Measurement:
     def gradient_errors(
         self, tape: Tape, bases: list[torch.Tensor], prices: Prices, config: AdaccConfig
     ) -> GradientErrors:
-        """Return the gradient errors that codecs and replay cause in a block. Adds a more precise codec to `prices`
-        where no other is accurate enough."""
+        """Return the gradient errors that codecs and replay cause in a block. If no codec is accurate enough for a
+        value, a more precise codec is added to `prices`."""
         return measure_gradient_errors(tape, bases, prices, config)
 
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
-        """Return the time of a call that runs more operators than its tape records. `run` repeats the call."""
+        """Time a whole block call while profiling, if the call's tape lacks some operators. `run` repeats the call."""
         return price_call(run, device)
 
     def meter(self, device: torch.device) -> MemoryMeter:
@@ -102,8 +103,10 @@ class Measurement:
         return seconds_at(device)
 
     def step_ms(self, model: nn.Module, batch: Mapping[str, Any], measured_ms: float) -> float:
-        """Return the milliseconds of one forward and backward of the model as it is, by default the time of the
-        measured step."""
+        """Return the milliseconds of one forward and backward under full recomputation.
+
+        Here this is `measured_ms`, from the step whose memory was measured. Subclasses may run the model again.
+        """
         return measured_ms
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
@@ -158,7 +161,7 @@ def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[T
 
 
 def detach_inputs(loss: LossCall) -> LossCall:
-    """Return the same loss on leaf tensors, so that backward ends at the output layer's inputs."""
+    """Return the same loss on detached leaf tensors. Backward then ends at the output layer's inputs."""
     bias = loss.call.bias
     return loss.on(_leaf(loss.rows), _leaf(loss.call.weight), None if bias is None else _leaf(bias))
 
@@ -180,7 +183,7 @@ PRICED_HEADS = {"plain": full_logits_loss, "chunked": LossCall.chunked}
 
 
 class MemoryOnlyMeasurement(Measurement):
-    """The readings of another measurement, without prices. The whole batch supplies times and errors."""
+    """Measurement of memory alone. Times and codec errors are measured on another batch of the same profile."""
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement

@@ -1,4 +1,4 @@
-"""Strategies that run a block and mark in a meter when its saved tensors are packed, unpacked and freed."""
+"""Strategies for profiling memory. A meter records when a block's saved tensors are packed, unpacked and freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adacc_hf.torch_glue.tensors import local_of
 
 
 class TrackedTensor:
-    """A packed tensor that marks when autograd frees it."""
+    """Packed form of a saved tensor. When autograd frees this object, the event "release" is recorded."""
 
     __slots__ = ("companion", "mark", "slot", "tensor")
 
@@ -28,7 +28,7 @@ class TrackedTensor:
         self.slot = slot
         self.tensor = tensor
         self.companion = companion
-        """Objects that live as long as any slot of the block."""
+        """Inputs of a replay, kept alive until autograd has freed all saved tensors of the block."""
         self.mark = mark
 
     def __del__(self) -> None:
@@ -37,9 +37,9 @@ class TrackedTensor:
 
 
 class SlotProbe:
-    """The strategy that retains everything and marks every unpack and release of a slot.
+    """Strategy that retains all saved tensors and records in a meter when autograd unpacks and releases each slot.
 
-    The probe also holds the shared inputs at `sources`, which replay would read, as other blocks of the kind do.
+    The probe also keeps the shared inputs at `sources` alive, as the replaying blocks of the kind do.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source]) -> None:
@@ -66,12 +66,12 @@ class SlotProbe:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the activations that the probe stores: all that autograd saves."""
+        """Bytes of all activations that autograd saves. The probe stores all of them."""
         return sum(value.nbytes for value in self.kind.activations if value.saved)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of stored activations that forward keeps alive anyway until the whole forward ends."""
+        """Bytes of the stored activations that live until the end of the model's forward under any policy."""
         return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
 
     def _mark(self, event: tuple[str, int]) -> None:
@@ -86,23 +86,24 @@ class ForwardPass:
         self.meter = meter
         self.nonempty_records = {index for index, record in enumerate(shared) if record.nbytes}
         self.last_name = last_name
-        """The last call of a block."""
+        """Name of the last block call in the forward."""
         self.replay_inputs: list[torch.Tensor | None] = []
-        """Inputs that stay alive until the last call has ended."""
+        """Shared inputs that replay would read, kept alive until the last block call ends."""
 
 
 class ForwardProbe:
-    """The strategy that stores nothing and marks when a value is first saved, and when forward frees it.
+    """Strategy that stores nothing and records in a meter when a value is first saved, and when forward frees the
+    value.
 
-    Blocks that replay keep some shared inputs alive, those at `sources`. The probe does the same. No backward can
-    follow.
+    Because nothing is stored, no backward can follow. Blocks that replay keep the shared inputs at `sources` alive, and
+    the probe does the same.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source], forward_pass: ForwardPass) -> None:
         self.name = name
         self.kind = kind
         self.shared_values = {value.index for value in kind.values if value.shared in forward_pass.nonempty_records}
-        """Values that are records of their own, not part of what blocks store."""
+        """Values whose tensor other blocks hold too. The tensor is counted once, in `Profile.shared`."""
         self.sources = sources
         self.forward_pass = forward_pass
 
@@ -139,7 +140,10 @@ class ForwardProbe:
 
 
 def refuse_backward(_: Any) -> torch.Tensor:
-    """Raise ValueError: the model runs a backward in a pass of the profile that does not run one."""
+    """Raise ValueError if autograd unpacks a tensor in a profiling pass without backward.
+
+    The model's own code has then run a backward before the loss was returned.
+    """
     raise ValueError(
         "the loss runs a backward of its own before it is returned, within a block or around it (a gradient penalty, "
         "forces as gradients of an energy, or a loss that embeds small batches one by one, such as "
@@ -149,7 +153,7 @@ def refuse_backward(_: Any) -> torch.Tensor:
 
 
 class CallMarker:
-    """A strategy around another strategy. It marks when a block's forward ends and when its backward starts."""
+    """Wrapper of a strategy. Records in a meter when the block's forward ends and when the block's backward starts."""
 
     def __init__(
         self, name: str, inner: Strategy, meter: MemoryMeter, measurement: Measurement, is_first: bool
@@ -169,7 +173,7 @@ class CallMarker:
         return result
 
     def _mark_gradient(self, tree: Any, label: tuple[str, str]) -> None:
-        """Mark the moment at which the gradient of the first differentiable tensor in `tree` is complete."""
+        """Record `label` in the meter once the gradient of the first differentiable tensor in `tree` is complete."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.measurement.on_gradient(leaf, lambda: self.meter.mark(label))

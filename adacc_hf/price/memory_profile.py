@@ -1,9 +1,9 @@
 """The memory of one measured step, divided into the blocks' stored tensors and everything else.
 
-Memory other than stored tensors does not depend on the policy, so that the simulator can add any policy's stored
-tensors to it. One forward that stores nothing shows when forward itself frees each value. For each kind of block, one
-forward and backward under full recomputation, in which the kind's last block retains everything, shows when backward
-unpacks and frees each saved tensor, and how much memory gradients and temporaries take meanwhile.
+Memory other than the blocks' stored tensors does not depend on the policy. The simulator can therefore add the stored
+tensors of any policy. One forward that stores nothing shows when forward itself frees each value. Then forward and
+backward run under full recomputation, except that the last block of each kind retains everything. These steps show when
+backward unpacks and frees each saved tensor, and how much memory gradients and temporaries take meanwhile.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ForwardLayout:
     bases: dict[str, int]
     """Live bytes at the start of each block."""
     outside_peak_bytes: int
-    """Peak after the last block, where no replay holds shared inputs any more."""
+    """Peak from the end of the last block on. The shared inputs that replay would read are freed before."""
     events: dict[str, tuple[ForwardEvent, ...]]
-    """The forward events of each watched block."""
+    """Memory events in the forward of each watched block (the last block of each kind)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +55,21 @@ class StepLayout:
     gradient_bytes: int
     """Bytes of all gradients at the end of backward."""
     earlier_bytes: int
-    """Bytes that an earlier micro-batch left: its gradients, or more if ranks have yet to exchange them. 0 without an
-    earlier one."""
+    """Bytes that earlier micro-batches of the step left: gradients, and more if ranks have not exchanged the gradients
+    yet. 0 if the step has one micro-batch."""
     trained: tuple[nn.Parameter, ...]
     """Parameters that have a gradient after the step."""
     events: dict[str, tuple[BackwardEvent, ...]]
-    """The backward events of each watched block."""
+    """Memory events in the backward of each watched block."""
     ms: float
     """Milliseconds of the step."""
     peaks: dict[str, int]
-    """Peak in the backward of each block that has one, without the stored tensors of this block and earlier ones."""
+    """Peak in the backward of each block, without the stored tensors of this block and earlier ones. Blocks that have
+    no backward are left out."""
 
     @staticmethod
     def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
-        """Return one layout from the `layouts` of several steps. The key of each is the blocks that it measured."""
+        """Merge the layouts of several measured steps. Each key has the names of the blocks watched in that step."""
         first = next(iter(layouts.values()))  # tensors that earlier steps left may distort later layouts
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
         own_peaks = {
@@ -78,7 +79,7 @@ class StepLayout:
 
 
 def measure_forward(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -> ForwardLayout:
-    """Run one forward that stores nothing, and divide its memory."""
+    """Run one forward of `batch` that stores nothing, and return the measured memory by block."""
     installation = profiled.installation
     last_name = list(installation.functions)[-1]
     installation.begin_step()
@@ -129,11 +130,11 @@ def _forward_events(points: Sequence[MemoryPoint], name: str, owns_rest: bool) -
 def measure_step(
     profiled: ProfiledModel, batch: Batch, recording: ModelRecording, watched_names: Collection[str] = ()
 ) -> StepLayout:
-    """Run one forward and backward under full recomputation and divide its memory.
+    """Run one forward and backward under full recomputation, and return the measured memory by block.
 
-    Each of the watched calls retains everything under a probe instead. If the step accumulates gradients, those of an
-    earlier micro-batch are live before the measured one. Those of an earlier measurement serve, which leaves them. Else
-    such a micro-batch runs first.
+    The calls in `watched_names` retain everything under a probe instead. If the step accumulates gradients, gradients
+    of an earlier micro-batch must be live during the measurement. If no earlier measurement has left these gradients,
+    another micro-batch runs first.
     """
     measurement, device, model = profiled.measurement, profiled.device, profiled.model
     functions = profiled.installation.functions
@@ -191,7 +192,7 @@ class _StepReadings:
     probes: Sequence[SlotProbe]
     stored: dict[str, int]
     live: dict[str, int]
-    """Stored bytes that forward does not keep alive anyway until the whole forward ends."""
+    """Part of `stored` by block, without tensors that live until the end of the forward under any policy."""
 
     def layout(
         self, loss_bytes: int, gradient_bytes: int, earlier_bytes: int, trained: tuple[nn.Parameter, ...], ms: float
@@ -239,7 +240,7 @@ class _StepReadings:
         return max(point.max_bytes for point in segment[:end])
 
     def _stored_up_to(self, name: str) -> int:
-        """Return the bytes that this block and all earlier ones stored."""
+        """Return the bytes that the block `name` and all earlier blocks stored."""
         return sum(self.stored[n] for n in self.names[: self.names.index(name) + 1])
 
     def _events(self, probe: SlotProbe, base: int) -> tuple[BackwardEvent, ...]:
@@ -266,7 +267,7 @@ class _StepReadings:
 
 
 class _LiveSlots:
-    """Count of the bytes of a block's activations that some slot still holds."""
+    """Counter of the bytes of a block's activations that at least one saved-tensor slot still holds."""
 
     def __init__(self, kind: KindProfile) -> None:
         self._nbytes = {value.index: value.nbytes for value in kind.activations if value.saved}
@@ -289,11 +290,11 @@ class _LiveSlots:
 # on the policy. Bytes that one step takes above its prediction therefore occur under other policies too.
 
 FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"
-"""Moments of a step other than the blocks' backwards, which have the names of their calls."""
+"""Names of the parts of a step outside of the blocks' backward. A block's backward has the name of the block call."""
 
 
 class StepMarker:
-    """Marker of a step's moments in `meter`, active until `remove()`. `functions` are an installation's."""
+    """Recorder of the parts of a training step in `meter`, active until `remove()`. `functions` are the block calls."""
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._markers = []
@@ -316,9 +317,10 @@ class StepMarker:
 
 
 def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
-    """Return the peak at each moment of a marked step, relative to its start, over all micro-batches.
+    """Return the peak in each part of a training step, in bytes above the step's start, over all micro-batches.
 
-    An optimizer that steps before the last backward, parameter by parameter, belongs to the block's moment.
+    `points` are the readings of a meter with a `StepMarker`. If an optimizer steps parameter by parameter during
+    backward, its memory counts for the part in which it runs.
     """
     last_backward = max((i for i, point in enumerate(points) if point.label[0] in ("backward", "tail")), default=-1)
     moment, peaks = FORWARD, dict[str, int]()
@@ -337,7 +339,7 @@ def moment_peaks(points: Sequence[MemoryPoint]) -> dict[str, int]:
 
 
 def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return the predicted peak at each moment of a step under `policy`, static memory included."""
+    """Return the predicted peak in each part of a step under `policy`, static memory included."""
     names = {f"backward {block.name}": block.name for block in profile.blocks}
     names |= {moment: moment for moment in (AFTER, OPTIMIZER)}
     peaks: dict[str, int] = {}
@@ -348,14 +350,15 @@ def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
 
 
 def missing_bytes(profile: Profile, policy: Policy, measured: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes by which a step under `policy` exceeded its prediction, for each moment at which it did."""
+    """Return the bytes by which the peaks `measured` exceed the prediction for `policy`. Parts of the step within
+    the prediction are left out."""
     predicted = predicted_peaks(profile, policy)
     excess = {moment: peak - predicted.get(moment, 0) for moment, peak in measured.items()}
     return {moment: nbytes for moment, nbytes in excess.items() if nbytes > 0}
 
 
 def with_missing_bytes(profile: Profile, missing: Mapping[str, int]) -> Profile:
-    """Return `profile` with `missing` more bytes live at each moment."""
+    """Return `profile` with the bytes in `missing` added to the live bytes of each part of the step."""
     at_blocks = [missing.get(block.name, 0) for block in profile.blocks]
     return replace(
         profile.with_extra_live_bytes(missing.get(FORWARD, 0), at_blocks, missing.get(AFTER, 0)),

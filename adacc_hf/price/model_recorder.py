@@ -47,11 +47,10 @@ random."""
 
 
 def record_model(profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache | None = None) -> ModelRecording:
-    """Record the forward that all passes of the profile will run. If blocks run at random, the forward runs all of
-    them.
+    """Record every block in one forward, which all passes of the profile will repeat.
 
-    `tape_cache` is the cache of another recording of the same model, if there is one. Raises UncalledBlocksError if
-    there is no forward that runs all blocks.
+    If the model skips blocks at random, search for random numbers with which all blocks run. `tape_cache` is the cache
+    of an earlier recording of the model, or None. Raises UncalledBlocksError if no forward runs all blocks.
     """
     installation = profiled.installation
     tables: frozenset[Any] = frozenset()
@@ -83,8 +82,8 @@ def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
     """Check that all blocks run in a forward without gradients, such as a teacher's blocks that the batch does not
     train.
 
-    If the forward draws random numbers, try other draws, and return True if later passes will start from different
-    ones. Raises UncalledBlocksError if some block runs with no draw.
+    If the forward draws random numbers and skips blocks, try other random states. Return True if later passes will
+    start from another random state than before. Raises UncalledBlocksError if some block never runs.
     """
     modules, no_trace = profiled.installation.modules, profiled.no_trace
     for num_draws in range(1 + MAX_DRAWS):
@@ -158,8 +157,8 @@ class TapeRecordingStrategy:
 
 
 class ModelRecorder:
-    """Recorder of all blocks' tapes, of the tensors they share, and of the measured prices. It holds no model, so that
-    the strategies, which hold it, form no cycle with the model."""
+    """Recorder of all blocks' tapes, of the tensors they share, and of the measured prices. The strategies of the
+    model's blocks refer to the recorder. The recorder does not refer to the model, to avoid a reference cycle."""
 
     def __init__(self, config: AdaccConfig, measurement: Measurement, tape_cache: TapeCache) -> None:
         self.tape_cache = tape_cache
@@ -173,7 +172,7 @@ class ModelRecorder:
         """Storages saved by the rest of the model. A weak reference keeps the address from being reused without keeping
         the memory alive: logits would otherwise be live throughout the profile."""
         self._previous_results: list[torch.Tensor] = []
-        """Tensors that the block recorded last has returned."""
+        """Tensors that the previous recorded block call returned."""
         self._shared_tensors = SharedTensors([], set(), set(), set())
 
     def record(self, profiled: ProfiledModel, batch: Batch) -> None:
@@ -205,8 +204,8 @@ class ModelRecorder:
     def record_call(
         self, name: str, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run and record one call of a block, and return its result. Measure prices if no earlier call has an equal
-        tape."""
+        """Run and record one call of a block, and return the call's result. If no earlier call has an equal tape, also
+        measure the times of operators and codecs."""
         known_shapes = KnownShapes(self.tape_cache.untraceable)
         # Take the key before the call, as in training: a block may append its auxiliary loss to a list argument.
         key = known_shapes.key(block, fn, args, kwargs)
@@ -296,8 +295,8 @@ def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
 def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> dict[int, StorageWeakRef]:
     """Return the storages of the saved values that the block computed, without the values of `excluded`.
 
-    If the block runs code that records no operators, that code's results have an unknown source on the tape and are
-    included too.
+    If the block runs code that records no operators, the results of this code have an unknown source on the tape. These
+    results are included too.
     """
     hidden = tape.untrusted in HIDDEN
     computed_values = [

@@ -80,7 +80,7 @@ class ModelRecording:
 
     @property
     def watched_names(self) -> list[str]:
-        """The last call of each kind, which is measured for the whole kind."""
+        """Names of the last call of each kind. Memory is measured at this call for the whole kind."""
         return list({block.kind: block.name for block in self.blocks}.values())
 
     @cached_property
@@ -100,9 +100,9 @@ class ModelRecording:
     def set_full_recompute_strategies(
         self, functions: Mapping[str, BlockFunction | LaterCall], watched_names: Collection[str]
     ) -> list[SlotProbe]:
-        """Run every call under full recomputation, and each watched one under a probe. Return the probes.
+        """Set the strategy of every block call: a probe for `watched_names`, full recomputation for the others.
 
-        A watched call whose operators cannot be replayed has no probe, and recomputes too.
+        Return the probes. A watched call whose operators cannot be replayed has no probe, and recomputes too.
         """
         probes = []
         for block in self.blocks:
@@ -121,7 +121,7 @@ class ModelRecording:
 
 
 def recompute_outcome(kind: KindProfile) -> BlockOutcome:
-    """Return the tensors and bytes that a block of `kind` stores and needs under full recomputation."""
+    """Return the memory and time of a block of `kind` under full recomputation."""
     return run_block(kind, recompute_plan(kind))
 
 
@@ -165,7 +165,7 @@ def _kind_key(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[Any,
 def _build_kind(
     group: list[RecordedBlock], shared_tensors: SharedTensors, prices: Mapping[str, Prices], config: AdaccConfig
 ) -> KindProfile:
-    """Return the profile of the kind of the blocks of `group`. Its memory is not measured yet."""
+    """Return the profile of the kind whose recorded blocks are `group`, without the memory of forward and backward."""
     tape = group[0].tape
     if tape.untrusted is not None:
         times = [sum(prices[block.tape.digest].operator_ms) for block in group]

@@ -26,7 +26,7 @@ from adacc_hf.torch_glue.tensors import local_of, parts_with_memory
 
 
 class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
-    """Meter of the temporary bytes of an `optimizer.step()` inside it. `nbytes` is set on exit.
+    """Context that measures the temporary bytes of an `optimizer.step()`. `nbytes` is set on exit.
 
     State that the optimizer creates in its first step and keeps is not counted.
     """
@@ -49,7 +49,8 @@ class OptimizerMeter(AbstractContextManager["OptimizerMeter"]):
 def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> int:
     """Clip the gradients to `max_norm`, if given, and take the optimizer's step. Return the peak of temporary bytes.
 
-    For `profile_model(optimizer_step_bytes=...)`: replaces the usual two lines of one training step.
+    In one training step, call this function instead of clipping and `optimizer.step()`. Pass the result to
+    `profile_model(optimizer_step_bytes=...)`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with OptimizerMeter(parameters[0].device) as meter:
@@ -60,8 +61,8 @@ def measure_optimizer_step(optimizer: torch.optim.Optimizer, max_norm: float | N
 
 
 def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the peak of temporary bytes of clipping the present gradients. Changes no gradient: scaling works in place
-    and takes no memory."""
+    """Compute the norm for clipping the present gradients, and return the peak of temporary bytes. No gradient is
+    scaled, because scaling works in place and takes no memory."""
     # Use local parts of DTensors: a DTensor's norm waits for other ranks, and other gradients may be plain tensors.
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -76,9 +77,9 @@ def measure_clipping(parameters: Iterable[nn.Parameter]) -> int:
 def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Parameter]) -> int:
     """Return the bytes of state that `optimizer` has yet to create for `trained` parameters, on their device.
 
-    Before the first step this is the whole state. Later it is the state of layers that layerdrop has skipped so far. A
-    copy of the optimizer steps on a stand-in for each size of parameter in turn, which takes less memory than the
-    coming state. Raises OptimizerStateError if the copy cannot step.
+    Before the first step, the whole state is missing. Later, only the state of layers that layerdrop has skipped so far
+    is missing. A copy of the optimizer takes a step on one stand-in for each size of parameter, one after the other.
+    This takes less memory than the missing state. Raises OptimizerStateError if the copy cannot step.
     """
     trained = list(trained)
     members = component_optimizers(optimizer)
@@ -110,7 +111,7 @@ class _StateSlot:
     group: int
     parameter: nn.Parameter
     override: dict[str, Any]
-    """Settings of this parameter alone."""
+    """Settings of the optimizer that apply to this parameter alone."""
 
     @property
     def size(self) -> Hashable:
@@ -165,14 +166,14 @@ class _OptimizerCopy:
         return nbytes
 
     def shared_bytes(self) -> int:
-        """Return the bytes that the steps so far created for all parameters together (the codes of bitsandbytes)."""
+        """Return the bytes that the copy's steps created once for all parameters, such as the codes of bitsandbytes."""
         return sum(nbytes for storage, nbytes in self._shared_storages.items() if storage not in self._known_storages)
 
     def _set_parameter(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
         """Prepare the optimizer's copy for a step on `stand_in` alone, a new tensor like the parameter of `slot`.
 
-        `stand_in` gets a gradient of ones, and the settings and existing state of the parameter of `slot`. It replaces
-        all other parameters of the copy.
+        `stand_in` gets a gradient of ones, and the settings and existing state of the parameter of `slot`. The copy has
+        no other parameters during the step.
         """
         gradient = torch.ones_like(stand_in.detach())
         # SparseAdam accepts only sparse gradients, and its state has all elements.
@@ -229,7 +230,7 @@ def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> 
 
 
 def _copy_of(value: Any) -> Any:
-    """Return `value`, or a shallow copy if it is a container, because steps may change containers."""
+    """Return `value`, or a shallow copy of a container, because an optimizer's step may change containers."""
     return copy(value) if isinstance(value, (dict, list, set)) else value
 
 

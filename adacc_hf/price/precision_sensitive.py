@@ -1,4 +1,4 @@
-"""Precision-sensitive values, which a lossy codec would degrade."""
+"""Precision-sensitive values on a tape. A lossy codec must not store them, because gradients would degrade."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 V = TypeVar("V")
 
 SUMMARY_RATIO = 8
-"""A value with one dimension less than its source and this many times fewer elements is a summary. A codec saves little
-on it, and each element affects many others."""
+"""Minimum ratio of the elements of a source to the elements of a summary, which has fewer dimensions. A codec saves
+little on a summary, and each element of a summary affects many other elements."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
 """Operators in whose backward an input or a result is exponentiated, or used as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
@@ -42,8 +42,8 @@ def _is_summary(tape: Tape, value: int) -> bool:
 
 
 def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
-    """Return True if a value of shape `size` has a few numbers for each row of `source`, the shape of its operator's
-    first operand.
+    """Return True if a value of shape `size` has only a few numbers for each row of its source. `source` is the shape
+    of the first operand of the operator that computes the value.
 
     Examples are a mean, a norm, or the log-sum-exp of attention, possibly padded. The result of a product or an index
     is no summary: it has as many dimensions as its operand, even if it has few rows or columns.
@@ -54,7 +54,7 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
 
 
 def _exponents(tape: Tape) -> set[int]:
-    """Return the values whose exponential or angle backward computes."""
+    """Return the values that backward exponentiates or uses as angles."""
     operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
     return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
 
@@ -67,8 +67,8 @@ def _attention_biases(tape: Tape) -> set[int]:
 
 
 def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument that a fused attention operator adds to its scores. Return None for other operators, and
-    without such an argument."""
+    """Return the argument that a fused attention operator adds to its scores. Return None for other operators, and if
+    the call has no such argument."""
     arguments = attention_arguments(target, args, kwargs)
     return next((arguments[name] for name in _BIAS if arguments.get(name) is not None), None)
 
@@ -86,7 +86,8 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _divisors(tape: Tape) -> set[int]:
-    """Return the values that backward divides by, and the values from which replay computes these elementwise."""
+    """Return the values that backward divides by, and the values from which replay computes these divisors
+    elementwise."""
     return divisors(
         (
             _operator_divisors(operator),
@@ -98,11 +99,11 @@ def _divisors(tape: Tape) -> set[int]:
 
 
 def divisors(operators: Iterable[tuple[Iterable[V], Iterable[V], Iterable[V]]]) -> set[V]:
-    """Return the values used as divisors, and the values from which a zero divisor may come.
+    """Return the values that backward divides by, and the values whose zeros become zeros of a divisor.
 
-    A divisor is zero where an input of an elementwise operator such as sqrt was zero, so that input must be exact too.
-    `operators` is in reverse order. Each element has three parts: the operator's divisors, its results, and the inputs
-    whose zeros become zeros of the results.
+    For example, a divisor computed by sqrt is zero wherever the input of sqrt is zero. A lossy codec may turn elements
+    into zeros, so the input must be exact too. `operators` has a triple for each operator, from the last to the first:
+    the operator's divisors, the results, and the inputs whose zeros become zeros of the results.
     """
     all_divisors: set[V] = set()
     for operator_divisors, results, zero_sources in operators:

@@ -1,4 +1,4 @@
-"""Cache of the prices of profiled tapes: a folder on this machine that several processes may share."""
+"""Cache of prices (measured times of operators and codecs) of tapes: a folder that several processes may share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adacc_hf.price.timing import Bottleneck
 from adacc_hf.tape.tape import Tape
 
 FORMAT_VERSION = 2
-"""Version of the stored records, incremented with each change of their contents."""
+"""Version of the stored records. The number is incremented with each change of the records' contents."""
 
 
 class ProfileCacheError(AdaccError):
@@ -57,7 +57,7 @@ class PriceKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Prices of one tape, with their key."""
+    """One entry of the cache: the prices of a tape, and their key."""
 
     key: PriceKey
     block_class: str
@@ -84,7 +84,8 @@ def default_folder() -> Path:
 
 
 class ProfileCache:
-    """The rows in `folder`. Methods raise ProfileCacheError or OSError if the folder cannot be used."""
+    """Cache of prices in `folder`, one file per row. Methods raise ProfileCacheError or OSError if the folder is
+    unusable."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -98,7 +99,7 @@ class ProfileCache:
         return self._records.folder
 
     def get(self, key: PriceKey) -> Row | None:
-        """Return the row whose key equals `key`, or None."""
+        """Return the row whose key equals `key`, or None if the cache has no such row."""
         row = self._row(key.name)
         return row if row is not None and row.key == key else None
 
@@ -120,7 +121,7 @@ class ProfileCache:
         return rows[0]
 
     def clear(self) -> int:
-        """Remove all rows and return their number."""
+        """Remove all rows from the cache, and return the number of removed rows."""
         return self._records.clear()
 
     def _row(self, name: str) -> Row | None:
@@ -134,10 +135,10 @@ log = logging.getLogger(__name__)
 
 
 class CachingMeasurement(Measurement):
-    """Readings from real runs, with prices cached in `store`. If `reuse_prices` is set, cached prices are not measured
-    again.
+    """Measurement in real runs that writes every measured price to the cache `store`.
 
-    If the folder cannot be used, one warning is logged, and the cache is disabled from then on.
+    If `AdaccConfig.reuse_prices` is set, prices in the cache are read and not measured again. If the cache's folder
+    cannot be used, one warning is logged, and the cache is disabled from then on.
     """
 
     def __init__(self, store: ProfileCache) -> None:
@@ -233,8 +234,8 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
 
 
 def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
-    """Return the prices that `prices_to_json` wrote. Raises KeyError, TypeError or ValueError if they do not belong to
-    `tape`."""
+    """Return the prices in `record`, as written by `prices_to_json`. Raises KeyError, TypeError or ValueError if the
+    record does not belong to `tape`."""
     times = [float(operator["ms"]) for operator in record["operators"]]
     if len(times) != len(tape.operators):
         raise ValueError(f"it has {len(times)} operators, but the recorded block has {len(tape.operators)}")

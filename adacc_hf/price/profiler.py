@@ -50,17 +50,17 @@ def profile_model(
     warning in the log.
 
     Args:
-        optimizer: if given, its state is static memory, and its step a moment of the training step. State that the
-            optimizer has yet to make is planned for too.
+        optimizer: if given, its state counts as static memory, and its step as a part of the training step. State that
+            the optimizer has yet to create is included.
         optimizer_step_bytes: temporary bytes of clipping and the optimizer's step (`measure_optimizer_step`).
-        optimizer_state_bytes: bytes of state that the optimizer has yet to make, 0 or more; None predicts them.
+        optimizer_state_bytes: bytes of state that the optimizer has yet to create, 0 or more. None predicts the bytes.
         gradient_accumulation_steps: micro-batches per step. All are on the device, and later micro-batches start with
             the gradients of the first.
         prefetched_batches: further batches for later steps that the loader keeps on the model's device.
         no_sync: context of all micro-batches but the last, if it postpones the exchange of gradients (the `no_sync` of
             FSDP): until then a rank holds whole gradients.
         compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
-            loss to train on. `batch` is any mapping that the function needs. It is called some 8 times.
+            loss to train on. `batch` is any mapping that the function needs. The function is called some 8 times.
         all_sizes: measure the memory of three parts of the batch too, so that `Profile.sizes` predicts batches of any
             size, if the model accepts parts of a batch. This takes as long as four more steps.
         measurement: the source of the readings, by default real runs. Their prices are cached in the folder that

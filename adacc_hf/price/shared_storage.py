@@ -1,4 +1,5 @@
-"""Tensors that a block shares with other blocks or with the rest of the model, and the owner that counts each one."""
+"""Tensors held by several blocks, or by a block and the rest of the model. Each tensor is counted once, for its
+owner."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ class RecordedBlock:
 class SharedTensors:
     """Tensors that blocks share with each other and with the rest of the model. Each tensor is counted once.
 
-    An output that its block saves and another block reads counts as the first block's, which retains the output. Any
-    other input that several blocks read, or that the rest of the model holds, is a record of its own.
+    If a block saves its output and another block reads the output, the first block counts the tensor. Any other input
+    that several blocks read, or that the rest of the model holds, has a record of its own in `records`.
     """
 
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
@@ -129,12 +130,13 @@ class SharedTensors:
                     self._add(address, Shared(name=f"{block.name} unread", nbytes=nbytes, saved=address in outside))
 
     def record_index(self, tensor: torch.Tensor) -> int | None:
-        """Return the record of an input, or None if the input belongs to a single block."""
+        """Return the index in `records` of the record for the storage of `tensor`. None if only one block holds the
+        storage."""
         return self._index.get(storage_key_of(tensor))
 
     def sources(self, block: RecordedBlock, records: Set[int]) -> list[Source]:
-        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out: something
-        else holds them."""
+        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out,
+        because something else keeps their tensors alive."""
         counted = {index for index in records if self.records[index].nbytes}
         return [
             source for source, tensor in block.holdable_inputs_with_sources() if self.record_index(tensor) in counted
@@ -149,8 +151,8 @@ class SharedTensors:
         return len(self._cast_owners[storage_key_of(cast)]) > 1
 
     def owns_cast(self, block: RecordedBlock, cast: torch.Tensor) -> bool:
-        """Return True if `block` counts the cast: `block` saves the cast first, and the rest of the model does not save
-        it."""
+        """Return True if the bytes of `cast` count for `block`: the block is the first that saves the cast, and the
+        rest of the model does not save the cast."""
         return self._cast_owners[storage_key_of(cast)][0] == block.name
 
     def _add(self, address: int, record: Shared) -> None:
@@ -158,7 +160,8 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the one record of all shared outputs. A record per output would make every block a kind of its own."""
+        """Return the index of the one record for all shared outputs. A record per output would make every block
+        a kind of its own."""
         record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
         if record not in self.records:
             self.records.append(record)

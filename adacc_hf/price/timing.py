@@ -13,16 +13,17 @@ import torch
 from adacc_hf.torch_glue.private import sleep_on_gpu
 
 TIMING_REPEATS = 5
-"""Runs per price, after one warm-up. The price is the median. Five runs bound the effect of one interruption."""
+"""Number of timed runs, after one warm-up run. The result is the median, which one interrupted run hardly changes."""
 
 BUSY_FACTOR = 2
-"""Ratio of the time for which the GPU is kept busy before a run to the time of the run's launches, which varies."""
+"""Ratio of the time for which the GPU is kept busy before a run to the time of the run's launches. The launch time
+varies."""
 CYCLES_PER_SECOND = 3e9
 """Upper bound on a GPU's clock, so that a busy loop meant for a second lasts at least a second."""
 
 BACKWARD_ON_HOST, BACKWARD_ON_DEVICE = 1.0, 2.0
-"""A block's backward as multiples of its forward. Its launches take equally long, and each product in forward has two
-products in backward."""
+"""Time of a block's backward as a multiple of the forward's time. Launches take equally long in both. On the device,
+each product in forward has two products in backward."""
 
 Bottleneck = Literal["device_ms", "host_ms"]
 
@@ -31,9 +32,9 @@ class Timing(NamedTuple):
     """Milliseconds of one run."""
 
     device_ms: float
-    """From the device's start of the run to its end."""
+    """Milliseconds from the start of the run on the device to the end."""
     host_ms: float
-    """Until the host continues. On the CPU both times are equal."""
+    """Milliseconds until the host continues. On the CPU, both times are equal."""
 
 
 def wait_for(device: torch.device) -> None:
@@ -64,7 +65,7 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = TI
 
 
 def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMING_REPEATS) -> Timing:
-    """Return the median times of `repeats` runs, after one warm-up.
+    """Return the median times of `repeats` runs of `run`, after one warm-up run.
 
     A GPU runs with a cold cache, because the operators of a training step read tensors that were stored long before. If
     a run were repeated on cached tensors, it would seem to move them at twice the speed of memory.
@@ -76,8 +77,8 @@ def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMI
 
 
 FLUSH_FACTOR = 2
-"""Ratio of the bytes read to flush a cache to the cache's size, because the cache need not evict its oldest lines
-first."""
+"""Ratio of the bytes read to flush a cache to the cache's size. The ratio is above 1 because the cache need not evict
+its oldest lines first."""
 
 
 def cache_flush(device: torch.device) -> Callable[[], object]:
@@ -96,7 +97,7 @@ def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
 
 def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:
     """Return the resource that limits a step whose forward has these `timings`: the device, or the host that launches
-    it.
+    the device's work.
 
     `block_host_ms` is the host's time for the plain block's forward, which includes modules, hooks and autograd's
     graph. If it is None, only the launches count.
@@ -122,10 +123,10 @@ def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
 def time_on_cuda(
     run: Callable[[], object], device: torch.device, repeats: int, prepare: Callable[[], object] | None = None
 ) -> list[Timing]:
-    """Return the times of `run`, each after a call of `prepare`.
+    """Return the device and host times of `repeats` runs of `run`. Before each run, `prepare` is called if given.
 
-    The GPU is kept busy until the run is launched. A training step is launched ahead of the GPU. An idle GPU would
-    instead wait for each kernel's launch, and the gaps would count.
+    The GPU is kept busy until all kernels of the run are launched, because the host also launches the kernels of a
+    training step in advance. An idle GPU would wait for each launch, and these gaps would count.
     """
     with torch.cuda.device(device):
         # Use the shortest launch: a run that waits for the device also waits for the busy loop, longer each time.

@@ -14,23 +14,23 @@ from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.optimizer_memory import coming_state_bytes
 
 NoSync = Callable[[], AbstractContextManager[Any]]
-"""Context of the micro-batches before a step's last one, in which ranks do not exchange gradients."""
+"""Context in which ranks do not exchange gradients, for all micro-batches of a step but the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """The training step of which a profile measures one micro-batch. `profile_model` describes the fields."""
+    """Optimizer, batches and loss of the profiled training step. `profile_model` describes the fields."""
 
     optimizer: torch.optim.Optimizer | None = None
     """Optimizer whose state and step are part of the profile. None leaves both out."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches of a step, 1 or more."""
+    """Number of micro-batches in a step, 1 or more."""
     prefetched_batches: int = 0
-    """Further batches on the model's device, 0 or more."""
+    """Number of batches of later steps that are already on the model's device, 0 or more."""
     optimizer_step_bytes: int = 0
     """Temporary bytes of clipping and the optimizer's step, 0 or more."""
     optimizer_state_bytes: int | None = None
-    """Bytes of state that the optimizer has yet to make, 0 or more. None predicts them."""
+    """Bytes of state that the optimizer has yet to create, 0 or more. If None, the bytes are predicted."""
     compute_loss: ComputeLoss | None = None
     """Function that returns the loss. None for a model whose output has a loss."""
     no_sync: NoSync | None = None
@@ -55,5 +55,5 @@ class TrainingStep:
         return 0 if self.optimizer is None else coming_state_bytes(self.optimizer, trained)
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
-        """Return the bytes of the batches on the device other than the measured one, each of `batch_bytes`."""
+        """Return the bytes of the batches on the device without the profiled one. Each batch has `batch_bytes`."""
         return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes

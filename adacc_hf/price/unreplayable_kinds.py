@@ -13,14 +13,14 @@ from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.torch_glue.tensors import storage_of
 
 SAVED = 0
-"""Index of the one value that stands for everything the block saves."""
+"""Index of the single value that represents all saved tensors of the block."""
 
 
 def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors, forward_ms: float) -> KindProfile:
-    """Return the kind of the blocks of `group`, without the memory of its forward and backward.
+    """Return the profile of blocks whose operators cannot be replayed. Memory of forward and backward is added later.
 
-    The number of tokens that an expert gets differs between blocks and between steps. The kind therefore has the most
-    bytes that any of its blocks saved.
+    `group` has the recorded blocks of one kind, and `forward_ms` is the time of one forward. The blocks may save
+    different numbers of bytes, because the number of tokens that an expert gets varies. The profile has the largest.
     """
     block = group[0]
     arguments = [
@@ -47,19 +47,20 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
-    """Return `kind` with its measured forward. If the block saves anything, all of it counts as stored from the
-    start."""
+    """Return `kind` with the peak of the measured events `forward`. All saved bytes count as stored from the start of
+    the forward."""
     max_extra_bytes = max(event.extra_bytes for event in forward)
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=max_extra_bytes), store_event))
 
 
 def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindProfile:
-    """Return `kind` with its backward, in which at most `extra_bytes` were live on top of all saved bytes.
+    """Return `kind` with a backward in which at most `extra_bytes` are live on top of all saved bytes.
 
-    `extra_bytes` was measured under torch's checkpoint. It also holds for a forward that saves everything, except for
-    the block's result, which is as large as the largest input. A block that saved nothing when it was recorded has no
-    backward, even if it has one when it is measured; `extra_bytes` may be None then.
+    `extra_bytes` was measured under torch's checkpoint, whose backward includes a second forward. The number therefore
+    limits the memory of the first forward too, except for the block's result. The result counts as many bytes as the
+    largest input. If `extra_bytes` is None (no backward was measured), or if the recorded block saved nothing, return
+    `kind` unchanged.
     """
     if extra_bytes is None or not kind.slots:
         return kind
@@ -74,7 +75,7 @@ def with_untrusted_backward(kind: KindProfile, extra_bytes: int | None) -> KindP
 
 
 def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
-    """Return the bytes that autograd saved in one call of a block and that no one else holds."""
+    """Return the bytes of the tensors that autograd saved in one block call and that nothing else keeps alive."""
     tape = block.tape
     own_inputs = {v for v, tensor in block.input_tensors.items() if shared_tensors.record_index(tensor) is None}
     hidden_values = block.internal_storages.keys() - block.externally_held
@@ -108,13 +109,13 @@ def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) ->
 
 
 def shared_argument_records(block: RecordedBlock, shared_tensors: SharedTensors) -> tuple[int, ...]:
-    """Return the records of the shared tensors among a block's arguments."""
+    """Return the indices in `SharedTensors.records` of the shared tensors among the arguments of a block call."""
     records = {shared_tensors.record_index(tensor) for tensor in block.argument_tensors.values()}
     return tuple(sorted(index for index in records if index is not None))
 
 
 def generator_bytes(block: RecordedBlock) -> int:
-    """Return the bytes of random generator state that torch's checkpoint stores on the block's device. A GPU's state is
-    on the CPU."""
+    """Return the bytes of random generator state that torch's checkpoint stores on the block's device. 0 on a GPU,
+    whose generator state is in CPU memory."""
     on_cpu = all(tensor.device.type == "cpu" for tensor in block.argument_tensors.values())
     return torch.get_rng_state().nbytes if on_cpu else 0

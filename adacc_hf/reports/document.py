@@ -1,4 +1,4 @@
-"""Document of headings, paragraphs, tables and figures, as Markdown, as one HTML page, or as a notebook's output."""
+"""Document of headings, paragraphs, tables and pictures, for reports in Markdown, HTML or a notebook."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ body { color: #e0e0e0; background: #1a1a1a; }
 img { filter: invert(0.9) hue-rotate(180deg); }
 }
 """
-"""The filter makes a picture's white the page's #1a1a1a, and its text light. Colours keep their hue."""
+"""Style for dark screens. The filter turns a picture's white into the page's #1a1a1a, and makes the picture's text
+light. Colours keep their hue."""
 _CONTENT_STYLE = """
 SCOPE img { max-width: 100%; height: auto; }
 SCOPE .scroll { overflow-x: auto; }
@@ -33,9 +34,9 @@ SCOPE th { border-bottom: 2px solid rgba(128, 128, 128, 0.8); }
 SCOPE td.number, SCOPE th.number { text-align: right; }
 SCOPE .action { padding: 1px 7px; border-radius: 4px; }
 """
-"""Style of a document's parts. The word SCOPE stands for the selector of the element around them."""
+"""Style of a document's parts. The word SCOPE stands for the selector of the element that contains the parts."""
 SCOPE = "adacc-report"
-"""Class of the element around a report in a notebook, whose other cells keep their style."""
+"""CSS class of the element around a report in a notebook. The notebook's other cells keep their style."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Figure:
-    """PNG image. Markdown links to the file `file_name` in the same folder; HTML embeds the bytes."""
+    """PNG image in a report. Markdown links to the file `file_name` in the report's folder. HTML embeds the bytes."""
 
     file_name: str
     caption: str
@@ -91,13 +92,13 @@ def to_html(title: str, parts: Sequence[Part]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Document that a notebook shows, `print` prints as Markdown, and `save` writes into a folder."""
+    """Report of a run. A notebook shows the report, `print` prints Markdown, and `save` writes files into a folder."""
 
     title: str
     overview: tuple[Part, ...]
     """Summary and pictures."""
     details: tuple[Part, ...]
-    """Tables of every activation and event. A notebook shows them on a click."""
+    """Tables of every activation and event. A notebook shows the tables on a click."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -131,7 +132,7 @@ class Report:
         return f"<{self.title}: print(report) prints it, report.save(folder) writes it with its pictures>"
 
     def _repr_html_(self) -> str:
-        """Return the document for a notebook's cell, in the colours of the notebook."""
+        """Return the document as HTML for a notebook's cell, in the colours of the notebook."""
         return (
             f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_body(self.overview)}\n'
             f"<details><summary>Every activation and event</summary>\n{_body(self.details)}\n</details></div>"

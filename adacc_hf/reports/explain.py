@@ -1,4 +1,4 @@
-"""Explanation of a policy: the action of each activation, and the cost of every other action."""
+"""Explanation of a policy as text: the action of each activation, and the cost of the actions not taken."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ NOTHING_TO_DECIDE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationRow:
-    """One activation under one plan, with the cost of every possible action."""
+    """Row of a report for one activation under one plan, with the cost of every possible action."""
 
     value: Value
     label: str
-    """The value's name, numbered if several values of the block have that name."""
+    """Name of the value, numbered if several values of the block have this name."""
     choice: Choice
     option: CodecOption | None
-    """Codec option that compresses the activation."""
+    """Codec that compresses the activation, with its cost. None if the activation is not compressed."""
     replay_ms: float | None
-    """Time to recompute the activation from the values that the plan stores, or None if that is impossible. Operators
-    that two rows need count in both, though they run once."""
+    """Time to recompute the activation from the values that the plan stores. None if recomputation is impossible. An
+    operator that two rows need counts in both rows, although it runs once."""
     twin: str | None = None
-    """Label of the equal activation that a recomputed activation is taken from."""
+    """Label of an earlier activation with the same bits, which backward reads instead of recomputing this activation.
+    None if there is no such activation."""
     needs_exact_inputs: bool = False
-    """True if recomputing the activation would read values stored with loss, which it must not depend on."""
+    """True if the activation must not be recomputed, because the recomputation would read values stored with loss and
+    must be exact."""
     is_checkpointed: bool = False
     """True if torch's checkpoint runs the whole block."""
 
     @property
     def reason(self) -> str:
-        """Describe the chosen action with its cost and the bytes that it frees, then the other possible actions."""
+        """Text on the costs of actions: first the chosen action and the bytes that it frees, then the other actions."""
         others = [self._codec_price(option) for option in self.value.codecs if option != self.option]
         others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in self.value.too_coarse]
         if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:
@@ -74,7 +76,10 @@ class ActivationRow:
 
 
 def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
-    """Return one row per activation of `kind`, in the order of the block's forward."""
+    """Return one row per activation of a block of this `kind` under `plan`, in the order of the block's forward.
+
+    Raises PolicyMismatchError if the profile has no cost for a codec of the plan.
+    """
     choices = dict(plan.choices)
     options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
     lossy_values = [value for value, option in options.items() if option is not None and not option.lossless]
@@ -113,7 +118,7 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
 
 
 def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
-    """Return the different plans of `policy`, each with a text that lists its blocks, and with its kind."""
+    """Return (names of blocks as text, profile of the blocks, plan) for each different plan of `policy`."""
     kinds = [profile.kind_of(block) for block in profile.blocks]
     names = [name for name, _ in policy.blocks]
     groups = []
@@ -124,7 +129,10 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
 
 
 def explain_policy(policy: Policy, profile: Profile) -> str:
-    """Return the policy as text: name, shape, bytes, action and reason of every activation in every plan."""
+    """Return the policy as text, with the name, shape, bytes, action and reason of every activation in every plan.
+
+    Raises PolicyMismatchError if `policy` was not solved from `profile`.
+    """
     check_belongs(policy, profile)
     lines = [f"Policy: {policy.summary()}", describe_head(policy, profile)]
     for blocks, kind, plan in plan_groups(policy, profile):
@@ -150,7 +158,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
 
 
 def describe_head(policy: Policy, profile: Profile) -> str:
-    """Describe how the policy runs the output layer and the loss (the head), and what each profiled head costs."""
+    """Return a text on the policy's head (output layer and loss), with the cost of each profiled head."""
     costs = {name: _head_cost(profile, name) for name in profile.heads}
     own_cost = f" ({costs.pop(policy.head)})" if policy.head in costs else ""
     others = "".join(f"; the {name} head would take {cost}" for name, cost in costs.items())
@@ -158,7 +166,8 @@ def describe_head(policy: Policy, profile: Profile) -> str:
 
 
 def _head_cost(profile: Profile, name: str) -> str:
-    """Return the time of a head, if several were profiled, and the bytes that are live besides the blocks' tensors."""
+    """Return the cost of a head (output layer and loss) as text: live bytes in addition to the blocks' tensors and, if
+    several heads were profiled, the time."""
     head_profile = profile.with_head(name)
     time = f"{head_profile.head_ms:.2f} ms, " if len(profile.heads) > 1 else ""
     live_bytes = max(head_profile.outside_peak_bytes, head_profile.loss_peak_bytes)
@@ -166,7 +175,8 @@ def _head_cost(profile: Profile, name: str) -> str:
 
 
 def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
-    """Describe a block's action as a whole under `plan`, its other possible actions, and the cost of its calls."""
+    """Return lines of text on a block as a whole: the cost of its action under `plan`, the cost of other possible
+    actions, and reasons for slow or missing replay."""
     plans = {BlockAction.PLAIN: plain_plan(kind), BlockAction.CHECKPOINT: checkpoint_plan(kind)}
     others = {
         action: other for action in kind.block_actions if (other := plans[action]) and action != plan.block_action
@@ -178,7 +188,7 @@ def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
 
 
 def describe_calls(kind: KindProfile) -> list[str]:
-    """Return a line for each reason why blocks of a kind are not replayed, or only with an overhead per call."""
+    """Return a list with a note if blocks of this kind are not replayed, or if each call is validated; else []."""
     if kind.untrusted is not None:
         return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
     if kind.untraced is not None:
@@ -190,13 +200,13 @@ def describe_calls(kind: KindProfile) -> list[str]:
 
 
 def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
-    """Return the cost of a block action, as in "checkpoint: 3.20 ms, stores 1.2 MiB"."""
+    """Return the cost of a block action as text, such as "checkpoint: 3.20 ms, stores 1.2 MiB"."""
     outcome = run_block(kind, plan)
     return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}"
 
 
 def format_shape(value: Value) -> str:
-    """Return dtype and shape, as in "float32[8, 256, 1024]"."""
+    """Return the value's dtype and shape as text, such as "float32[8, 256, 1024]"."""
     return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
 
 
@@ -218,7 +228,7 @@ def _chosen_option(value: Value, choice: Choice) -> CodecOption | None:
 
 
 def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> float | None:
-    """Return the time to recompute `value` from stored values, as if `value` itself were not stored."""
+    """Return the milliseconds to recompute `value` from other stored values, or None if recomputation is impossible."""
 
     def reads(index: int) -> tuple[int, ...] | None:
         source = kind.values[index]
@@ -242,7 +252,7 @@ def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:
 
 
 def _in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
-    """Return the names at `positions`, with consecutive ones combined: "h.0 to h.4 (5 blocks), h.7"."""
+    """Return the names at `positions` as text. Consecutive positions are combined: "h.0 to h.4 (5 blocks), h.7"."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and position == runs[-1][-1] + 1:

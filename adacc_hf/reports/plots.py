@@ -1,4 +1,4 @@
-"""Pictures of a report as PNG bytes: actions by activation, memory over a step, and memory against time."""
+"""Pictures of a report as PNG bytes: actions by activation, memory over a step, and overhead against peak memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Timeline = Sequence[tuple[str, int]]
-"""Points of a step in order: the name of the running phase, and the live bytes."""
+"""Live bytes over a step, as (name of the running phase, live bytes) in order of time."""
 
 Span = tuple[float, float]
-"""Start and width of a phase on the axis of a step."""
+"""Start and width of a phase on a picture's horizontal axis, which shows a step."""
 
 HEAD = "head and loss"
 SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe blocks", "optimizer": "optimizer"}
-"""Labels of the sections of a step that are not forward or backward of blocks. The head's has forward and backward."""
+"""Labels of the sections of a step outside of the blocks' forward and backward. The head's section has both its forward
+and its backward."""
 SECTION_SHARE = 0.15
-"""Least width of such a section, as a share of the width of all blocks. A label then has 0.9 inches or more."""
+"""Least width of a section of SECTIONS, as a fraction of all blocks' width. A label then has 0.9 inches or more."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
 ROW_INCHES = 0.24  # height of a line of text
@@ -54,7 +55,11 @@ CURVES: dict[str, tuple[str, float, Any]] = {
 
 
 def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
-    """Draw one panel per kind of block: rows are activations, columns are blocks in forward order, colours actions."""
+    """Draw the action on each activation in each block. Return PNG bytes.
+
+    Blocks with the same operators share a panel. Rows are activations, columns are blocks in forward order, and colours
+    are actions.
+    """
     panels = [(index, kind) for index, kind in enumerate(profile.kinds) if kind.activations]
     num_rows = [len(kind.activations) for _, kind in panels]
     with matplotlib_module().rc_context(FONT):
@@ -72,7 +77,7 @@ def draw_policy_map(profile: Profile, policy: Policy) -> bytes:
 
 
 def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes: int | None = None) -> bytes:
-    """Draw the live bytes over one training step, one curve per entry of `timelines`.
+    """Draw the live bytes over one training step, one curve per entry of `timelines`. Return PNG bytes.
 
     Raises ValueError for a name that is not in CURVES, and for a phase that the first curve does not have.
     """
@@ -111,7 +116,8 @@ def matplotlib_module():
 
 
 def new_figure(height_inches: float) -> Figure:
-    """Return an empty figure without pyplot, which would change the calling program's backend and figures."""
+    """Return an empty figure. pyplot is not used, because it would change the backend and figures of the calling
+    program."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, layout="constrained")
@@ -125,7 +131,8 @@ def to_png(figure: Figure) -> bytes:
 
 
 def _draw_kind(axis: Axes, kind: KindProfile, columns: Sequence[tuple[str, Plan]]) -> None:
-    """Draw one panel. `columns` are the blocks of this kind: position in the model and plan."""
+    """Draw one panel of the policy map. `columns` has the position in the model and the plan of each block of this
+    kind."""
     from matplotlib.colors import ListedColormap
 
     order = list(Action)
@@ -156,7 +163,7 @@ def draw_action_legend(figure: Figure) -> None:
 
 
 def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, Span], scale: float) -> None:
-    """Draw a timeline with each phase of the step over its span, for any number of points in the phase."""
+    """Draw a timeline as one curve. The points of each phase are spread evenly over the phase's span."""
     positions: list[float] = []
     sizes: list[float] = []
     for phase, group in groupby(timeline, key=lambda moment: moment[0]):
@@ -177,7 +184,7 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
 def _spans(phases: Sequence[str]) -> dict[str, Span]:
     """Return the start and width of each phase on the axis. A block is one unit wide.
 
-    The other sections of the step get `SECTION_SHARE` of the blocks' total width or more, so that their labels fit.
+    Each section of the step outside of the blocks has at least `SECTION_SHARE` of the blocks' width, to fit its label.
     """
     num_blocks = sum(_is_block(phase) for phase in phases)
     spans: dict[str, Span] = {}
@@ -214,21 +221,21 @@ def _is_block(phase: str) -> bool:
 
 
 def _section(phase: str) -> str:
-    """Return the section of a phase: "forward" or "backward" of the blocks, or a section in SECTIONS."""
+    """Return the section of the step that a phase belongs to: "forward", "backward", or a section in SECTIONS."""
     if phase.endswith(HEAD):
         return HEAD
     return phase if phase in SECTIONS else phase.split(" ", 1)[0]
 
 
 def unit_of(num_bytes: int) -> tuple[float, str]:
-    """Return the largest unit that `num_bytes` reaches: its bytes and its name."""
+    """Return the bytes and the name of the largest unit that is at most `num_bytes`: (1048576.0, "MiB") for 5 MiB."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= size:
             return float(size), unit
     return 1.0, "B"
 
 
-# Third picture of a report: the overhead at every peak, compared with other methods.
+# Third picture of a report: the least overhead at each peak, compared with other methods.
 
 Point = tuple[int, float]
 """Peak of the step in bytes, and overhead over plain training in ms."""
@@ -236,7 +243,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Marker in the picture for one way to train: plain, checkpointed, quantized, or under the policy."""
+    """Marker for one training method in the picture of overhead against peak."""
 
     name: str
     point: Point
@@ -245,9 +252,10 @@ class Mark:
 
 
 def trade_off(profile: Profile) -> list[Point]:
-    """Return the Pareto-optimal policies of the solver's chain in peak and time, by increasing peak.
+    """Return the curve of overhead against peak: (peak, overhead) of Pareto-optimal policies, by increasing peak.
 
-    All actions and all codecs with known costs are allowed. The solver can find further policies between two of them.
+    All actions and all codecs with known costs are allowed. The policies are those of `solve.frontier.chain`. The
+    solver's integer program can find further policies between two points.
     """
     models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     oracle = PeakOracle(profile)
@@ -261,7 +269,8 @@ def trade_off(profile: Profile) -> list[Point]:
 
 
 def marks(profile: Profile, policy: Policy) -> list[Mark]:
-    """Return marks for plain training, torch's checkpoint of every block, quantization of everything, and `policy`."""
+    """Return markers for plain training, torch's checkpoint of every block, compression of every activation, and
+    `policy`."""
     from adacc_hf.kernels.codecs import baseline_codec
 
     plain, full = uniform_policy(profile, Action.RETAIN), uniform_policy(profile, Action.RECOMPUTE)
@@ -285,7 +294,7 @@ def _point(policy: Policy) -> Point:
 
 
 def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = None) -> bytes:
-    """Draw overhead against the step's peak: the solver's curve and the marks of other methods."""
+    """Draw overhead against the step's peak: the solver's curve, and a marker for each method. Return PNG bytes."""
     curve, methods = trade_off(profile.with_head(policy.head)), marks(profile, policy)
     scale, unit = unit_of(max(peak for peak, _ in [*curve, *(mark.point for mark in methods)]))
     with matplotlib_module().rc_context(FONT):
@@ -317,7 +326,7 @@ def draw_frontier(profile: Profile, policy: Policy, budget_bytes: int | None = N
 
 
 def _draw_tradeoff(axis, curve: Sequence[Point], scale: float) -> None:
-    """Draw the curve as a staircase, because a policy is also allowed at every larger peak."""
+    """Draw the solver's curve as a staircase, because a policy also fits every larger budget."""
     peaks, times = [peak / scale for peak, _ in curve], [ms for _, ms in curve]
     axis.plot(peaks, times, color="#0072B2", lw=1.8, ds="steps-post", label="the solver's policies, any action")
 

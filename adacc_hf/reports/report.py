@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""Row by column name. Names that end in `_bytes` or `_ms` have that unit."""
+"""Row of a table, or event of a run, as a dict. Names that end in `_bytes` or `_ms` have that unit."""
 
 TITLE = "Adacc report"
 ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")
@@ -44,14 +44,16 @@ def policy_report(
     comparison: Sequence[Record] | None = None,
     remarks: Sequence[str] = (),
 ) -> Report:
-    """Return the report of a policy.
+    """Return the report of a policy, with text, tables and pictures.
 
     Args:
-        history: `AdaccCallback.history`, records with `step` and `event`. The last record with a `timeline`, a list of
-            (phase, live bytes) with the simulator's phases, is drawn as the measured memory. Tracked figures are drawn
-            in timeline.png.
-        comparison: one record per method, all with the same columns.
-        remarks: paragraphs at the beginning, for example the settings of the run.
+        profile: profile that the policy was solved from.
+        history: events of a run, `AdaccCallback.history`. Each event is a record with `step` and `event`. If events
+            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. Its
+            phases must be those of the memory simulator. Outliers, errors, step times and peaks are drawn in
+            timeline.png.
+        comparison: rows of a table of methods, one record per method. All records have the same columns.
+        remarks: paragraphs at the beginning of the report, for example the settings of the run.
 
     Raises PolicyMismatchError if policy and profile do not belong together, and ImportError without matplotlib.
     """
@@ -97,15 +99,16 @@ def write_report(
 ) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    The arguments and errors are those of `policy_report`, which are raised before anything is written. Raises
-    NotADirectoryError if `folder` is a file.
+    The arguments are those of `policy_report`. Raises the errors of `policy_report`, and NotADirectoryError if `folder`
+    is a file, before anything is written.
     """
     report = policy_report(profile=profile, policy=policy, history=history, comparison=comparison, remarks=remarks)
     return report.save(folder)
 
 
 def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
-    """Simulate plain training, full recomputation and the policy."""
+    """Simulate the memory of a step under plain training, full recomputation and the policy. Return the results by
+    name."""
     from adacc_hf.artifacts.memory_simulator import simulate, simulate_policy
 
     plain = {
@@ -129,7 +132,7 @@ def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], 
 
 
 def _peak_budget(policy: Policy) -> int | None:
-    """Return the budget on the peak that `policy` was solved for, or None."""
+    """Return the budget in bytes that `policy` was solved for, or None if the budget does not limit the peak."""
     facts = dict(policy.facts)
     return facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
 
@@ -218,7 +221,7 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
 
 
 def fallback_parts(history: Sequence[Record]) -> list[Part]:
-    """Return the report's section on steps that did not follow the policy, empty without a history."""
+    """Return the report's section on steps that did not follow the policy, or [] if `history` is empty."""
     if not history:
         return []
     first, *_ = describe_fallbacks(history)
@@ -228,7 +231,7 @@ def fallback_parts(history: Sequence[Record]) -> list[Part]:
 
 
 def event_parts(history: Sequence[Record]) -> list[Part]:
-    """Return the report's section on events, empty without a history."""
+    """Return the report's section on the events of the run, or [] if `history` is empty."""
     if not history:
         return []
     rows = [
@@ -247,7 +250,7 @@ def event_parts(history: Sequence[Record]) -> list[Part]:
 
 
 def _record_table(records: Sequence[Record]) -> Table:
-    """Return a table of records. Raises ValueError if a record's columns differ from the first record's."""
+    """Return a table with one row per record. Raises ValueError if two records have different columns."""
     names = list(records[0])
     for record in records:
         if list(record) != names:

@@ -1,4 +1,4 @@
-"""Records of measurements: results, settings, and the machine, date and versions."""
+"""Records of experiments: settings, results, and the machine, date and versions of the measurement."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import transformers
 from adacc_hf.artifacts.files import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Root of the source checkout, if the package runs from one."""
+"""Root of the source checkout. If the package is installed elsewhere, this folder has no setup.cfg."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """20th, 50th and 80th percentile of repeated measurements."""
+    """Spread of repeated measurements: the 20th, 50th and 80th percentile."""
 
     low: float
     median: float
@@ -31,7 +31,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """Return the spread of at least one sample."""
+        """Return the spread of `samples`, which must not be empty."""
         if len(samples) == 1:
             return cls(low=samples[0], median=samples[0], high=samples[0])
         fifths = statistics.quantiles(samples, n=5, method="inclusive")
@@ -43,10 +43,10 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that all runners have."""
+    """Settings that all experiments have in common."""
 
     runner: str
-    """Name of the experiment, stored in its record."""
+    """Name of the experiment, stored in the experiment's record."""
     seed: int = 0
     threads: int = 1
     device: str = "cpu"
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Machine, date and versions of a record."""
+    """Machine, date and versions of a measurement, stored in the experiment's record."""
 
     status: str
     date: str
@@ -74,7 +74,11 @@ class Conditions:
 def make_record(
     settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any], status: str
 ) -> dict[str, Any]:
-    """Return the record in its saved form. `status` is "complete", or "running" while points are missing."""
+    """Return the record of an experiment as a dict that JSON can store.
+
+    `run_info` has further settings and `train_info` has the results. `status` is "complete", or "running" while results
+    are missing.
+    """
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes", "until")}
     return {
         "run_info": {**shared, **run_info},
@@ -84,7 +88,7 @@ def make_record(
 
 
 def to_json(figures: Any) -> Any:
-    """Convert dataclasses such as Spread in `figures` to plain dicts, recursively."""
+    """Return `figures`, the results of an experiment, with all dataclasses such as Spread converted to dicts."""
     if is_dataclass(figures) and not isinstance(figures, type):
         return asdict(figures)
     if isinstance(figures, Mapping):
@@ -95,7 +99,7 @@ def to_json(figures: Any) -> Any:
 
 
 def meta_info(settings: Settings) -> dict[str, Any]:
-    """Return the machine, date and versions of a record."""
+    """Return the machine, date and versions of the running measurement, for the experiment's record."""
     conditions = Conditions(
         status="complete",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -115,7 +119,7 @@ def meta_info(settings: Settings) -> dict[str, Any]:
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Return the rows as a Markdown table: first column left-aligned, the others right-aligned."""
+    """Return the rows as a Markdown table. The first column is left-aligned, and all other columns right-aligned."""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     first = next(iter(widths))
     lines = [{name: name for name in widths}]

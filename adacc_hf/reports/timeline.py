@@ -1,4 +1,4 @@
-"""Picture of a run over its steps: outliers (the paper's Figure 4), errors, step time and peak."""
+"""Report's picture of a run over the optimizer steps: outliers (the paper's Figure 4), errors, step time and peak."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Record = Mapping[str, Any]
 Curve = list[tuple[int, float]]
 
 MAX_CURVES = 8
-"""Most activations in the picture of outliers, because more lines are indistinguishable. Those with the largest change
-are drawn."""
+"""Maximum number of activations in the picture of outliers, because more lines are indistinguishable. The activations
+with the largest change are drawn."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#56606b", "#000000")
 MARKS = {
     "policy": ("policy set", "#56606b", "-"),
@@ -25,13 +25,14 @@ MARKS = {
 }
 TIMELINE_INCHES = 2.1
 LONG_RUN = 64
-"""Number of steps from which the axis of the steps is logarithmic."""
+"""Number of steps above which the horizontal axis is logarithmic."""
 HEADROOM = 1.15
-"""Upper end of a panel's axis, as a multiple of the largest value. Lines and markers are then clear of the edge."""
+"""Upper end of a panel's vertical axis, as a multiple of the largest value. The margin separates lines and markers from
+the edge."""
 
 
 def timeline_parts(history: Sequence[Record]) -> list[Part]:
-    """Return the report's section on the run, empty if nothing was tracked or measured."""
+    """Return the report's section with the picture of the run, or [] if `history` has no tracking or memory event."""
     if not any(record["event"] in ("tracking", "memory") for record in history):
         return []
     return [
@@ -46,7 +47,10 @@ def timeline_parts(history: Sequence[Record]) -> list[Part]:
 
 
 def draw_timeline(history: Sequence[Record]) -> bytes:
-    """Draw a panel over steps for each figure in `history`. Return PNG bytes."""
+    """Draw outliers, errors, step time and peak in `history` over the steps, one panel each. Return PNG bytes.
+
+    Raises ValueError if `history` has none of these numbers.
+    """
     panels = [panel for panel in _panels(history) if any(panel[1].values())]
     if not panels:
         raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
@@ -69,7 +73,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
 
 
 def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
-    """Return the axis label and the curves by name for every panel."""
+    """Return (label of the vertical axis, curves by name) for each panel of the picture."""
     peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
     scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
     tracking = [record for record in history if record["event"] == "tracking"]
@@ -101,7 +105,7 @@ def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
 
 
 def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
-    """Return the curves of the activations whose number of outliers changes most."""
+    """Return curves of the number of outliers over the steps, for the MAX_CURVES activations that change most."""
     curves: dict[str, Curve] = {}
     for record in tracking:
         for name, count in record.get("num_outliers", {}).items():

@@ -45,7 +45,7 @@ this key run under torch's checkpoint."""
 
 
 class Observer(Protocol):
-    """Object that runs the next call of a block in the executor's place, to measure it."""
+    """Object that runs the next call of a block in the executor's place, to measure the call."""
 
     def run(
         self,
@@ -141,7 +141,7 @@ class BlockExecutor:
         return result
 
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call once more under the plan, to observe it.
+        """Run a call of the block once more under the plan, to measure the call.
 
         The call is not counted, because the count of calls decides which calls are validated.
         """
@@ -200,9 +200,10 @@ class BlockExecutor:
 
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a call without a tape: under torch's checkpoint, or plainly if the block has collectives.
+        """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
-        Other ranks may have a tape for their call, so no collective may run again in backward (rule R13).
+        torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
+        not, and the ranks would wait for each other (rule R13).
         """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
@@ -273,7 +274,7 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Give the order in which the last backward unpacked slots to the tape cache."""
+        """Pass the order in which the last backward unpacked slots to the tape cache."""
         if entry.unpacked_slots:
             self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None

@@ -75,11 +75,13 @@ class CheckpointStrategy:
 
 
 class TrainingFlag:
-    """Replacement of a layer's checkpointing flag, so that Transformers calls the block function during training.
+    """Replacement of a layer's checkpointing flag. With this flag, Transformers calls the block function during
+    training.
 
-    Within a block's call, the flag is true if gradients are enabled. So generate() in train mode still uses its cache.
-    For other code, the flag has the value that it had before the installation: TRL reads it before it generates,
-    switches checkpointing off, and on again afterwards.
+    Inside a block's call, the flag is true if gradients are enabled. It is false in generate(), also in train mode, and
+    Transformers then uses the key-value cache. All other code reads the value that the flag had before the
+    installation. For example, TRL reads the flag, switches checkpointing off to generate, and restores the flag's value
+    afterwards.
     """
 
     def __init__(self, was_on: bool = False) -> None:
@@ -102,13 +104,13 @@ class LaterCall:
 
 
 class CallThread:
-    """Check that the blocks of a model are called by one thread at a time."""
+    """Guard against several threads that call blocks of one model at the same time."""
 
     def __init__(self) -> None:
         self._ident: int | None = None
 
     def enter(self, block: str) -> int | None:
-        """Note that this thread begins a call of `block`. Return the argument for `leave`.
+        """Note that this thread begins a call of `block`. Return the value to pass to `leave` after the call.
 
         Raise ConcurrentCallError if another thread is inside a call.
         """
@@ -123,14 +125,15 @@ class CallThread:
         return previous
 
     def leave(self, previous: int | None) -> None:
-        """Note that the call has returned. `previous` is the result of its `enter`."""
+        """Note that a block's call has ended. `previous` is the value that `enter` returned at the beginning of the
+        call."""
         self._ident = previous
 
 
 class BlockFunction:
     """Function around one block, which runs each call of the block under a strategy.
 
-    It can be pickled and copied with its model. A copy runs its block plainly.
+    The object can be pickled and copied with its model. A copy runs its block plainly.
     """
 
     def __init__(self, name: str, block: nn.Module, strategy: Strategy, thread: CallThread | None = None) -> None:

@@ -54,8 +54,8 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """The tensor that autograd saved, whose version counts changes in place. For a DTensor this is not `tensor`:
-        changes do not affect the version of its local part."""
+        """The tensor that autograd saved, whose version counts changes in place. For a DTensor, `tensor` is the local
+        part instead, whose version does not count these changes."""
         self.version = 0
 
 
@@ -164,7 +164,7 @@ class Call:
     def _store_state(self, value: int, device: torch.device) -> None:
         """Store the current state of the default generator of `device`. Replay draws random numbers from it.
 
-        Do nothing if the cell is filled: then a finished recording of the call has provided the state.
+        Do nothing if a finished recording of the call has already filled the cell with the state.
         """
         if not self.has(value):
             cell = self._cells[value]
@@ -174,7 +174,7 @@ class Call:
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
         """Handle a call that diverges from its tape now: store all that replay of the slots packed so far reads.
 
-        `bases` are tensors by value index. They are copied, because no tape describes later changes in place. No
+        `bases` are tensors by value index. The tensors are copied, because no tape describes later changes in place. No
         further slots are packed.
         """
         for value, base in bases.items():
@@ -220,7 +220,8 @@ class Call:
         return self.plan.program_out_of_order(slot, self._environment)
 
     def _run(self, program: ReplayProgram, slot: int, cells: list[Cell]) -> torch.Tensor:
-        """Run a replay program, and return the tensor of the slot. `cells` hold the stored values that it reads."""
+        """Run a replay program, and return the tensor of the slot. `cells` hold the stored values that the program
+        reads."""
         environment = self._environment
         # Check only these: an optimizer may step inside backward, on weights that are no longer needed.
         for value in program.reads:
@@ -323,8 +324,8 @@ def changed_in_place(block: str, tensor_name: str) -> RuntimeError:
 class RecordedSlot:
     """Object that autograd stores in place of one tensor that a recorded call saves for backward.
 
-    `content` is first the tensor itself. After `Recording.hand_over` it is what the execution plan stores for the
-    tensor, for example the payload of a codec.
+    `content` is first the tensor itself. After `Recording.hand_over`, `content` is what the execution plan stores for
+    the tensor, for example the payload of a codec.
     """
 
     __slots__ = ("__weakref__", "content")
@@ -387,7 +388,7 @@ class Recording:
     def discard(self) -> list[weakref.ref[RecordedSlot]]:
         """Free the recorder and the saved tensors of a call that will have no backward.
 
-        Return one weak reference per slot. It is dead as soon as autograd has freed the slot.
+        Return one weak reference per slot. A reference is dead as soon as autograd has freed the slot.
         """
         for packed in self._packed:
             packed.content = (packed.content[0], None, None, None)
@@ -403,11 +404,11 @@ class Recording:
         self._packed = []
 
     def _external(self, value: int, source: Source) -> torch.Tensor:
-        """Return the tensor that was at `source` when the call began. The block may have replaced it since."""
+        """Return the tensor that was at `source` when the call began. The block may have replaced this tensor since."""
         return self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value]
 
     def _has_hidden_change(self, packed: RecordedSlot) -> bool:
-        """Return True if the block changed a saved tensor that it made through `.data`, which autograd does not notice.
+        """Return True if the block made a saved tensor and changed it through `.data`, which autograd does not notice.
 
         Plain backward reads the changed tensor, and replay cannot reproduce it.
         """

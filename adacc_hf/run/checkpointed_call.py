@@ -76,7 +76,7 @@ class _RepeatableCall:
         return fn, args
 
     def _with(self, arguments: Mapping[Place, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return (fn, args, kwargs) of the call with the given `arguments` by place in place of the present ones."""
+        """Return (fn, args, kwargs) of the call, with some arguments replaced by `arguments`, a dict by place."""
         args, kwargs, fn = list(self.args), dict(self._kwargs), self.fn
         for (first,), argument in arguments.items():
             if isinstance(first, int):

@@ -47,7 +47,8 @@ class Entry:
     symbolic_tape: SymbolicTape | None = None
     """The symbolic tape that the tape was evaluated from. None for a recorded tape."""
     base: Tape | None = None
-    """`symbolic_tape.base` when the entry was made. If it has changed since, the entry is out of date."""
+    """`symbolic_tape.base` when the entry was made. If `symbolic_tape.base` has changed since, the entry is out of
+    date."""
     fallback: str | None = None
     """The reason why the block does not follow its plan, or None."""
 
@@ -79,8 +80,8 @@ class PlanEntries:
         self.known_shapes = known_shapes
         """Known shapes of the block, shared by all its plans."""
         self._earlier = earlier
-        """Execution plans under the block's previous plan. They are kept alive until the first call, so that a plan
-        with equal actions uses them again."""
+        """Execution plans under the block's previous plan. The execution plans are kept alive until the first call,
+        because a plan with equal actions uses them again."""
         known_shapes.followers.add(self)
         self.recorded: dict[CallKey, Entry] = {}
         """Entries of recorded calls."""
@@ -101,7 +102,8 @@ class PlanEntries:
         return [known_shape.tape for known_shape in self.known_shapes.values()]
 
     def programs(self) -> tuple[ExecutionPlan | None, ...]:
-        """Return the execution plans of all entries. Before the first call, return those under the previous policy."""
+        """Return the execution plans of all entries. Before the first call, return the execution plans under the
+        previous policy."""
         entries = (*self.recorded.values(), *self.bases.values())
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
@@ -121,7 +123,8 @@ class PlanEntries:
         return self.keep(key, self._entry(known_shape))
 
     def keep(self, key: CallKey, entry: Entry) -> Entry:
-        """Cache `entry` for calls with this key, because such a call ran the operators of its tape. Return `entry`."""
+        """Cache `entry` for the block's calls with this key, because a validated call ran the operators of the entry's
+        tape. Return `entry`."""
         self.recorded[self.known_shapes.add(key, entry.known_shape)] = entry
         return entry
 
@@ -219,9 +222,8 @@ class PlanEntries:
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).
 
-        If the operators are the planned ones, values whose planned choice is impossible are retained. If they differ,
-        the plan's choices are transferred to the matching values, and all other values get the choice with the least
-        memory.
+        If `tape` has these operators, values whose planned choice is impossible are retained. Otherwise, the plan's
+        choices are transferred to the matching values, and all other values get the choice with the least memory.
 
         Raise PolicyMismatchError if the tape has other operators than the same call had in the profile. Do not raise if
         the block has run the planned operators before: then the operators changed during training, for example because
@@ -268,8 +270,8 @@ class PlanEntries:
 def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: ExecutionPlan) -> Codec | None:
     """Return the codec of `value` for the size of the plan `sized`, or None if the codec does not support this size.
 
-    `codec` is the one for the plan `base`. It is used again, with its outlier channels, if the number of channels is
-    the same.
+    `codec` is the codec for the plan `base`. If the number of channels is the same, this codec is used again, with its
+    outlier channels.
     """
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):

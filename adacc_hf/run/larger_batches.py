@@ -53,9 +53,9 @@ class LargerBatches:
             self.remove()
 
     def _warn(self, shapes: BatchShapes, profiled: BatchShapes, ratio: float) -> None:
-        """Log the predicted peak of a batch with `ratio` times as many elements as the profiled one.
+        """Log the predicted peak of a batch with `ratio` times as many elements as the profiled batch.
 
-        The prediction assumes that stored bytes grow in proportion. They grow at least that fast.
+        The prediction assumes that stored bytes grow in proportion to elements. Stored bytes grow at least that fast.
         """
         policy = self._policy
         peak = policy.predicted_peak_bytes + (ratio - 1) * policy.predicted_stored_bytes

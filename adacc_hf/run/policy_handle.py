@@ -126,7 +126,8 @@ class PolicyHandle:
             self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
-        """Return the executors for `policy`, for a later `follow`. They share known shapes with those of `earlier`.
+        """Return the executors for `policy`, for a later `follow`. They share known shapes with the executors in
+        `earlier`.
 
         Raise PolicyMismatchError if the policy was made for other blocks.
         """
@@ -166,7 +167,7 @@ class PolicyHandle:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """While open, remove the policy from the model, so that a profile can run.
+        """While open, remove the policy from the model, for example to run a profile.
 
         Apply the policy again afterwards.
         """
@@ -247,7 +248,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
     """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
     Remove the policy that an earlier `apply_policy` applied to `model`. Of `config`, only `block_classes` is used. A
-    batch larger than the policy's is reported once, with its predicted peak.
+    batch larger than the policy's is reported once, with the predicted peak of the larger batch.
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation

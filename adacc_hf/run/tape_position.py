@@ -91,7 +91,7 @@ class TapePosition:
         return True
 
     def finish(self) -> None:
-        """Diverge unless the call ran all operators of the tape and saved all tensors.
+        """Mark the call as diverged unless it ran all operators of the tape and saved all tensors.
 
         Use this after the block returned.
         """
@@ -104,7 +104,7 @@ class TapePosition:
     # Operators.
 
     def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeOperator | None:
-        """If the operator that the call runs next is the tape's next one, advance and return the tape's operator.
+        """If the operator that the call runs next is the tape's next operator, advance and return the tape's operator.
 
         The numbers and tensors among the arguments must match too. Otherwise return None.
         """
@@ -148,7 +148,8 @@ class TapePosition:
     def take_dropout(self, input_tensor: torch.Tensor, result: torch.Tensor) -> TapeOperator | None:
         """Compare a dropout's result with the tape's product input * mask * scale, and advance (rule R5).
 
-        Return the tape's operator for the product. If another operator is next, diverge and return None.
+        Return the tape's operator for the product. If another operator is next on the tape, mark the call as diverged
+        and return None.
         """
         product = self._operators[self._next] if self._next < len(self._operators) else None
         if product is None or product.target is not _DROPPED:
@@ -193,7 +194,7 @@ class TapePosition:
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is a parameter's cast that autocast cached in an earlier call, note which value it is."""
+        """If `tensor` is a parameter's cast that autocast cached in an earlier call, note the tape's value for it."""
         if self._casts and has_storage(tensor) and storage_key(tensor.untyped_storage()) not in self._owners:
             value = self._casts.get((id(cast_source(tensor)), tensor.dtype))
             if value is not None:

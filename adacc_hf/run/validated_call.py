@@ -33,7 +33,7 @@ class KeptTensor:
 class DeferredPack:
     """Object that autograd stores for a tensor that an `autograd.Function` saved.
 
-    Its content follows after the Function was compared with the tape.
+    The content is set after the Function was compared with the tape.
     """
 
     __slots__ = ("packed",)

@@ -72,7 +72,8 @@ class Validator(TorchDispatchMode):
         self.is_in_function = False
         """True while the call is inside an `autograd.Function` that is one operator of the tape."""
         self.saved_inside: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
-        """Tensors that this Function has saved, each with the function that packs it after the comparison."""
+        """Tensors that the running `autograd.Function` has saved, each with the function that packs it after the
+        comparison."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -84,7 +85,7 @@ class Validator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that torch.compile's code inside a block stays compiled under this mode."""
+        """Return True, because torch.compile's code inside a block must stay compiled under this mode."""
         return True
 
     @property
@@ -119,7 +120,7 @@ class Validator(TorchDispatchMode):
             self._is_paused = before
 
     def finish(self) -> None:
-        """Diverge unless the call ran all operators of the tape and saved all tensors.
+        """Mark the call as diverged unless it ran all operators of the tape and saved all tensors.
 
         Use this after the block returned.
         """
@@ -176,8 +177,8 @@ class Validator(TorchDispatchMode):
     ) -> bool:
         """Compare the results of an operator with the tape, and note their values.
 
-        `written` are the tensors that the operator changed in place. If the tape has different results, diverge and
-        return False.
+        `written` are the tensors that the operator changed in place. If the tape has different results, mark the call
+        as diverged and return False.
         """
         position = self._position
         if len(written) != len(operator.mutations):
@@ -213,10 +214,10 @@ class Validator(TorchDispatchMode):
         run_again: Callable[[], Sequence[Any]],
         copies: Sequence[torch.Tensor],
     ) -> None:
-        """Run an operator once more, and diverge if a value that replay recomputes has different bits.
+        """Run an operator once more. If a value that replay recomputes has different bits, mark the call as diverged.
 
         `results` and `written` are from the first run: the returned tensors, and the tensors changed in place. The
-        second run changes `copies` instead. Other values are not compared: the seed of cuDNN's attention, for example,
+        second run changes `copies` instead. Other values are not compared. For example, the seed of cuDNN's attention
         stays uninitialized without dropout.
         """
         state = None if operator.generator is None else self._states.pop(operator.generator)
@@ -259,9 +260,9 @@ class Validator(TorchDispatchMode):
     # Functions that are one operator of the tape.
 
     def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run an `autograd.Function` of the call and return its result. `run` runs it.
+        """Run an `autograd.Function` of the call and return its result. `run` runs the Function.
 
-        If the tape's next operator is this Function, compare the two. Else the operators inside are compared.
+        If the tape's next operator is this Function, compare the two. Else compare the operators inside.
         """
         if self._is_paused or self.has_diverged or self.is_in_function:
             return run()
@@ -296,7 +297,8 @@ class Validator(TorchDispatchMode):
         return result
 
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
-        """Return the decomposed arguments of a Function. If they differ from the tape's, diverge and return None."""
+        """Return the decomposed arguments of a Function. If these differ from the tape's, mark the call as diverged and
+        return None."""
         try:
             parts = decompose_arguments(args)
         except NotReplayableError as reason:
@@ -309,7 +311,7 @@ class Validator(TorchDispatchMode):
         return parts
 
     def _returns(self, expected: Any, result: Any) -> bool:
-        """Return True if the non-tensor results of a Function equal `expected`, those on the tape."""
+        """Return True if the non-tensor results of a Function equal `expected`, the results on the tape."""
         try:
             return self._position.same(expected, results_of(result))
         except NotReplayableError:
@@ -334,8 +336,8 @@ def _copied(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) for a second run of an operator, as replay would run it.
 
-    Tensors that the operator writes to are copied. Tensors whose elements it does not read are replaced by
-    uninitialized ones.
+    Tensors that the operator writes to are copied. Tensors whose elements the operator does not read are replaced by
+    uninitialized tensors.
     """
     pairs = zip(args, operator.args, strict=True)
     args = tuple([stand_in(blank, blank.device) if isinstance(blank, Blank) else argument for argument, blank in pairs])

@@ -1,9 +1,9 @@
-"""Policies without a solver: the greedy rule of the paper's Table 1, its "Quantization" baseline, torch's checkpoint.
+"""Baseline policies from the paper, without a solver: the greedy rule of Table 1, "Quantization", torch's checkpoint.
 
-The optimization bandwidth of an action is the bytes it frees per ms it takes, with recomputation from the nearest
-activations. The greedy rule gives each activation the action with the higher bandwidth, the highest bandwidths first.
-It neglects shared costs: a replay that serves two activations counts for each. The greedy policies are candidates of
-the solver's search, so the solver's policy is never slower. They also serve as a baseline.
+The optimization bandwidth of an action on an activation is the number of bytes freed per ms of extra time. The greedy
+rule gives each activation the action with the higher bandwidth, and changes the activations with the highest bandwidths
+first. The rule neglects shared costs: a replay that computes two activations counts twice. The solver's search includes
+the greedy policies, so the solver's policy is never slower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidths:
-    """Bytes freed per ms by each action on one activation; None for an action that is not available."""
+    """Bytes freed per ms by recomputing or compressing one activation. None for an action that is not available."""
 
     value: int
     recompute_ms: float | None
@@ -35,19 +35,19 @@ class Bandwidths:
 
     @property
     def best(self) -> float | None:
-        """Higher of the two bandwidths, or None."""
+        """Higher of the two bandwidths. None if the activation can be neither recomputed nor compressed."""
         return max((band for band in (self.recompute, self.compress) if band is not None), default=None)
 
     @property
     def choice(self) -> Choice:
-        """Action with the higher bandwidth; RETAIN if no other is available."""
+        """Action of the greedy rule: the action with the higher bandwidth, or RETAIN if neither is available."""
         if self.best is None:
             return RETAIN
         return RECOMPUTE if self.store is None or self.best == self.recompute else self.store.choice
 
 
 def bandwidths(model: KindModel) -> list[Bandwidths]:
-    """Return the bandwidths of every activation of a kind."""
+    """Return the bandwidths of every activation of a kind of block."""
     rows = []
     for value in model.kind.activations:
         ms = replay_ms(model, value.index) if value.saved else None
@@ -74,17 +74,17 @@ def _per_ms(nbytes: int, ms: float) -> float:
 
 
 def replay_ms(model: KindModel, value: int) -> float | None:
-    """Return the time to recompute an activation when all others are stored; None if it cannot be recomputed."""
+    """Return the ms to recompute one activation while all others are stored. None if `value` cannot be recomputed."""
     if model.recompute(value) is None:
         return None
     return price(model, {**dict.fromkeys(model.menus, RETAIN), value: RECOMPUTE}).ms
 
 
 def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[list[PricedPlan]]:
-    """Yield policies starting with all RETAIN, each with one more activation of one block changed.
+    """Yield the policies of the greedy rule, from all RETAIN on. Each changes one more activation of one block.
 
-    The first blocks are changed first, as in `frontier.chain`. Every policy takes at least the time of the policies
-    before it, because each change adds replay or coding.
+    The first blocks are changed first, as in `frontier.chain`. No policy is faster than the policies before it,
+    because each change adds replay, or encoding and decoding.
     """
     choices = [dict.fromkeys(model.menus, RETAIN) for model in models]
     policy = [price(models[block.kind], choices[block.kind]) for block in profile.blocks]
@@ -104,7 +104,8 @@ def greedy_policies(profile: Profile, models: Sequence[KindModel]) -> Iterator[l
 
 
 def quantize_everything(profile: Profile) -> Policy:
-    """Return the policy that stores each supported activation with the baseline's codec, per-token INT4."""
+    """Return the policy that compresses every activation with per-token INT4, where this codec supports the
+    activation."""
     from adacc_hf.kernels.codecs import baseline_codec
 
     return uniform_policy(profile, Action.COMPRESS, codec=baseline_codec())
@@ -116,5 +117,5 @@ def quantize_everything(profile: Profile) -> Policy:
 
 
 def simulate_checkpointed(profile: Profile) -> Outcome:
-    """Return the simulated outcome of a step in which torch's checkpoint runs every block that allows it."""
+    """Return the simulated outcome of a step in which torch's checkpoint runs every block that can be checkpointed."""
     return simulate_policy(profile, checkpoint_policy(profile))

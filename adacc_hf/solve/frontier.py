@@ -1,10 +1,10 @@
 """Frontier of plans per kind (the lower convex hull of stored bytes and time), and the best mixture of frontier plans.
 
-At a price of w ms per byte the best plan minimises ms + w * bytes. Over all w, the best plans are the corners of the
-lower convex hull of (bytes, ms). At a fixed price the program is a closure problem, whose linear relaxation is
-integral, except for the constraints on values that must not be recomputed from lossy ones. So a corner usually takes
-one run of the simplex method from the last corner's basis. If that solution is fractional, an integer program is
-solved.
+If memory has a price of w ms per byte, the best plan of a block minimises ms + w * bytes. Over all w, the best plans
+are the corners of the lower convex hull of (bytes, ms). At a fixed price the integer program is a closure problem. Its
+linear relaxation has integer solutions, except for the constraints on values that must not be recomputed from lossily
+stored values. A corner therefore usually takes one run of the simplex method, which starts from the basis of the last
+corner. If the solution is fractional, the integer program is solved.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 SLOPE_TOLERANCE = 1e-6
-"""Least distance in ms of a corner below the line between its neighbours, relative to their difference in ms. It is far
-above HiGHS's optimality tolerance."""
+"""Minimum distance in ms of a corner below the line between its neighbours, as a part of the neighbours' difference in
+ms. Far above HiGHS's optimality tolerance."""
 INTEGRALITY = 1e-4
-"""Largest distance of a variable from an integer: far above HiGHS's tolerance, and far below a half."""
+"""Maximum distance from an integer at which a variable counts as integer: far above HiGHS's tolerance."""
 SCALE = 1e3
 """Upper limit to which the costs of an objective are scaled, because HiGHS's tolerances are absolute."""
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
-    """Return the frontier of each kind: plans from all RETAIN to the least bytes, with bytes falling and ms rising.
+    """Return the frontier of each kind of block: plans from all RETAIN to the fewest bytes, with bytes falling and ms
+    rising.
 
-    Frontiers do not depend on the budget, so policies for different budgets are comparable. Shared tensors count as
-    free.
+    Frontiers do not depend on the budget, so policies for different budgets are comparable. Shared tensors cost no
+    bytes here.
     """
     return [_frontier(log, model) for model in models]
 
@@ -62,7 +63,7 @@ def _corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) ->
 
 
 class _PricedMemory:
-    """Program of one block, to be solved for different prices of memory."""
+    """Integer program of one block, solved for different prices of memory in ms per byte."""
 
     def __init__(self, log: SolverLog, model: KindModel) -> None:
         program = LinearProgram()
@@ -80,7 +81,7 @@ class _PricedMemory:
         return self._solve([*self.block.terms_ms(weight), *self.block.terms_bytes(weight * price)])
 
     def least_bytes(self) -> PricedPlan:
-        """Return the fastest of the plans that store least."""
+        """Return the plan that stores the fewest bytes, and the fastest of several such plans."""
         least = self._solve(self.block.terms_bytes(SCALE / self.total_bytes))
         # Values of an integer solution are integers only within a tolerance, so the limit needs the same slack.
         limit = least.nbytes / self.total_bytes + TOLERANCE
@@ -111,10 +112,10 @@ def _is_integral(solution: Sequence[float]) -> bool:
 
 
 def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]], limit_bytes: int) -> float:
-    """Return a lower bound on the time of policies that store at most `limit_bytes`, shared tensors left out.
+    """Return a lower bound on the overhead in ms of policies that store at most `limit_bytes`, without shared tensors.
 
-    Infinity if no policy stores so little. `num_blocks[k]` blocks have frontier `frontiers[k]`. The bound is the
-    solution of the continuous knapsack problem: the cheapest steps along the frontiers first, the last one fractional.
+    Return infinity if no policy stores so little. `num_blocks[k]` blocks have frontier `frontiers[k]`. The bound is the
+    solution of the continuous knapsack problem: the cheapest steps along the frontiers first, the last step fractional.
     Policies consist of whole steps, or of plans above the hull, and cannot be faster.
     """
     excess = sum(n * frontier[0].nbytes for n, frontier in zip(num_blocks, frontiers, strict=True)) - limit_bytes
@@ -135,7 +136,7 @@ def _steps(frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[tuple[float, i
 
 
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
-    """Yield policies from all RETAIN to the least bytes. Each one moves one more block a step along its frontier.
+    """Yield policies from all RETAIN to the fewest bytes. Each moves one more block to the next plan of the frontier.
 
     `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. Steps are sorted by their price in ms
     per byte, so each policy is the fastest of all policies that store as little. The first blocks are changed first,
@@ -171,11 +172,12 @@ def _is_below(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bo
 TIE_BREAK = 1e-6
 """Weight of all stored bytes relative to all ms in the objective: decides between plans that are equally fast."""
 MAX_CORRECTIONS = 3
-"""Maximum number of runs with a lowered cap, if a rounded solution exceeds the cap, by a few bytes in a hundred GiB."""
+"""Maximum number of runs with a lowered cap on stored bytes. A rounded solution may exceed the cap by a few bytes in a
+hundred GiB."""
 
 
 def fixed_bytes(profile: Profile) -> int:
-    """Return the bytes stored under every policy: outside of the blocks, and shared tensors that autograd saves."""
+    """Return the bytes that every policy stores: outside of the blocks, and shared tensors that autograd saves."""
     return profile.outside_stored_bytes + sum(shared.nbytes for shared in profile.shared if shared.saved)
 
 
@@ -192,7 +194,7 @@ def overhead_ms(plans: Sequence[PricedPlan]) -> float:
 
 
 class MixtureProgram:
-    """Program that gives `num_free[k]` blocks of kind k a common plan of any shape, and the others frontier plans.
+    """Integer program in which `num_free[k]` blocks of kind k share any plan, and all other blocks have frontier plans.
 
     Variables in addition to `BlockVariables`:
       count[k, c]  number of blocks of kind k under plan c of its frontier (integer)
@@ -246,9 +248,9 @@ class MixtureProgram:
                 program.constrain([(self.reads[shared], self.rest[k]), (count, -1.0)], low=0.0)
 
     def least_ms(self, cap_bytes: int, most_ms: float = math.inf) -> list[PricedPlan] | None:
-        """Return the fastest policy that stores at most `cap_bytes` and takes at most `most_ms`, or None.
+        """Return the fastest policy that stores at most `cap_bytes` and has an overhead of at most `most_ms`.
 
-        A tight `most_ms` shortens the search to a fraction.
+        Return None if no such policy is found. A tight `most_ms` makes the search several times shorter.
         """
         room = cap_bytes - fixed_bytes(self.profile)
         costs = [*self._ms(SCALE), *self._bytes(SCALE * TIE_BREAK)]
@@ -271,8 +273,8 @@ class MixtureProgram:
         """Return the policy that stores the fewest bytes, as one plan per block.
 
         `num_free` must include every block: no block may be restricted to the plans of a frontier. Stored bytes have no
-        upper bound here, so the relaxation usually has an integral solution, as for one block. The relaxation has no
-        time limit.
+        upper bound here. The linear relaxation therefore usually has an integer solution, as for one block. No time
+        limit applies to the relaxation.
         """
         assert not any(self.rest), "blocks with frontier plans make the relaxation fractional"
         costs = [*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)]
@@ -303,7 +305,7 @@ class MixtureProgram:
         return terms + [(read, self.profile.shared[i].nbytes) for i, read in self.reads.items()]
 
     def _plans(self, solution: Sequence[float]) -> list[PricedPlan]:
-        """Return the plan of each block in `solution`. Among the blocks of a kind, the first ones store least."""
+        """Return the plan of each block in `solution`. Among the blocks of a kind, the first blocks store least."""
         pools = [[self.free[k].priced_plan(solution)] * free if free else [] for k, free in enumerate(self.num_free)]
         for (k, c), count in self.counts.items():
             pools[k] += [self.frontiers[k][c]] * round(solution[count])

@@ -25,11 +25,11 @@ TOLERANCE = 1e-9
 """Feasibility tolerance. With HiGHS's default of 1e-6, stored bytes could exceed the budget by kilobytes."""
 
 Terms = Iterable[tuple[int, float]]
-"""Pairs of a variable and its coefficient; a variable may occur more than once."""
+"""Pairs of a variable's number and a coefficient. A variable may occur more than once."""
 
 
 class LinearProgram:
-    """Program with bounded non-negative variables, and rows that bound sums of them. Both are referred to by number."""
+    """Linear program: non-negative variables, and rows (limits of weighted sums of variables), identified by number."""
 
     def __init__(self) -> None:
         _import_pulp()
@@ -103,7 +103,7 @@ class SolverLog:
 
 
 class Solver:
-    """HiGHS model of one program. `minimize` can be called repeatedly, with other costs or bounds."""
+    """HiGHS model of a linear or integer program. `minimize` can be called repeatedly, with other costs or bounds."""
 
     def __init__(self, program: LinearProgram, log: SolverLog, *, integer: bool) -> None:
         import numpy
@@ -135,11 +135,12 @@ class Solver:
         self._rows = [row.index for row in program.rows]
 
     def bound(self, row: int, low: float = -math.inf, high: float = math.inf) -> None:
-        """Replace the bounds of `row`."""
+        """Replace the bounds of the row number `row`: its sum is between `low` and `high`."""
         self._highs.changeRowBounds(self._rows[row], low, high)
 
     def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:
-        """Return the variables' values that minimise the sum of `costs`; None if no solution below `limit` is found."""
+        """Return the values of all variables that minimise the sum of `costs`. None if no solution below `limit` is
+        found."""
         import highspy
         import numpy
 

@@ -45,18 +45,19 @@ class StoredForm:
 
 @dataclass(frozen=True)
 class KindModel:
-    """Actions that a config allows on the activations of one kind of block, with their costs."""
+    """Input of the integer program: the actions that a config allows on the activations of one kind of block, with
+    costs."""
 
     profiled_kind: KindProfile
     """The kind as profiled."""
     kind: KindProfile
-    """The kind without values that equal another value, if recomputation is allowed. They are copied from the other."""
+    """The kind after merging values with equal bits. The same as `profiled_kind` if recomputation is not allowed."""
     menus: Mapping[int, tuple[StoredForm, ...]]
     """Forms in which each activation can be stored, RETAIN first. Empty if torch's checkpoint must run the block."""
     runnable: frozenset[int]
     """Operators that can be replayed, because all their inputs can be stored or recomputed."""
     index_values: frozenset[int] = frozenset()
-    """Index tensors that a codec's error could change. They are stored if they are needed, and never recomputed."""
+    """Index values that could change if recomputed from lossily stored values. If needed, they are stored."""
     checkpoints: tuple[PricedPlan, ...] = ()
     """Plans in which torch's checkpoint runs the whole block, one for each way to store its inputs."""
 
@@ -82,7 +83,7 @@ class KindModel:
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
-    """Plan for a block of a kind, with its cost in bytes and ms. Hashed and compared by identity, for speed."""
+    """Plan for one block, with its cost in bytes and ms. Hashed and compared by identity, for speed."""
 
     plan: Plan
     nbytes: int
@@ -94,7 +95,7 @@ class PricedPlan:
 
 
 def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
-    """Return the actions that `config` allows on the activations of `kind`."""
+    """Build the solver model of `kind`: the actions that `config` allows on the activations, with costs."""
     profiled_kind = kind
     if Action.RECOMPUTE in config.parsed_actions:
         kind = profiled_kind.with_merged_values(profiled_kind.equal)
@@ -171,11 +172,11 @@ def _is_always_readable(value: Value) -> bool:
 
 
 def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
-    """Return the plan with these choices. Values that are not read are neither replayed nor stored.
+    """Return the plan with `choices`, and its cost in bytes and ms. Unread values are neither replayed nor stored.
 
     A block input that autograd does not save costs bytes only if a replay reads it, and so does a generator's state.
-    Activations that equal another one are recomputed. Activations that must not be recomputed next to a value stored
-    with loss are retained. If a block must not run plainly, `choices` are ignored, because torch's checkpoint runs it.
+    Activations with the same bits as an earlier activation are recomputed. Activations that must not be recomputed from
+    a lossily stored value are retained. If torch's checkpoint must run the block, `choices` are ignored.
     """
     if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]
@@ -208,7 +209,7 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
 
 
 class BlockVariables:
-    """Variables and constraints of one block of `model` in `program`."""
+    """Variables and constraints of one block in the integer program."""
 
     def __init__(self, program: LinearProgram, model: KindModel) -> None:
         self.model = model
@@ -266,7 +267,7 @@ class BlockVariables:
         return read + [(shared, variable) for plan, variable in plans for shared in plan.shared]
 
     def terms_ms(self, weight: float = 1.0) -> list[tuple[int, float]]:
-        """Return the terms for the time of replay, encoding and decoding in ms (equation 4), times `weight`."""
+        """Return the objective's terms for replay, encoding and decoding in ms (equation 4), times `weight`."""
         runs = [(run, weight * self.model.kind.operators[j].ms) for j, run in self.run.items()]
         runs += [(x, weight * plan.ms) for plan, x in zip(self.model.checkpoints, self.checkpoint, strict=True)]
         return runs + [(x, weight * self.model.menus[v][o].ms) for (v, o), x in self.store.items()]
@@ -280,7 +281,7 @@ class BlockVariables:
         return terms + [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
     def priced_plan(self, solution: Sequence[float]) -> PricedPlan:
-        """Return the plan of a solution, whose variables are rounded to integers, with a newly computed cost."""
+        """Round the variables in `solution` to integers, and return their plan. The plan's cost is computed again."""
         for plan, variable in zip(self.model.checkpoints, self.checkpoint, strict=True):
             if solution[variable] > 0.5:
                 return plan
@@ -296,7 +297,7 @@ class BlockVariables:
 
 
 def retain_all(model: KindModel) -> PricedPlan:
-    """Return the plan that retains all activations, duplicates of other values too.
+    """Return the plan that retains all activations, including duplicates of other values.
 
     If the kind does not allow the action PLAIN, return its plan under torch's checkpoint.
     """

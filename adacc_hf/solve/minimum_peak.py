@@ -1,4 +1,4 @@
-"""Peak of a step under a policy: order of plans over the blocks, policies with the least peak, and a lower bound."""
+"""Search for policies with a low peak: order of plans over the blocks, least peak of a step, and a lower bound."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class PeakOracle:
-    """Simulated memory of plans and policies, with a cache of the outcome of each plan."""
+    """Memory of plans and policies, predicted by the simulator. The outcome of each plan is cached."""
 
     def __init__(self, profile: Profile, outcomes: Outcomes | None = None) -> None:
-        """Use `outcomes` as the cache. Oracles for different heads can share one, because blocks do not depend on the
-        head."""
+        """Use `outcomes` as the cache. Oracles for different heads can share a cache, because blocks do not depend on
+        the head."""
         self.profile = profile
         self._by_plan = {} if outcomes is None else outcomes
         self._by_priced_plan: dict[PricedPlan, BlockOutcome] = {}
@@ -135,7 +135,7 @@ class PeakOracle:
 # Frontier plans store few bytes for their time, but a peak also contains the working set of a block's backward, which
 # grows with each replayed operator. So a local search starts at the policy of frontier plans with the least peak. It
 # changes the action of single activations, in the Pareto-optimal plans of the kind of block where the peak occurs, as
-# long as this lowers the peak. The result is the best policy found, and not proven to be the least.
+# long as this lowers the peak. The result is not proven to have the least peak.
 
 PLANS_PER_ROUND = 8
 """Number of plans whose neighbours are computed in a round. With one plan, GPT-2's least peak is 4 % higher."""
@@ -172,7 +172,8 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return unexpanded plans of a kind: first the plans that the policy uses, then by the size of the working set."""
+    """Return the plans of a kind whose neighbours to compute next: plans of `policy` first, then the least working
+    set."""
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
@@ -229,7 +230,8 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
 def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
     """Yield the bytes live at each event of a block's backward under every plan.
 
-    They are the saved tensors that autograd has unpacked, and the working memory of backward's own operators.
+    Under every plan, the saved tensors that autograd has unpacked are live, and the temporaries of backward's
+    operators.
     """
     slots: dict[int, int] = {}
     for event in kind.backward:

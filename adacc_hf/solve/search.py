@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     Fits = Callable[[list[PricedPlan]], bool]
 
 NUM_REFINEMENTS = 4
-"""Number of caps on the stored bytes tried between two neighbouring policies of the chain, which differ in one block.
+"""Number of caps on the stored bytes between two neighbouring policies of the chain, which differ in one block.
 
-The caps are the same for every budget between the two policies, so more memory never costs time. Each cap is one run of
-HiGHS (10 to 30 ms)."""
+The integer program is solved once per cap (10 to 30 ms). The caps are the same for every budget between the two
+policies, so a larger budget never gives a slower policy."""
 MAX_MISSES = 4
-"""Number of different policies with one plan per kind that may exceed the budget in a row before the search stops.
+"""Number of policies in a row that may exceed the budget before the search for policies with one plan per kind stops.
 
-A larger budget never tries fewer policies, because every policy that fits the smaller budget fits the larger one."""
+A larger budget never tries fewer policies, because a policy that fits a smaller budget also fits the larger budget."""
 NUM_FRONTIER_ENDS = 4
 """Number of plans at the end of a frontier that are tried for all blocks of a kind to find a low peak.
 
@@ -48,7 +48,7 @@ The last plans of a frontier replay so much that their working set grows again."
 
 
 class Kinds:
-    """Solver models and frontiers of a profile's kinds. They depend on neither the head nor the budget."""
+    """Solver models and frontiers of the kinds of blocks in a profile, for all heads and budgets."""
 
     def __init__(self, profile: Profile, config: AdaccConfig) -> None:
         self.plain_stored_bytes = profile.plain_stored_bytes
@@ -59,12 +59,12 @@ class Kinds:
 
     @cached_property
     def frontiers(self) -> list[list[PricedPlan]]:
-        """Return, for each kind of block, its plans that are Pareto-optimal in memory and time."""
+        """Frontier of each kind of block: the corners of the lower convex hull of all plans in bytes and ms."""
         return frontiers(self.log, self.models)
 
 
 class PolicySearch:
-    """Search for policies of one profile, with its head, under one config."""
+    """Search for the fastest policy of a profile under one config. The policies have the head of the profile."""
 
     def __init__(self, profile: Profile, config: AdaccConfig, kinds: Kinds) -> None:
         self.profile = profile
@@ -85,8 +85,9 @@ class PolicySearch:
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
         """Return the plan of each block in the fastest policy within the budget.
 
-        If no policy is faster than `incumbent_ms`, return None or any policy within the budget. Raises
-        InfeasibleBudgetError if no policy fits, unless the bounds rule out a policy faster than the incumbent first.
+        `incumbent_ms` is the time of the best policy with another head. If no policy is faster, return None or any
+        policy within the budget. If no policy fits, raise InfeasibleBudgetError or, if a bound already shows that no
+        policy is faster, return None.
         """
         find = self._within_peak if budget.limits_peak else self._within_stored
         policies = find(budget, incumbent_ms)
@@ -154,9 +155,9 @@ class PolicySearch:
         return policies
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
-        """Search from `policy` for policies whose peak is at least one byte lower, until none is found.
+        """Search from `policy` for policies with a peak at least one byte lower, until none is found.
 
-        Return the last.
+        Return the policy with the lowest peak.
         """
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
@@ -169,7 +170,7 @@ class PolicySearch:
             policy = min(others, key=self.oracle.peak_bytes)
 
     def _fits_peak(self, budget: Budget) -> Fits:
-        """Return a function that returns True if a policy's peak fits the budget."""
+        """Return a function that takes a policy and returns True if the policy's peak fits the budget."""
         limit = self._limit_bytes(budget)
 
         def fits(policy: list[PricedPlan]) -> bool:
@@ -179,7 +180,8 @@ class PolicySearch:
         return fits
 
     def _reachable_budget(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Budget:
-        """Return a budget that some policy of frontier plans fits. It is quick to compute, but not the least one."""
+        """Return a budget that some policy of frontier plans fits. The budget is quick to compute, but not the
+        smallest."""
         backs = range(1, NUM_FRONTIER_ENDS + 1)
         ends = ([frontier[max(-back, -len(frontier))] for frontier in frontiers] for back in backs)
         policies = ([end[block.kind] for block in self.profile.blocks] for end in ends)
@@ -187,9 +189,9 @@ class PolicySearch:
         return Budget(nbytes, nbytes, limits_peak=True)
 
     def bound_ms(self, budget: Budget) -> float:
-        """Return a lower bound on the time of any policy within the budget, up to `frontier.SLOPE_TOLERANCE`.
+        """Return a lower bound on the overhead in ms of any policy within the budget, up to `frontier.SLOPE_TOLERANCE`.
 
-        Infinity if no policy can fit.
+        Return infinity if no policy can fit.
         """
         if self._proven_ms is not None:
             return self._proven_ms
@@ -197,7 +199,8 @@ class PolicySearch:
         return max(in_head_ms, self._backward_ms(budget.nbytes)) if budget.limits_peak else in_head_ms
 
     def _backward_ms(self, nbytes: int) -> float:
-        """Return a lower bound on the time of any policy whose peak in every block's backward is at most `nbytes`.
+        """Return a lower bound on the overhead in ms of any policy whose peak in every block's backward is at most
+        `nbytes`.
 
         While the backward of a block runs, the remaining memory limits the bytes that the earlier blocks store. The
         result is the maximum of the resulting bounds over all blocks.
@@ -218,11 +221,11 @@ class PolicySearch:
         return [least_outcome(kind, stored_bytes=0) for kind in self.profile.kinds]
 
     def _least_ms(self, limit_bytes: int) -> float:
-        """Return a lower bound on the time of any policy whose blocks store at most `limit_bytes`."""
+        """Return a lower bound on the overhead in ms of any policy whose blocks store at most `limit_bytes`."""
         return least_ms(self.num_blocks, self.kinds.frontiers, limit_bytes) + self.head_ms
 
     def _limit_bytes(self, budget: Budget) -> int:
-        """Return an upper limit on the bytes that the blocks of a policy within the budget can store."""
+        """Return the maximum number of bytes that all blocks together can store if a policy fits the budget."""
         if not budget.limits_peak:
             return budget.nbytes - fixed_bytes(self.profile)
         # While the head runs, all bytes that blocks store are live. In its forward, autocast's cached casts of
@@ -245,9 +248,10 @@ class PolicySearch:
         incumbent_ms: float,
         with_uniform: bool = False,
     ) -> list[list[PricedPlan]]:
-        """Return the fastest policy of the chain that fits, and policies between it and the one before that fit.
+        """Return the fastest policy of the chain that fits, and fitting policies that store a little more.
 
-        If `with_uniform`, add policies with one plan per kind. If no policy of the chain fits, return these alone.
+        These store less than the next faster policy of the chain, which does not fit. If `with_uniform`, add policies
+        with one plan per kind. If no policy of the chain fits, return only the policies with one plan per kind.
         """
         before = self.plain
         for policy in self._chain(frontiers):
@@ -275,11 +279,11 @@ class PolicySearch:
         fits: Fits,
         incumbent_ms: float,
     ) -> list[list[PricedPlan]]:
-        """Return the fastest policy that fits and stores between `low` and `high`, which differ in one block.
+        """Return the fastest policy that fits and stores between `low` and `high`, or [] if there is none.
 
-        Only blocks of that block's kind change, because varying more kinds takes more time than it gains. The largest
-        caps are tried first. A cap above the budget's limit gives either a policy that does not fit or the same policy
-        as the limit itself.
+        `low` and `high` differ in one block. Only blocks of this block's kind change, because varying more kinds takes
+        more time than it gains. The largest caps are tried first. A cap above the budget's limit gives either a policy
+        that does not fit or the same policy as the limit itself.
         """
         index = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a is not b)
         kind = self.profile.blocks[index].kind
@@ -301,7 +305,7 @@ class PolicySearch:
 
         The caps are every percent of plain training's stored bytes from `low` to `high`, and beyond until `MAX_MISSES`
         policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are skipped. If kinds
-        have few blocks, these policies may be faster than mixtures, or need less while a block's backward runs.
+        have few blocks, these policies may be faster than mixtures, or need less memory while a block's backward runs.
         """
         plain_bytes = self.kinds.plain_stored_bytes
         first, last = -(-100 * self._stored_bytes(low) // plain_bytes), 100 * self._stored_bytes(high) // plain_bytes
@@ -319,10 +323,11 @@ class PolicySearch:
                 return
 
     def _promising_caps(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
-        """Return the caps, of a rising sequence, whose fastest policy could fit and be faster than `incumbent_ms`.
+        """Return the caps whose fastest policy could fit and be faster than `incumbent_ms`. `caps` is in ascending
+        order.
 
-        Of the caps above the budget's limit only the first is returned: a larger one gives the same policy, or one that
-        does not fit.
+        Only the first cap above the budget's limit is returned, because a larger cap gives the same policy, or a policy
+        that does not fit.
         """
         outside = fixed_bytes(self.profile)
         unsaved_shared = sum(shared.nbytes for shared in self.profile.shared if not shared.saved)
@@ -341,7 +346,7 @@ class PolicySearch:
     def _neighboring_plans(
         self, frontiers: Sequence[Sequence[PricedPlan]], kind: int, policy: Sequence[PricedPlan]
     ) -> list[list[PricedPlan]]:
-        """Return frontiers restricted to the plans that `policy` uses, and for `kind` also to their neighbours.
+        """Return the frontiers with only the plans that `policy` uses. For `kind`, neighbouring plans are included too.
 
         Plans farther along the frontier of `kind` are too expensive for the bytes they free.
         """
@@ -362,7 +367,7 @@ class PolicySearch:
 
     @cached_property
     def uniform_program(self) -> MixtureProgram:
-        """Program that gives all blocks of a kind the same plan, which may be any."""
+        """Integer program that chooses one plan per kind of block. The plan is not limited to the frontier."""
         return MixtureProgram(self.profile, self.models, [[]] * len(self.models), self.num_blocks, self.log)
 
     def _stored_bytes(self, policy: Sequence[PricedPlan]) -> int:
@@ -373,7 +378,7 @@ class PolicySearch:
         return (overhead_ms(policy) + self.head_ms, self._stored_bytes(policy))
 
     def _least_ms_of(self, policies: Sequence[Sequence[PricedPlan]], incumbent_ms: float = math.inf) -> float:
-        """Return the least time of `policies`, or `incumbent_ms` if that is less."""
+        """Return the time of the fastest of `policies`, or `incumbent_ms` if no policy is faster."""
         return min([incumbent_ms, *(self.rank(policy)[0] for policy in policies)])
 
 

@@ -1,4 +1,4 @@
-"""Policies without a solver: from plans, one action for all activations, torch's checkpoint, random actions."""
+"""Policies without a solver: from given plans, one action for all activations, torch's checkpoint, random actions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ CHECKPOINTED_SHARE = 0.15
 
 
 def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:
-    """Return the policy with `plans[i]` for the i-th block of `profile`, and its predicted memory and time.
+    """Return the policy with `plans[i]` for the i-th block of `profile`, with the predicted memory and time.
 
-    The policy has the head of `profile`. Raises ValueError for a plan that cannot be executed.
+    The policy has the head of `profile`, and `facts` about a solver run, if given. Raises ValueError for a plan that
+    cannot be executed.
     """
     distinct = list(dict.fromkeys(plans))
     outcome = simulate(profile, plans)
@@ -38,9 +39,9 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
     """Return the policy with `action` for every activation that allows the action, and RETAIN for the others.
 
     With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed. A value that cannot be recomputed (a mask
-    drawn from a user's own generator) is stored with a lossless codec if the profile has one for the value.
-    With COMPRESS, `codec` is the codec. None selects the first codec that the profile has for each activation. Raises
-    ValueError if the profile has `codec` for no activation.
+    drawn from a user's own generator) is stored with a lossless codec if the profile has such a codec for the value.
+    With COMPRESS, `codec` names the codec. None selects the first codec that the profile has for each activation.
+    Raises ValueError if the profile has `codec` for no activation.
     """
     action = Action.parse(action)
     if action is Action.COMPRESS and codec is not None:
@@ -49,7 +50,8 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
 
 
 def checkpoint_policy(profile: Profile) -> Policy:
-    """Return the policy that runs each block under torch's checkpoint, or unchanged if its kind does not allow that."""
+    """Return the policy that runs each block under torch's checkpoint, or unchanged if the block does not allow
+    this."""
     plans = [checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds]
     return policy_of_plans(profile, [plans[block.kind] for block in profile.blocks])
 

@@ -62,19 +62,20 @@ def solve_policy(
 
 
 def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """Return the policy with the least peak of all candidates. A faster one with the same peak is preferred."""
+    """Return the fastest policy whose peak is the least that the solver finds."""
     return solve_policy(profile, quick_least_policy(profile, config).predicted_peak_bytes, config)
 
 
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
-    """Return a policy with the same peak as `least_policy` in half the solver time. Its steps may be slower."""
+    """Return a policy with the same peak as `least_policy`, in half the solver time. Training steps may be slower."""
     return _within_or_least(profile, 1, config)
 
 
 def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
-    """Return a policy for the steps before a step's memory was measured, with a peak of at most `nbytes` if possible.
+    """Return a policy for the first steps of a run, with a peak of at most `nbytes` if possible.
 
-    If recomputing everything, or torch's checkpoint on all blocks, fits, this needs no solver and takes some
+    The policy is provisional: it is replaced once the memory of a step has been measured during the run. If
+    recomputing everything, or torch's checkpoint on all blocks, fits, no solver runs, and the function takes some
     milliseconds. If no policy fits, return a policy with the least peak.
     """
     config = config or AdaccConfig()
@@ -100,14 +101,14 @@ def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) 
 
 
 def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
-    """Return a search for each head that the config allows, the plain one first."""
+    """Return a search for each head that the config allows, the plain head first."""
     heads = [name for name in config.heads if name in profile.heads] or config.heads[:1]
     kinds = Kinds(profile, config)
     return [PolicySearch(profile.with_head(name), config, kinds) for name in heads]
 
 
 def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans) of the fastest policy within the budget. There is one search per kind of output layer.
+    """Return (search, plans) of the fastest policy within the budget. Each of `searches` is for one head.
 
     Raises InfeasibleBudgetError if no policy fits.
     """
@@ -148,10 +149,10 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError]) -> InfeasibleBudgetErro
 
 
 def _gap(searches: Sequence[PolicySearch], ms: float, budget: Budget) -> float:
-    """Return the part of a policy's overhead by which the best policy within the budget may be faster.
+    """Return the relative optimality gap of a policy with the overhead `ms`: the part that a better policy might save.
 
-    The overhead is relative to the fastest head, which may be faster than the plain one. The best policy may have any
-    head.
+    The overhead is counted from the fastest head, which may be faster than the plain head. The better policy may have
+    any head.
     """
     fastest_ms = min(0.0, *(search.head_ms for search in searches))
     if ms <= fastest_ms:

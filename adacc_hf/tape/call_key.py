@@ -23,7 +23,7 @@ from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
-"""Greatest number of layouts of its own tensors that a block remembers. The least recently used one is dropped."""
+"""Greatest number of remembered layouts of a block's own tensors. The least recently used layout is dropped."""
 MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
 """The layout of a block's own tensors counts as unstable after MANY_LAYOUTS layouts, if the block was called fewer than
 CALLS_PER_LAYOUT times per layout."""
@@ -41,7 +41,8 @@ class CallKey(NamedTuple):
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, input numbers of the program, program number, settings of torch)."""
+    """(layout of the tensor arguments, input numbers of the traced program, number of the program, settings of
+    torch)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
     layout: int
@@ -51,7 +52,10 @@ class CallKey(NamedTuple):
 
 @dataclass(slots=True)
 class KnownShape:
-    """Tape of a block's calls with one key, and the number of these calls under any plan."""
+    """Entry of one call key: the tape that a block's calls with this key run, and the number of these calls.
+
+    Calls under all plans of the block are counted.
+    """
 
     tape: Tape
     num_calls: int = 1
@@ -70,15 +74,15 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     """Table of a block's known shapes by call key: the tape of each key, and the number of its calls.
 
     The latest key is last. All plans of a block share one table. If the table drops a key, the plans drop their entries
-    for the key too.
+    for this key.
     """
 
     def __init__(self, untraceable: Untraceable | None = None) -> None:
         super().__init__()
         self._untraceable = untraceable
-        """Untraceable paths of the model's blocks. None if the block is not part of a model."""
+        """Paths of the model's blocks that Dynamo cannot trace. None if the block is not part of a model."""
         self._programs: BlockPrograms | None = None
-        """Programs of the block. None before its first call."""
+        """Traced programs of the block (tape/guards.py). None before the block's first call."""
         self.layouts: OrderedDict[int, None] = OrderedDict()
         """Hashes of the layouts of the block's own tensors, the latest last."""
         self._layout = 0
@@ -89,17 +93,18 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths of the arguments that the block reads into Python."""
         self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys with a known shape and new data that have occurred once."""
+        """Keys of calls with a known shape and new data that have occurred once."""
         self.followers: WeakSet[Follower] = WeakSet()
         """Caches that must drop the entries of keys that this table drops."""
         self.was_compared = False
         """True if a call of the block was validated or recorded in the current run."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
-        """Number of calls at all sizes of each symbolic tape."""
+        """By symbolic tape, the entry that counts the calls at all sizes."""
 
     @property
     def untraced(self) -> str | None:
-        """The reason why the latest call must be validated. None if guards prove that it runs the tape's operators."""
+        """The reason why the latest call must be validated. None if guards prove that the call runs the tape's
+        operators."""
         return None if self._programs is None else self._programs.untraced
 
     def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
@@ -158,7 +163,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def add(self, key: CallKey, known_shape: KnownShape) -> CallKey:
         """Add a recorded call and return its key.
 
-        If the call read arguments into Python that no earlier call read, the returned key also contains their data.
+        If the call read arguments into Python that no earlier call read, the returned key also contains the data of
+        these arguments.
         """
         reads = known_shape.tape.reads
         new_paths = [path for path in reads if path not in self._reads]
@@ -175,7 +181,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
         """Return the entry that counts calls at all sizes of `symbolic_tape`.
 
-        Its `num_calls` starts at 2, because calls at some sizes were recorded before.
+        The entry's `num_calls` starts at 2, because calls at some sizes were recorded before.
         """
         return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
 

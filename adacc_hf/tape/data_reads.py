@@ -28,7 +28,7 @@ MAX_READ_BYTES = 1 << 16
 """Largest argument whose data is compared at each call. Reading 64 KiB takes about 10 us, about 1 % of a small block's
 time."""
 _METHODS = ("tolist", "numpy")
-"""Methods that read data into Python without an operator, so that no dispatch mode sees them."""
+"""Methods that read data into Python without an operator. No dispatch mode sees these reads."""
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 NoteRead = Callable[[torch.Tensor, str], None]
@@ -52,7 +52,7 @@ class Read:
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return the tensors among `args` whose data decides the result's size, or a Python number that is the result.
 
-    `func` is the ATen operator. For most operators there is no tensor of this kind; examples are `item`, `nonzero`.
+    `func` is the ATen operator. Most operators have no tensor of this kind. `item` and `nonzero` have one.
     """
     if not _TAGS.intersection(func.tags):
         return []
@@ -64,7 +64,8 @@ def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _patch_methods() -> Callable[[], None]:
-    """Patch `Tensor.tolist` and `Tensor.numpy` to call the current thread's watcher. Return a function that undoes it.
+    """Patch `Tensor.tolist` and `Tensor.numpy` to call the current thread's watcher. Return a function that removes the
+    patch.
 
     A torch function mode would see the calls too, but torch.compile would then recompile compiled parts of a block.
     """

@@ -34,7 +34,7 @@ class Slot:
     value: int
     """The value that the tensor views."""
     in_cell: bool
-    """True if the value is stored in a cell of the call. The first slot of the value fills the cell."""
+    """True if the call stores the value in a cell (run/call.py). The first slot of the value fills the cell."""
     needs: tuple[int, ...] | None
     """Stored values from which the slot is recomputed or decoded. None if autograd keeps the saved tensor itself."""
     checks_offset: bool
@@ -53,7 +53,8 @@ class Slot:
 
 
 class Schedule:
-    """Replay programs of a tape for one order of unpacks. Immutable, so that a backward in progress can rely on it."""
+    """Replay programs of a tape for one order of unpacks. A schedule is immutable, because a backward in progress
+    relies on it."""
 
     __slots__ = ("order", "programs")
 
@@ -62,9 +63,9 @@ class Schedule:
         self.programs: list[ReplayProgram] = schedule(tape, store, order, passthrough)
 
     def resized(self, operators: Callable[[int], TapeOperator], tape: Tape) -> Schedule:
-        """Return the same programs for `tape`, whose operators differ only in numbers.
+        """Return a copy of this schedule for `tape`, whose operators differ only in numbers.
 
-        `operators(index)` returns them.
+        `operators(index)` returns the operator of `tape` at an index.
         """
         other = copy(self)
         other.programs = [
@@ -81,7 +82,7 @@ class ExecutionPlan:
 
     `choices` has an entry for every activation. `shared` are inputs that code outside of the block keeps alive. If the
     plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell of its own. Its
-    slots read the cell of the stored value.
+    slots use the cell of the stored value.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -124,7 +125,7 @@ class ExecutionPlan:
         self.schedule = Schedule(self._merged_tape, self.store, order, self._passthrough)
 
     def resized(self, tape: Tape) -> ExecutionPlan:
-        """Return the same plan for `tape`, the tape of the same operators at another size."""
+        """Return a copy of this execution plan for `tape`, which has the same operators at another size."""
         if tape.order and self.schedule.order != tape.order:
             self.follow(tape.order)
         plan = copy(self)
@@ -142,8 +143,8 @@ class ExecutionPlan:
     def _merged_tape(self) -> Tape:
         """Tape with duplicate values merged.
 
-        If the plan reads a value from a stored value with equal contents, references to the first are replaced by
-        references to the stored value.
+        If the plan reads a value from a stored value with equal contents, the references on the tape are to the stored
+        value.
         """
         if self._merged is None:
             self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
@@ -199,7 +200,7 @@ class ExecutionPlan:
         return layouts
 
     def replaced_source(self, before: list[tuple[int, torch.Tensor]], block: nn.Module) -> Source | None:
-        """Return the source of an attached tensor that the call replaced by another one, or None.
+        """Return the source of an attached tensor that the call replaced by another tensor, or None.
 
         `before` are the externals at the beginning of the call.
         """
@@ -290,7 +291,8 @@ def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:
-    """Return a view of the whole value with its dimensions in memory order, so that a codec reads one dense range."""
+    """Return a view of the whole value of the tape, with dimensions in memory order. A codec then reads one dense
+    range."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
@@ -335,8 +337,8 @@ def choices_by_value(
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Return the values whose choice cannot be used on `tape`.
 
-    A choice is impossible (`can_follow`), or it would replay a value that must be exact from lossily stored values
-    (rule R14).
+    A choice cannot be used if it is impossible (`can_follow`), or if it would replay a value that must be exact from
+    lossily stored values (rule R14).
     """
     lossy_values = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
     exact_values = index_values(
@@ -407,7 +409,7 @@ def least_memory(tape: Tape, value: int) -> Choice:
 def _is_drawn_mask(tape: Tape, value: int) -> bool:
     """Return True if a value is a mask of random zeros and ones, optionally scaled by a constant.
 
-    Dropout on a CPU makes its mask like this.
+    Dropout on a CPU makes such a mask.
     """
     producer = tape.values[value].producer
     if producer is None:

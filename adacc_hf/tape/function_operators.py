@@ -50,7 +50,7 @@ class Parts(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """State around a call of an `autograd.Function` that its forward may depend on, and its non-tensor results."""
+    """State at a call of an `autograd.Function` on which the forward may depend, and the call's non-tensor results."""
 
     identity: str
     """The class name, and a number that distinguishes classes of the same name in this process."""
@@ -71,7 +71,7 @@ class FunctionCall(NamedTuple):
 class FunctionTarget:
     """A subclass of `autograd.Function`, callable as the target of a tape's operator.
 
-    Calling it runs the forward. It returns the flattened results, followed by the tensors saved for backward.
+    A call runs the forward, and returns the flattened results, followed by the tensors saved for backward.
     """
 
     namespace = FUNCTIONS
@@ -92,7 +92,7 @@ class FunctionTarget:
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
         """Run the Function's forward on `args`, the result of `decompose_arguments`.
 
-        If gradients are enabled, run `Function.apply`, so that the results are connected to the Function's backward.
+        If gradients are enabled, run `Function.apply`, which connects the results to the Function's backward.
         """
         arguments = compose_arguments(args, call.requires_grad)
         with autocast_as(call.autocast):
@@ -125,7 +125,7 @@ class FunctionTarget:
 
 
 class _Context(FunctionCtx):
-    """Context for a replayed forward. It collects the tensors that the forward saves."""
+    """Context (`ctx`) for a replayed forward of an `autograd.Function`. Collects the tensors that the forward saves."""
 
     def __init__(self, function: type[Function], args: tuple[Any, ...]) -> None:
         self._forward_cls = function
@@ -275,7 +275,7 @@ def _identity(function: type[Function]) -> str:
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
     """While open, set autocast to the `recorded` (device type, dtype) pairs.
 
-    The cast cache is off, so that a replay adds no casts to it.
+    The cast cache is disabled, because a replay must not add casts to the cache.
     """
     dtypes = dict(recorded)
     with ExitStack() as stack:
@@ -357,12 +357,13 @@ class Surroundings:
 
 RunFunction = Callable[[], Any]
 Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
-"""Callback with the class, the arguments, and a function that runs the Function. It returns the Function's result."""
+"""Callback with the class, the arguments, and a function that runs the Function. The callback returns the Function's
+result."""
 
 
 _PATCHED: Any = SingleLevelFunction
-"""Base class of `Function` whose `apply` is patched. Calls through an `apply` that was looked up before are intercepted
-too."""
+"""Base class of `Function` whose `apply` is patched. Calls through an `apply` that was looked up before the patch are
+intercepted too."""
 
 
 def _patch_apply() -> Callable[[], None]:

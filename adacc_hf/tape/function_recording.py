@@ -1,15 +1,15 @@
-"""Recording of an `autograd.Function` as one operator, if the operators inside it do not determine its results.
+"""Recording of an `autograd.Function` on a tape: as the operators inside, or as one operator if these do not suffice.
 
 NOTE [When a Function is one operator]
 A Function is first recorded by the operators that its forward runs. If replaying these operators recomputes all that
 the Function returns and saves, they stay on the tape: replay runs only the operators that a saved tensor needs.
 Otherwise (a kernel that the recorder does not see fills memory, or Python reads data) the Function becomes one
-operator, whose target is the class, and replay runs its whole forward again. Both are compared with the original bit
-for bit (rule R7).
+operator, whose target is the class, and replay runs its whole forward again. In both cases the replayed results are
+compared with the original results, bit for bit (rule R7).
 
-If the forward cannot be run again for the same result, the Function keeps its operators, and the results that these do
-not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the block or a
-parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python values, or has
+If the forward cannot be run again for the same result, the Function keeps its operators, and the results that these
+operators do not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the block
+or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python values, or has
 arguments that cannot be created again.
 """
 
@@ -119,13 +119,13 @@ class FunctionRecorder:
         self.refusal_reasons: dict[str, str] = {}
         """By a Function's name, the reason why the Function could not become one operator."""
         self.function_slots: set[int] = set()
-        """Indices of slots that Functions saved."""
+        """Indices of the slots of tensors that Functions saved."""
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
         """Tensors that the running Function has saved."""
         self._read_inside: set[int] | None = None
-        """Storage keys that operators read while the recorder is paused. None if they are not collected."""
+        """Keys of the storages that operators read while the recorder is paused. None while no keys are collected."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -241,7 +241,7 @@ class FunctionRecorder:
         """Replace the operators that a Function ran by one operator, which runs the whole forward.
 
         `recomputed_values` are the values that replay of the inner operators recomputes. Raise NotReplayableError,
-        before any change, if the single operator would recompute no more.
+        before any change, if the forward cannot be run again for the same results.
         """
         results = results_of(run_record.result)
         target = FunctionTarget(run_record.function)
@@ -287,11 +287,12 @@ class FunctionRecorder:
     # Checks. Each raises NotReplayableError with a reason.
 
     def _data_arguments(self, run_record: _FunctionRun, results: Any) -> list[int]:
-        """Return the positions, among the tensor arguments, of the tensors whose data the Function reads into Python.
+        """Return the position, among the tensor arguments, of each tensor whose data the Function reads into Python.
 
-        Conversions to numpy arrays are ignored. Like a kernel's pointer, an array gives access to the memory, and a
-        replay obtains the access again. Raise NotReplayableError if a Function that makes such an array also returns
-        numbers, or if it reads data that does not follow from the arguments.
+        Conversions to numpy arrays do not count as reads, because replay of the Function converts the tensors again.
+        Raise NotReplayableError if the Function converts a tensor to a numpy array and also returns numbers, which may
+        come from the array. Raise NotReplayableError also if the Function reads data that does not follow from the
+        arguments.
         """
         reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
@@ -330,10 +331,11 @@ class FunctionRecorder:
                 raise NotReplayableError(WRITES)
 
     def _foreign_reads(self, run_record: _FunctionRun) -> set[int]:
-        """Return the keys of the storages of unknown origin that operators inside the Function read.
+        """Return the storage keys of the tensors of unknown source that operators inside the Function read.
 
-        Raise NotReplayableError if the operators read a tensor of known origin that is not an argument, or if one of
-        them is a collective.
+        Results inside the Function, and its arguments, are left out. Raise NotReplayableError if an operator reads
+        another tensor of known source, such as a parameter or an earlier result of the block, or if an operator is a
+        collective.
         """
         mark, argument_keys = run_record.before, {storage_key(t.untyped_storage()) for t in _tensors(run_record.args)}
         foreign: set[int] = set()
@@ -356,7 +358,7 @@ class FunctionRecorder:
         """Run the Function's forward again, and compare its results with those of the first run.
 
         Raise NotReplayableError if the second run differs, has side effects, or recomputes no exact result. `foreign`
-        are storage keys that the forward must not read.
+        are the keys of storages that the forward must not read.
         """
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:
@@ -458,7 +460,7 @@ class FunctionRecorder:
         return [generator_state(self._device), generator_state(torch.device("cpu"))]
 
     def _have_advanced(self, before: list[torch.Tensor | None]) -> bool:
-        """Return True if a generator's state differs from its state in `before`, so that numbers were drawn."""
+        """Return True if random numbers were drawn: the state of a generator differs from its state in `before`."""
         pairs = zip(before, self._generator_states(), strict=True)
         with self.paused():
             return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)

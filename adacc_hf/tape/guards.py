@@ -57,11 +57,11 @@ SHORT_LIFE = 16
 """Programs that serve this number of calls or fewer are short-lived. A trace takes as long as about a hundred guard
 checks."""
 MOST_SHORT_LIVES = 8
-"""Number of consecutive short-lived programs after which a block is not traced any more. Its guards then compare a
-value that changes at every call, such as a counter."""
+"""Number of consecutive short-lived programs after which a block is not traced any more. The guards of such a block
+compare a value that changes at every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
-"""Keyword arguments that Transformers passes through blocks to the loss. They differ at every step, and no operator of
-a block depends on them."""
+"""Keyword arguments that Transformers passes through blocks to the loss. The values differ at every step, and no
+operator of a block depends on them."""
 
 
 class Program:
@@ -114,7 +114,7 @@ class BlockPrograms:
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
         """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
 
-        Models do not share it, because its keys do not contain everything that can stop a trace.
+        Each model has its own object, because the keys do not contain everything that can stop a trace.
         """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable
@@ -197,9 +197,9 @@ def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return those settings of torch that decide operators and that Dynamo's guards do not compare.
+    """Return the settings of torch that decide operators and that Dynamo's guards do not compare.
 
-    These are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention.
+    The settings are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention.
     """
     flags = torch.backends.cuda
     return (

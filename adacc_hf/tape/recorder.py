@@ -55,7 +55,7 @@ from adacc_hf.torch_glue.tensors import is_fake, local_of, runs_on_parts, storag
 _NO_OPERATORS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default}
 """Operators that are not recorded, because they make no storage. `prim.device` returns a fake tensor's device."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""Dropout modules. Their rates are part of the identity of a block's tapes, because at rate zero they run no
+"""Dropout modules. The rates are part of the identity of a block's tapes, because dropout at rate zero runs no
 operator."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
 """The operator that torch.tensor() runs on each new tensor."""
@@ -95,8 +95,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._storages: list[int] = []
         """The storage key of each value."""
         self._alive: list[torch.UntypedStorage] = []
-        """Storages that no base tensor keeps alive, such as those of tensors that wrap other tensors. This list keeps
-        them alive, so that no new storage gets the same key."""
+        """Storages that no base tensor keeps alive, such as the storages of tensors that wrap other tensors. The list
+        keeps them alive, because a new storage must not get the same key."""
         self.operators: list[TapeOperator] = []
         self.slots: list[TensorRef] = []
         self._written: dict[int, TensorRef] = {}
@@ -144,8 +144,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep torch.compile's code compiled in recorded calls too. By default torch would disable it under a dispatch
-        mode."""
+        """Return True, because compiled code must stay compiled in recorded calls. By default torch disables it under a
+        dispatch mode."""
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
@@ -301,9 +301,9 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         """Add a tape value for the default generator's state before the random operator `drawn` ran. Return its index.
 
         Return None if a call under a plan cannot capture this state. Return None also if the random numbers may depend
-        on data, which a plan may store with loss. They cannot depend on data if the operator is fused attention, or if
-        it reads only the tensor that it fills. An `autograd.Function` is accepted too, because its inputs are then
-        stored exactly. If the operator drew from another generator, verification of replay (rule R7) detects this.
+        on data, which a plan may store with loss. The numbers cannot depend on data if the operator is fused attention,
+        or if it reads only the tensor that it fills. An `autograd.Function` is accepted too, because its inputs are
+        then stored exactly. If the operator drew from another generator, verification of replay (rule R7) detects this.
         """
         state, device = self._generator_state, self.values[drawn.results()[0]].device
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
@@ -337,7 +337,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return constant
 
     def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return True if a cast may be autocast's, of the block's parameter `tensor`. Autocast caches the result.
+        """Return True if autocast may make and cache this cast of `tensor`, which must be a parameter of the block.
 
         `kwargs` are the keyword arguments of the cast operator.
         """
@@ -347,7 +347,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
         """If `tensor` is autocast's cached cast of a parameter, record the cast operator on the tape.
 
-        The cast is recorded at its first read, whether this call or an earlier one made it. Otherwise the order of
+        The cast is recorded at its first read, whether this call or an earlier call made it. Otherwise the order of
         operators would vary: autocast casts a product's weight before its input, but only if no cast is cached.
         """
         name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
@@ -438,7 +438,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         """Add a tape value for the storage of `tensor`, which an operator has written in place.
 
         Return the indices (old value, new value). The old value is marked as overwritten. The new value covers the same
-        part of the storage as the old one, even if `tensor` is a view of less.
+        part of the storage as the old one, even if `tensor` is a smaller view.
         """
         old = self.refer(tensor).value
         self.values[old].overwritten = True

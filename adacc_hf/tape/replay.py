@@ -31,7 +31,7 @@ def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def share_elements(first: TensorRef, second: TensorRef) -> bool:
-    """Return True if two views of one storage overlap. Return True also if their item sizes differ."""
+    """Return True if two views of one storage overlap. Views with different item sizes count as overlapping."""
     if first.dtype.itemsize != second.dtype.itemsize:
         return True
     ends = [
@@ -44,9 +44,10 @@ def share_elements(first: TensorRef, second: TensorRef) -> bool:
 
 
 def takes_device(operator: TapeOperator) -> bool:
-    """Return True if the operator has a `device` argument.
+    """Return True if an operator on the tape has a `device` argument.
 
-    Replay can then replace an argument that the operator does not read (`Blank`) by a meta tensor.
+    If the operator does not read the elements of a tensor argument (`Blank`), replay can then pass a meta tensor and
+    the device instead.
     """
     return any(argument.name == "device" for argument in schema_of(operator.target).arguments)
 
@@ -136,7 +137,7 @@ class PreparedOperator:
 class ReplayStep:
     """Replay of one operator of a tape under a plan.
 
-    Lists the values to fetch and to copy before the operator runs, and the values to free after.
+    The step has the values to fetch and to copy before the operator runs, and the values to free afterwards.
     """
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
@@ -144,7 +145,8 @@ class ReplayStep:
         self.outputs = operator.outputs
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values to copy before, because this operator overwrites them and they are needed later (rule R6)."""
+        """Values to copy before the operator runs. The operator overwrites these values, and they are needed later
+        (rule R6)."""
         self.loads: tuple[int, ...] = ()
         """Stored values to fetch immediately before this operator. Earlier decoding would raise the peak of other
         steps."""
@@ -197,11 +199,11 @@ class StorageMap:
     persistent: frozenset[int]
     """Parameters, buffers, attached tensors and shared inputs, which exist in any case."""
     retained: frozenset[int]
-    """Values stored as tensors until backward. Each is fetched for one unpack at a time, so that only the slots that
-    need a tensor own it."""
+    """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times only the
+    slots that need the tensor own it."""
     compressed: frozenset[int]
-    """Values stored as payloads until backward. Each is decoded when an unpack needs it, and stays decoded if another
-    unpack needs it soon."""
+    """Values stored as payloads until backward. A payload is decoded when an unpack needs the value. The decoded tensor
+    is kept if another unpack needs the value soon."""
 
     def __contains__(self, value: int) -> bool:
         return value in self.persistent or value in self.retained or value in self.compressed

@@ -40,8 +40,8 @@ def exactly_replayed_values(
 ) -> frozenset[int]:
     """Replay some `operators` of a tape, and return the values that they recompute bit for bit.
 
-    Their inputs are the first `num_outer` values, and the values that no operator makes. `bases` are the recorded
-    tensors, indexed by value.
+    The inputs of `operators` are the first `num_outer` values, and the values that no operator makes. `bases` are the
+    recorded tensors, indexed by value.
     """
     environment: Environment = [None] * len(tape.values)
     for value in dict.fromkeys(value for operator in operators for value in operator.inputs()):
@@ -83,8 +83,8 @@ def _verify_operator(
 def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
     """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits.
 
-    If no operator of the tape fills this memory, replay must not pass the comparison. Without the inversion, it could
-    pass by chance, because reused memory may still contain the recorded bits.
+    If no operator of the tape fills this memory, replay must not pass the comparison. Without the inversion, replay
+    could pass by chance, because reused memory may still contain the recorded bits.
     """
     for _, value in operator.outputs:
         replayed = environment[value]
@@ -130,7 +130,7 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
     """Replay one operator. Return True if it ran, and wrote only to arguments that its schema declares as mutable.
 
     Of torch's own operators, only batch normalization makes undeclared writes, to buffers. Custom operators may write
-    to any argument. The operator runs on copies of these arguments, so that a hidden write changes no original.
+    to any argument. The operator runs on copies of these arguments, because a hidden write must not change an original.
     """
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
@@ -224,7 +224,7 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
     """
     producers: dict[Any, TapeOperator] = {}
     first: dict[int, int] = {}
-    """Maps each duplicate value to the first equal one."""
+    """First equal value, by duplicate value."""
     for operator in tape.operators:
         if not _is_comparable(tape, operator, recomputable):
             continue
@@ -282,7 +282,8 @@ def _layout(tape: Tape, value: int) -> Any:
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Return a dict from each duplicate value to the first saved value of its group, if that is earlier.
+    """Return a dict from each duplicate value to the first saved value of its group of equal values, if that is
+    earlier.
 
     `first` maps each duplicate to the first value of its group. Groups without a saved value are left out.
     """
@@ -290,7 +291,7 @@ def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
     for number, slot in enumerate(tape.slots):
         first_slot.setdefault(slot.value, number)
     saved: dict[int, int] = {}
-    """By the first value of each group, the first saved value."""
+    """By the first value of each group of equal values, the first saved value of the group."""
     for value in sorted({*first, *first.values()}):
         if value in first_slot:
             saved.setdefault(first.get(value, value), value)

@@ -49,7 +49,7 @@ class CallSizes:
     dimensions: tuple[int, ...]
     """Sizes of tensors, integers among the arguments, and integers that the block reads into Python."""
     layout: tuple[int, ...]
-    """Strides and offsets of the tensors, which are polynomials of the sizes too."""
+    """Strides and offsets of the tensors. They are polynomials of the sizes."""
 
     @classmethod
     def of(cls, key: Any, alignment: int) -> CallSizes:
@@ -92,7 +92,7 @@ def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """Sizes and tape of one recorded call. Polynomials of symbolic tapes are fitted to these."""
+    """Sizes and tape of one recorded call. The polynomials of symbolic tapes are fitted to recorded calls."""
 
     sizes: CallSizes
     tape: Tape
@@ -116,8 +116,8 @@ class SymbolicTape:
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
         self._identity = hashlib.sha256(repr(identity_of(records)).encode()).hexdigest()
-        """Digest of the records that the polynomials were fitted to. It is part of the digest of each evaluated
-        tape."""
+        """Digest of the records that the polynomials were fitted to. The digest of each evaluated tape contains this
+        digest."""
         self._recorded = frozenset(record.sizes.dimensions for record in records)
         self._least = self._most = records[0].sizes.dimensions
         """Smallest and largest size of each dimension at which calls ran the operators of this symbolic tape."""
@@ -143,7 +143,7 @@ class SymbolicTape:
         return None if expressions is None else cls(records, expressions, TapeTemplate(tapes[0], expressions.places))
 
     def forget_sizes(self) -> None:
-        """Drop the cached tapes, so that all sizes are evaluated again."""
+        """Drop the cached tapes of all sizes. The tapes are evaluated again when needed."""
         self.tapes_by_size.clear()
 
     def tape_at(self, sizes: CallSizes, order: tuple[int, ...] | None) -> Tape | None:
@@ -198,8 +198,7 @@ class SymbolicTape:
         return own.numbers == recorded.numbers and own.digest_without_numbers == recorded.digest_without_numbers
 
     def covers(self, sizes: CallSizes) -> bool:
-        """Return True if the dimensions and layout in `sizes` satisfy the polynomials, so that a tape can be
-        evaluated."""
+        """Return True if a tape can be evaluated for `sizes`: the dimensions and layout satisfy the polynomials."""
         return self._expressions.cover(sizes)
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
@@ -218,7 +217,7 @@ class SymbolicTape:
 class _Expressions:
     """The polynomials of a symbolic tape: one for each dimension and stride of a call, and for each number of the tape.
 
-    Their variables, the symbols, are a few of the dimensions, which determine the others.
+    The variables of the polynomials, the symbols, are a few of the dimensions, which determine the other dimensions.
     """
 
     def __init__(
@@ -353,7 +352,8 @@ class SizeClassRecords:
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
-    """Return the values in `recomputable` that replay of `tape` can compute without recomputing any of `values`."""
+    """Return the values in `recomputable` that replay of `tape` can still recompute if `values` are never
+    recomputed."""
     excluded = recomputable.intersection(values)
     return obtainable_values(tape, recomputable - excluded, tape.saved_values()) if excluded else recomputable
 

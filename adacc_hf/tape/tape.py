@@ -41,7 +41,8 @@ class TensorRef:
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        """Return the text that `dataclass` would generate. Without its check for recursion this is faster.
+        """Return the text that `dataclass` would generate. This method is faster, because it does not check for
+        recursion.
 
         Digests of tapes contain this text.
         """
@@ -99,7 +100,7 @@ class TapeValue:
     """Index of the operator that makes the value, or None."""
     name: str = ""
     overwritten: bool = False
-    """True if a later operator of the block changed the storage in place, so that this version is gone."""
+    """True if a later operator of the block changed the storage in place. This version of the storage is then gone."""
 
     @property
     def is_encodable(self) -> bool:
@@ -235,7 +236,7 @@ class Tape:
     def kind(self) -> str:
         """Key by which policies assign plans to blocks. Blocks whose tapes have equal kinds may share one plan.
 
-        It consists of digests joined by "-": structure, sizes, identity, and inputs.
+        The key consists of digests joined by "-": structure, sizes, identity, and inputs.
         """
         sizes = _digest([value.nbytes for value in self.values])
         input_values = [value for value in self.values if self.is_block_input(value.index)]
@@ -262,7 +263,7 @@ class Tape:
     def is_held_elsewhere(self, value: int) -> bool:
         """Return True if the tensor of `value` exists independently of the call, such as a parameter or buffer.
 
-        Attached tensors and tensors of unknown source count too.
+        Attached tensors and tensors of unknown source also count.
         """
         source = self.values[value].source
         return source is not None and source.place not in ("argument", "generator")

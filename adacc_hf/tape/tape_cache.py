@@ -52,9 +52,11 @@ _OTHER_MODE = (
 
 
 class TapeCache:
-    """Cache of a model's tapes, and of the execution plans built for them. Blocks with equal tapes share one.
+    """Cache of a model's tapes, and of the execution plans built for them. Blocks with equal tapes share one tape
+    object.
 
-    A tape is freed when no block remembers a call key with it. Tapes recorded by a profile are kept (`profiled_tapes`).
+    A tape is freed when all blocks have dropped the call keys that map to the tape. Tapes recorded by a profile stay
+    alive (`profiled_tapes`).
     """
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:
@@ -64,7 +66,7 @@ class TapeCache:
         self.execution_plans: WeakValueDictionary[Any, ExecutionPlan] = WeakValueDictionary()
         """Execution plans that are alive, by (the tape's digest, everything else that the plan depends on)."""
         self._of_calls: WeakValueDictionary[tuple[str, CallKey, str | None], Tape] = WeakValueDictionary()
-        """Tapes by (structure, call key, block name). The name None stands for the latest block."""
+        """Tapes by (structure, call key, block name). The entry with the name None is the tape of the latest block."""
         self.profiled: dict[str, Tape] = {}
         """Tapes merged from other caches, by digest. This dict keeps them alive."""
         self.records: dict[str, OrderedDict[Hashable, SizeClassRecords]] = {}
@@ -80,7 +82,8 @@ class TapeCache:
         self._orders: dict[str, tuple[int, ...]] = {}
         """By structure, the order in which backward unpacks saved tensors. The order does not depend on sizes."""
         self.preliminary: set[str] = set()
-        """Structures of tapes that occur only in a block's first call, because it fills tables for later calls."""
+        """Structures of tapes that occur only in a block's first call, because this call fills tables for later
+        calls."""
         self.untraceable = Untraceable()
         """Paths of the model's blocks that cannot be traced."""
         self.fallbacks: Counter[str] = Counter()
@@ -94,7 +97,7 @@ class TapeCache:
     def verified_tape(self, recorder: Recorder) -> Tape:
         """Return the tape that `recorder` recorded, with its recomputable values.
 
-        Replay is verified only for the first tape of each digest. Later ones share the result.
+        Replay is verified only for the first tape of each digest. Later tapes share the result.
         """
         tape = recorder.tape()
         cached_tape = self.tapes.get(tape.digest)
@@ -154,7 +157,8 @@ class TapeCache:
         return None if symbolic_tape is None else (symbolic_tape, sizes)
 
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
-        """Extend the confirmed sizes of `symbolic_tape` by those of `key`, whose call ran its operators."""
+        """Extend the confirmed sizes of `symbolic_tape` by the sizes in `key`. A call with this key ran the tape's
+        operators."""
         symbolic_tape.extend(self._sizes_of(key))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
@@ -187,10 +191,10 @@ class TapeCache:
                 cached_tape.refuse(values)
 
     def compare_with_symbolic_tape(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Compare a recorded tape with the tape that the symbolic tape gives at this size (rule R7).
+        """Compare a recorded tape with the tape evaluated from the block's symbolic tape for the same sizes (rule R7).
 
-        If the operators differ, distrust the symbolic tape. If replay recomputed fewer values, exclude the others from
-        replay at all sizes.
+        If the operators differ, discard the symbolic tape. If replay does not recompute a value of the recorded tape
+        that the symbolic tape recomputes, retain this value from now on, at all sizes.
         """
         match = self.symbolic_tape_at(key, block)
         if match is None or tape.untrusted is not None:
@@ -243,7 +247,7 @@ class TapeCache:
         return symbolic_tape
 
     def forget(self, kind: str, key: CallKey) -> None:
-        """Forget the tapes of calls with this key of blocks of `kind`, because a call ran other operators."""
+        """Forget the tapes that blocks of `kind` ran in calls with this key, because a call ran other operators."""
         for call in list(self._of_calls):
             if call[:2] == (_structure(kind), key):
                 self._of_calls.pop(call, None)
@@ -251,9 +255,9 @@ class TapeCache:
     def expected_tape(self, kind: str, key: CallKey, block: str) -> Tape | None:
         """Return the tape that `block`, with a plan for `kind`, probably runs in a call with this key.
 
-        This is the tape that the block itself ran before, for example in a profile. If there is none, return the tape
-        of the latest other block of that kind, although numbers may differ from layer to layer. Return None if there is
-        none either.
+        This is the tape that the block itself ran before, for example in a profile. If there is no such tape, return
+        the tape that another block of the kind ran last. Numbers on that tape may differ, because layers may differ.
+        Return None if no block of the kind has run a call with this key.
         """
         candidates = (self._of_calls.get((_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in candidates if tape is not None), None)
@@ -276,8 +280,11 @@ class TapeCache:
                 own_records.setdefault(size_class, SizeClassRecords()).take(size_class_records, self._symbolic_tape_of)
 
     def tape_of_structure(self, structure: str) -> Tape | None:
-        """Return any recorded tape whose structure starts with `structure`, the first part of a plan's kind, or
-        None."""
+        """Return a recorded tape with the operators that `structure` identifies, at any size, or None if there is no
+        such tape.
+
+        `structure` is the first part of a plan's kind (`Tape.kind`): a digest of operators without sizes.
+        """
         return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
 
     def execution_plan(self, tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> ExecutionPlan:
@@ -405,7 +412,7 @@ _OF_PROFILES: WeakKeyDictionary[nn.Module, TapeCache] = WeakKeyDictionary()
 
 
 def profiled_tapes(model: nn.Module) -> TapeCache:
-    """Return the cache of the tapes that profiles of `model` have recorded. It is freed with the model.
+    """Return the cache of the tapes that profiles of `model` have recorded. The cache is freed with the model.
 
     A policy's first calls are compared with these tapes. Recording and verifying a call again would take twice the
     memory of all intermediates of a block, which the policy's budget may not have.

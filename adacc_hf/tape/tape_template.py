@@ -156,7 +156,7 @@ class TapeTemplate:
 
 
 def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
-    """Return `tree` with placeholders replaced: numbers by `at(place)`, references by those in `refs`."""
+    """Return `tree` with placeholders replaced: numbers by `at(place)`, references by the references in `refs`."""
     kind = type(tree)
     if kind is _Ref:
         return refs[tree.place]

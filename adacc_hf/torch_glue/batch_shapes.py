@@ -26,7 +26,8 @@ BatchShapes = tuple[TensorShape, ...]
 def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
     """Return the shapes of the tensors in `batch` that determine its size, sorted by name.
 
-    Scalars do not, and neither do lists of indices, such as the boundaries of packed documents (`cu_seq_lens_q`).
+    Scalars are left out. Lists of indices, such as the boundaries of packed documents (`cu_seq_lens_q`), are left out
+    too.
     """
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, torch.Tensor) and t.dim() > 0}
     return tuple(
@@ -79,7 +80,7 @@ def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
     """Return the dimension of a tensor in which batches of one bucket must agree, or None.
 
-    It is the number of images per text in [B, N, C, H, W], and the number of channels in [B, C, H, W].
+    This dimension is the number of images per text in [B, N, C, H, W], and the number of channels in [B, C, H, W].
     """
     return 1 if len(size) > 3 else None
 
@@ -126,8 +127,7 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
     """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
 
     A tensor that is not in `after`, such as one that a collator adds later, is resized in each dimension whose size
-    equals a number of samples or a length in `before`. Boundaries of packed
-    documents end at the new length.
+    equals a number of samples or a length in `before`. The boundaries of packed documents then end at the new length.
     """
     sizes = {s.name: s.size for s in after}
     mapping = {
@@ -156,7 +156,10 @@ def _resize_boundaries(value: torch.Tensor, mapping: Mapping[int, int]) -> torch
 
 
 def _resize_tensor(value: Any, size: tuple[int, ...] | None, mapping: Mapping[int, int]) -> Any:
-    """Return a tensor cut or repeated to `size`. If `size` is None, replace sizes by `mapping`."""
+    """Return the tensor `value`, cut or repeated to `size`. Return any other `value` unchanged.
+
+    If `size` is None, resize each dimension whose present size is a key of `mapping` to the mapped size.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     size = size if size is not None else tuple(mapping.get(n, n) for n in value.shape)

@@ -36,8 +36,7 @@ class CachingWarning(logging.Filter):
         _LOG.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False, so that logging drops `record`, if it is the caching warning of a layer that satisfies
-        `is_ours`.
+        """Return False if `record` is the caching warning of a layer that satisfies `is_ours`. logging then drops it.
 
         logging calls this method inside the call that logs `record`, so the layer is found on the call stack.
         """

@@ -36,7 +36,8 @@ FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_f
 SETTER = private_name("PreTrainedModel", "_set_gradient_checkpointing")
 _ATTENTION = private_name("PretrainedConfig", "_attn_implementation")
 _CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"
-"""Class attribute of layers that can be checkpointed with a key-value cache. It does not exist in 5.17."""
+"""Class attribute of layers that can be checkpointed with a key-value cache. The attribute does not exist in
+Transformers 5.17."""
 if hasattr(GradientCheckpointingLayer, _CACHE_ATTRIBUTE):
     private_name("GradientCheckpointingLayer", _CACHE_ATTRIBUTE)
 CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activation_checkpointing") else FLAG
@@ -56,7 +57,8 @@ def adds_into_wider(device: torch.device, dtype: torch.dtype, is_fake: bool = Fa
     """Return True if this release of torch can add products in `dtype` to a float32 sum (`torch.addmm(out_dtype=...)`).
 
     The function tries a small product. CUDA supports this for half types in some releases of torch. CPUs and ROCm do
-    not. `is_fake` is True for fake tensors, whose device may be absent. It only keeps their results apart in the cache.
+    not. `is_fake` is True for fake tensors, whose device may be absent. The flag only separates the results for fake
+    tensors in this function's cache.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -94,7 +96,7 @@ def block_of(fn: Any) -> nn.Module | None:
 def run_inside_hooks(
     fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 ) -> Any:
-    """Run the call `fn(*args)` of a block so that its forward hooks run outside of `run`. Return the result.
+    """Run the call `fn(*args)` of a block, with the block's forward hooks outside of `run`. Return the result.
 
     `run(forward, args)` gets the block's forward without hooks. Transformers 5.23 passes the forward alone as `fn`, but
     5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because FSDP2's hooks gather the
@@ -216,9 +218,11 @@ def owns_graph_node(node: Any) -> bool:
 
 
 def graph_owner(tensor: torch.Tensor) -> Any:
-    """Return an autograd node whose reference keeps the graph of `tensor` alive.
+    """Return a torch autograd node of `tensor`. While the caller references the node, the graph of `tensor` stays
+    alive.
 
-    This is the tensor's own node. If a reference to that does not suffice (`owns_graph_node`), use a new view's node.
+    The node is the tensor's `grad_fn`. If a reference to `grad_fn` does not keep the graph alive (`owns_graph_node`),
+    the node is the `grad_fn` of a new view of `tensor`.
     """
     if owns_graph_node(tensor.grad_fn):
         return tensor.grad_fn
@@ -313,7 +317,7 @@ def checkpoint_call(
 def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return one empty tensor for each device, except the CPU, of the tensors among a call's arguments.
 
-    They are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
+    The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
     """
     leaves = tree_leaves((args, keyword_arguments(fn)))
     devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -347,7 +351,7 @@ def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
-    """While open, set all layerdrop rates of `model` to 0, so that no layer is skipped at random."""
+    """While open, set all layerdrop rates of a Transformers `model` to 0. No layer is then skipped at random."""
     rates = layerdrop_rates(model)
     for owner, name, _ in rates:
         setattr(owner, name, 0.0)

@@ -1,4 +1,4 @@
-"""Events of torch's CPU allocator: makes torch's profiler record those of all threads, and reads live bytes from
+"""Events of torch's CPU allocator: makes torch's profiler record events of all threads, and reads live bytes from
 them."""
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def _c10_variable(name: str, kind: type[Any]) -> Any:
 all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
 """Flag that makes all threads report their allocations and frees to the profiler."""
 log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
-"""Least level of messages that c10 writes to stderr. It does not affect Python warnings."""
+"""Least level of messages that c10 writes to stderr. The level does not affect Python warnings."""
 
 
 @contextmanager
 def count_all_threads() -> Iterator[None]:
     """Make torch's memory profiler record CPU allocations and frees of all threads while this context is open.
 
-    By default it records only the profiled thread. Gloo's threads are often the last to free a tensor that ranks have
-    exchanged. Without their records, the tensor would count as live forever. In a build of torch without the flag
-    (`all_threads_flag` is None), this context has no effect on the count.
+    By default the profiler records only the profiled thread. Gloo's threads are often the last to free a tensor that
+    ranks have exchanged. Without the records of these threads, the tensor would count as live forever. In a build of
+    torch without the flag (`all_threads_flag` is None), this context has no effect on the count.
 
     c10 warns of the first, and then of each thousandth, freed block whose allocation the profiler did not record. These
     warnings are useless here, and c10 has hardly any others, so only c10's errors are written while the context is
@@ -69,7 +69,7 @@ def allocator_readings(profiler: profile, mark: str) -> list[int | None]:
     """Return the live bytes after each CPU allocator event that `profiler` recorded, in order of time.
 
     For each `record_function` named `mark`, the list contains None instead. The bytes are relative to the first event.
-    Only events of the profiled thread are listed. The next of these includes frees by other threads.
+    Only events of the profiled thread are listed. Bytes freed by another thread are counted at the next listed event.
     """
     events = []
     assert profiler.kineto_results is not None  # the profiler has ended

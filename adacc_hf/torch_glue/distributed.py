@@ -124,8 +124,8 @@ def check_same_policy(policy: Policy) -> None:
 def common_profile(profile: Profile) -> Profile:
     """Return the first rank's `profile` on every rank, with the least available memory of all ranks.
 
-    Measured costs and outliers differ between ranks, but decisions based on them, such as when to solve, must not. A
-    rank that asks for a solution alone would wait for the others forever.
+    Measured costs and outliers differ between ranks, but decisions based on them, such as when to solve, must be equal.
+    A rank that asks for a solution alone would wait for the other ranks forever.
     """
     if num_ranks() == 1:
         return profile
@@ -160,7 +160,7 @@ arguments than `args`, and a failed message would leave the other ranks waiting 
 def _picklable_parts(error: Exception) -> SentError:
     """Return (class, arguments, attributes) of `error`, to send it to other ranks.
 
-    If these cannot be pickled, return those of an AdaccError with the same message.
+    If the parts of `error` cannot be pickled, return the parts of an AdaccError with the same message.
     """
     parts = (type(error), error.args, vars(error))
     try:

@@ -39,7 +39,8 @@ class NotTraceableError(Exception):
 
 
 class TracedGuards:
-    """Dynamo's guards of one traced call, and getters of those inputs of the graph that no guard compares."""
+    """Dynamo's guards for one traced call of a block. `numbers` and `tensors` get the graph inputs that no guard
+    compares."""
 
     def __init__(self, manager: Any, global_scope: dict[str, Any], inputs: _Inputs, dead_objects: _DeadObjects) -> None:
         self._check = manager.check
@@ -47,7 +48,7 @@ class TracedGuards:
         self.numbers = _compile_getter(inputs.numbers, variables)
         """Function from a `Scope` to the numbers that are inputs of the traced graph."""
         self.tensors = _compile_getter(inputs.tensors, variables)
-        """Function from a `Scope` to those input tensors of the graph that are not arguments, parameters or buffers
+        """Function from a `Scope` to the input tensors of the graph that are not arguments, parameters or buffers
         reached by name."""
         self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
         self._classes = ClassReads(inputs.class_reads)
@@ -56,11 +57,12 @@ class TracedGuards:
 
     @property
     def is_alive(self) -> bool:
-        """False if an object whose address a guard compares has died. Another object may have its address now."""
+        """True while all objects whose addresses a guard compares are alive. Another object may get the address of a
+        dead one."""
         return not self._dead_objects
 
     def hold(self, scope: Scope) -> bool:
-        """Return True if all guards accept a call with these local variables, so that it takes the traced path.
+        """Return True if all guards accept a call with these local variables. The call then takes the traced path.
 
         Active dispatch modes are disabled during the check, because they only observe the block's operators.
         """
@@ -127,24 +129,25 @@ _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_onc
 """Names of methods of loggers that log. Transformers adds the last three."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
 """Suffixes of the names of guards on module attributes that do not affect the operators of forward: backward hooks, and
-the calling conventions of forward hooks. The latter matter only for existing hooks, which have their own guards."""
+the calling conventions of forward hooks. Calling conventions matter only for existing hooks, which have their own
+guards."""
 
 
 def _messages() -> Iterator[Callable[..., Any]]:
     """Yield the functions that log or warn, which traces leave out.
 
-    They are looked up at each trace, because Transformers adds some methods to loggers when it is imported.
+    The functions are looked up at each trace, because Transformers adds some methods to loggers when it is imported.
     """
     yield warnings.warn
     yield from (getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name))
 
 
 class _StoppedError(Exception):
-    """Exception that the backend raises instead of running a traced graph."""
+    """Exception that the backend of a Dynamo trace raises instead of running the traced graph."""
 
 
 class _NotTracedError(Exception):
-    """Exception that the probe raises if Python runs it, which means that Dynamo has not traced it."""
+    """Exception that the traced function raises if Python runs it. Dynamo has then not traced the function."""
 
 
 def _stop(*_: Any) -> Any:

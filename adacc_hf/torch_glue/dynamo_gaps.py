@@ -51,9 +51,10 @@ class ClassReads:
 
 
 def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
-    """Return the suffixes to append to `owner.name` so that each evaluation gives the same object.
+    """Return the suffixes with which every evaluation of the expression `owner.name` gives the same object.
 
-    Return ("",) if none is needed, (".__func__",) for a class method, and () if no expression gives the same object.
+    Return ("",) if no suffix is needed, (".__func__",) for a class method, and () if no expression gives the same
+    object.
     """
     for base in owner.__mro__:
         if name in vars(base) and name.isidentifier() and not iskeyword(name):

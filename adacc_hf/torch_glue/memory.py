@@ -53,8 +53,8 @@ _FAILED_ALLOCATION_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Texts of failed allocations for which torch raises a plain RuntimeError. They come from its CPU allocator, and from
-libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
+"""Texts of failed allocations for which torch raises a plain RuntimeError. The errors come from torch's CPU allocator,
+and from libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -124,7 +124,7 @@ _BUSY = (
 class CpuMemoryMeter(MemoryMeter):
     """Memory meter for the CPU, which reads allocator events from torch's profiler.
 
-    Meters of other threads wait for it.
+    Meters of other threads wait until this meter is closed.
 
     On entry, raise ProfilerConflictError if another profiler is running. If another profiler starts during the
     measurement, the measurement ends, and the meter raises ProfilerConflictError on exit.
@@ -218,7 +218,7 @@ _peaks_before_reset: dict[torch.device, int] = {}
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Reset torch's peak statistic, and save its value for `take_peak`, because torch cannot set it back."""
+    """Reset torch's peak statistic, and save its value for `take_peak`, because torch cannot restore the statistic."""
     _peaks_before_reset[device] = max(_peaks_before_reset.get(device, 0), torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
 
@@ -235,7 +235,8 @@ def take_peak() -> int:
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Memory meter for a GPU, which reads the statistics of torch's caching allocator. It does not synchronise.
+    """Memory meter for a GPU, which reads the statistics of torch's caching allocator. The meter does not synchronise
+    with the device.
 
     The allocator counts in units of 512 bytes. The maximum after a mark includes memory that is freed right at the
     mark, so peaks in forward may be predicted too high.
@@ -298,7 +299,7 @@ def measure_step(
 ) -> StepMemory:
     """Run one forward and backward of `model` on `batch`, and return the memory of that step.
 
-    Existing gradients are restored afterwards, the new ones are dropped, and gradient hooks are not called. Random
+    Existing gradients are restored afterwards, the new gradients are dropped, and gradient hooks are not called. Random
     generators advance as in a step.
     """
     device = next(model.parameters()).device
@@ -415,8 +416,8 @@ def count_static_bytes(
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors that `optimizer` holds in addition to the model's parameters.
 
-    They are in its state, in objects of its state (GaLore's projections), in its groups (GrokAdamW), or in its
-    attributes (AdaLomo).
+    Optimizers hold such tensors in the state, in objects of the state (GaLore's projections), in the groups
+    (GrokAdamW), or in attributes (AdaLomo).
     """
     tensors = tensors_in([*optimizer.state.values()])  # DeepSpeed's optimizer has `state`, but is no torch optimizer
     for member in component_optimizers(optimizer):
@@ -466,7 +467,8 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def available_bytes(device: torch.device, static_bytes: int) -> int:
-    """Return the bytes that this process can use on `device`: the bytes that it uses already, plus the free ones.
+    """Return the bytes that this process can use on `device`: the bytes that the process uses already, plus the free
+    bytes.
 
     On a GPU, the process's memory fraction is the limit. Unless segments are expandable, `FRAGMENTATION_SHARE` is
     subtracted. On a CPU, `static_bytes` are the bytes in use.

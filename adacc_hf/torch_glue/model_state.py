@@ -67,7 +67,8 @@ LARGEST_COPY = 64 << 20
 """Limit in bytes up to which a snapshot copies a tensor that is not a buffer. Changes of larger tensors are only
 detected."""
 SMALL_COPY = 64 << 10
-"""Lower limit in bytes, for tensors that require a gradient and for blocks whose calls have changed no state so far."""
+"""Smaller limit that replaces LARGEST_COPY, for tensors that require a gradient, and for blocks whose calls have
+changed no state so far."""
 MAX_ITEMS = 4096
 """Greatest length of a container whose items are searched for state. Data sets are longer, and blocks do not change
 their items."""
@@ -181,7 +182,8 @@ class _Search:
         self._names(function.__globals__, _names_in(function.__code__))
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
-        """Add the global variables of `namespace` that a function's code uses, also those of other modules."""
+        """Add the global variables of `namespace` that a function's code uses, and the global variables of other
+        modules that the code reaches."""
         names = Globals(namespace, code_names)
         for value in names.values():
             if not isinstance(value, ModuleType):
@@ -225,7 +227,8 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements of the tensor share memory, as in a view by `unfold`, so that they cannot be restored."""
+    """Return True if elements of the tensor share memory, as in a view by `unfold`. Such a tensor cannot be
+    restored."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > extent
 

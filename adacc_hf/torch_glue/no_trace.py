@@ -43,7 +43,7 @@ class Tables:
         """True after the last run has ended."""
 
     def retained_entries(self, now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the entries of the dict `now` that must not be restored to those of `before`, its copy in a
+        """Return the entries of the dict `now` that must keep their values. `before` is the copy of the dict in a
         snapshot."""
         retained = {}
         for name, value in now.items():
@@ -81,7 +81,10 @@ def _is_replaced(now: Any, before: Any) -> bool:
 
 
 def _table_tensors(now: Any, before: Any) -> list[torch.Tensor]:
-    """Return the tensors of the entry `now`, which was `before`, if the entry may be a table (`Tables`), else []."""
+    """Return the tensors of the dict entry `now` if the entry may be a table (`Tables`), else [].
+
+    `before` is the value of the entry before the run.
+    """
     if isinstance(now, (tuple, list)) and before is None:
         tensors = [item for item in now if isinstance(item, torch.Tensor) and not item.requires_grad]
         return tensors if len(tensors) == len(now) else []

@@ -51,7 +51,8 @@ ATTRIBUTES: list[tuple[str, str]] = []
 def private_name(owner: str, attribute: str) -> str:
     """Register a private attribute of torch or Transformers that this package uses, and return its name `attribute`.
 
-    `owner` is the name of the class or module that has the attribute. A test checks that it exists in each release.
+    `owner` is the name of the class or module that has the attribute. A test checks that the attribute exists in each
+    release.
     """
     ATTRIBUTES.append((owner, attribute))
     return attribute
@@ -94,7 +95,8 @@ SHARDED_SIZE = private_name("FlatParameter", "_sharded_size")
 PARAMETERS, BUFFERS, MODULES = (private_name("Module", name) for name in ("_parameters", "_buffers", "_modules"))
 """Names of a module's attributes with its own parameters, buffers and child modules, each a dict by name."""
 parameters_of, buffers_of, modules_of = map(attrgetter, (PARAMETERS, BUFFERS, MODULES))
-"""Functions that return these dicts of a module. They are faster than the public methods."""
+"""Functions that return a module's dict of parameters, of buffers, and of child modules. These functions are faster
+than the public methods."""
 forward_pre_hooks = _attribute_getter("Module", "_forward_pre_hooks")
 forward_hooks = _attribute_getter("Module", "_forward_hooks")
 """Functions that return the forward hooks of a module, a dict by id."""
@@ -112,8 +114,8 @@ CHECKPOINTED = private_name("CheckpointWrapper", "_checkpoint_wrapped_module")
 # Autograd.
 
 sequence_number = methodcaller(private_name("Node", "_sequence_nr"))
-"""Function that returns the sequence number of an autograd node, in order of creation. It raises RuntimeError if the
-node was freed."""
+"""Function that returns the sequence number of an autograd node, in order of creation. The function raises RuntimeError
+if the node was freed."""
 input_metadata = _attribute_getter("Node", "_input_metadata")
 """Function that returns shape, dtype and device of each gradient that an autograd node expects."""
 current_autograd_node = torch._C._current_autograd_node

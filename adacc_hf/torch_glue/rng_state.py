@@ -107,7 +107,8 @@ def generator_state(device: torch.device) -> torch.Tensor | None:
 
 @contextmanager
 def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """While open, use `replacements` in place of torch's default generators. It has a generator for each device type.
+    """While open, use `replacements` in place of torch's default generators. `replacements` has a generator for each
+    device type.
 
     This is used with fake tensors, for which no random numbers are drawn.
     """

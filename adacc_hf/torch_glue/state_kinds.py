@@ -176,7 +176,7 @@ def _put_local(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 ENTRIES = Kind(dict, _same_entries, _put_entries)
 LOCAL_ENTRIES = Kind(_local, lambda now, before: _same_entries(_local(now), before), _put_local)
-"""Kind for entries of modules with sharded parameters. It leaves parameters out."""
+"""Kind for entries of modules with sharded parameters. Parameters are left out."""
 ITEMS = Kind(list, _same_items, _put_items)
 SET = Kind(set, lambda now, before: now == before, _put_items)
 CELL = Kind(cell_content, lambda cell, before: cell_content(cell) is before, _put_cell)
@@ -199,7 +199,7 @@ PYTHON_GENERATOR = Kind(
 NUMPY_GENERATOR = Kind(_numpy_state, lambda now, before: _numpy_state(now) == before, _put_numpy_state)
 ITERATOR = Kind(_position, lambda now, before: _position(now) == before, _refuse_advance)
 UNRESTORABLE = (VERSION, ITERATOR)
-"""Kinds of state whose changes are detected but cannot be undone. Their `put` raises UnrestorableError."""
+"""Kinds of state whose changes are detected but cannot be undone. `put` of these kinds raises UnrestorableError."""
 
 
 CAPTURING = "transformers.utils.output_capturing"

@@ -226,8 +226,8 @@ in a part."""
 def relative_error(exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of `exact` - `other`, divided by the L2 norm of `exact`. Each list counts as one vector.
 
-    The result is inf if `exact` is finite and the difference is not. It is 0 if `exact` is zero or not finite, because
-    codecs preserve such tensors.
+    The result is inf if `exact` is finite and the difference is not. The result is 0 if `exact` is zero or not finite,
+    because codecs preserve such tensors.
     """
     norm = l2_norm(exact)
     error = difference_norm(exact, other) / norm

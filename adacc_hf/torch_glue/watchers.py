@@ -26,7 +26,7 @@ class Watchers(Generic[Watcher]):
         """Watchers by thread id. The innermost watcher of a thread is last."""
 
     def current(self) -> Watcher | None:
-        """Return the innermost watcher of the calling thread, or None."""
+        """Return the calling thread's innermost watcher of the patched torch function, or None."""
         watchers = self._by_thread.get(get_ident())
         return watchers[-1] if watchers else None
 

@@ -1,7 +1,7 @@
 """Startup module of the Python processes of `adacc run`: adds AdaccCallback to every Trainer that begins to train.
 
-`adacc run` puts this folder first on PYTHONPATH, and Python imports `sitecustomize` before it runs a program. Most of
-these programs never train, and some run in environments without this package. So this module imports only the standard
+`adacc run` puts this folder first on PYTHONPATH, and Python imports `sitecustomize` before it runs a program. Most
+programs never train, and some run in environments without adacc_hf. Therefore this module imports only the standard
 library, waits until the program itself imports the Trainer, and imports adacc_hf when training begins.
 """
 
@@ -15,14 +15,14 @@ TRAINER_MODULE = "transformers.trainer"
 SETTINGS = os.environ.get("ADACC_HF_RUN_SETTINGS")
 """Settings of AdaccConfig in JSON, or None if this process is not part of `adacc run`."""
 RECORDS = os.environ.get("ADACC_HF_RUN_RECORDS", "")
-"""Folder for the empty files that `record` creates."""
+"""Folder in which `record` creates empty files, to tell `adacc run` how far the processes came."""
 
 
 class TrainerFinder:
     """Finder on sys.meta_path that calls `wrap_train_begin` after the import of the Trainer's module."""
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec from the other finders for the Trainer's module, None for every other module."""
+        """Return the spec of the Trainer's module from the other finders, or None for every other module."""
         if name != TRAINER_MODULE:
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -48,9 +48,9 @@ def call_after_import(loader, function):
 
 
 def wrap_train_begin(trainer_module):
-    """Wrap the method that calls the callbacks of any Trainer when training begins.
+    """Wrap the method `on_train_begin` of the Trainer's CallbackHandler. The wrapper adds an AdaccCallback.
 
-    The list of default callbacks would be a simpler place, but ms-swift replaces it.
+    The list of default callbacks would be a simpler place for the callback, but ms-swift replaces this list.
     """
     record("trainer")
     handler_class = trainer_module.CallbackHandler
@@ -76,7 +76,7 @@ def wrap_train_begin(trainer_module):
 
 
 def record(event):
-    """Create an empty file named `event` in the folder that `adacc run` reads at the end."""
+    """Create an empty file named `event` in the folder RECORDS, which `adacc run` reads at the end."""
     with suppress(OSError):  # the folder is gone if this process outlives `adacc run`, which then reads nothing more
         open(os.path.join(RECORDS, event), "a").close()
 
