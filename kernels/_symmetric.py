@@ -112,10 +112,11 @@ def rounding_offset_ref(x: Tensor, zero: float, rounding: str, seed: int) -> Ten
 
 
 def encode_ref(x_AGB: Tensor, bits: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode `x_AGB`, A groups of G elements in each of B columns, with plain torch. Return (codes, peaks).
+    """Encode `x_AGB` with plain torch operators. Return (codes, peaks).
 
-    Codes are uint8, [A/2, G, B] for 4 bits (A is even) or [A, G, B] for 8 bits. Peaks are [A, B] in 16 bits: a group's
-    element of largest magnitude, or only the magnitude if `factor` is positive. Codes of non-finite elements are
+    `x_AGB` has B columns, each with A groups of G elements. Codes are uint8, with shape [A/2, G, B] for 4 bits (A is
+    even) or [A, G, B] for 8 bits. Peaks have shape [A, B] and 16 bits. The peak of a group is the element of largest
+    magnitude, or only the magnitude of this element if `factor` is positive. Codes of non-finite elements are
     unspecified.
     """
     offset = rounding_offset_ref(x_AGB, CODE_RANGES[bits][0], rounding, seed)

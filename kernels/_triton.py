@@ -118,9 +118,9 @@ def peak_keys(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def stored_peak(key, dtype: tl.constexpr):
-    """Return the float32 peak that belongs to a key of `peak_keys`.
+    """Convert `key`, a key made by `peak_keys`, back to the float32 element. Return this element, the group's peak.
 
-    The peak is truncated to bfloat16 if the tensor is float32.
+    If `dtype`, the dtype of the encoded tensor, is float32, the peak is truncated to a bfloat16 number.
     """
     bits = (key >> 1) | (key << 31)
     if dtype == tl.float32:

@@ -44,7 +44,10 @@ def _decode_kernel(
     num_bytes,
     BLOCK: tl.constexpr,
 ):
-    """Unpack the bits of BLOCK bytes, and store 0 or the pattern for each element."""
+    """Unpack BLOCK bytes, and store one element per bit: 0 if the bit is 0, otherwise the pattern.
+
+    Without `pattern_ptr`, the pattern is 1.
+    """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     local = tl.arange(0, BLOCK)
     packed = tl.load(packed_ptr + first + local, mask=local < num_bytes - first, other=0).to(tl.int32)

@@ -223,7 +223,8 @@ class Codec:
         """Encode a contiguous tensor with plain torch operators that can be traced into a compiled graph.
 
         Control flow is static and no operator works in place. The result equals, bit for bit, the tensors that `encode`
-        stores directly after `fit(tensor)`. Raise NotImplementedError for a codec with other state.
+        stores if `fit(tensor)` is called directly before. Raise NotImplementedError if the codec has no such form,
+        because its result also depends on other state.
         """
         raise NotImplementedError(f"codec {self!r} cannot be used in a compiled graph")
 

@@ -316,9 +316,10 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 
 
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
-    """Return the compile-time constants of the kernels by name. `raw` has tensors if there are outliers.
+    """Return a dict from the names of the kernels' compile-time constants to their values.
 
-    TILE_ROWS is the greatest number of rows in which the groups of one program lie.
+    If there are no outliers, `raw` is empty and all constants are 0 or False. TILE_ROWS is the greatest number of rows
+    that the groups of one program can span, rounded up to a power of two.
     """
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}
     if raw:

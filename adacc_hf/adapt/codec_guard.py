@@ -83,7 +83,11 @@ class LossGuard:
         return True
 
     def take_suspicion(self) -> str | None:
-        """Set `suspicion` to None. Return its text if a suspicious loss or gradient norm was the cause, else None."""
+        """Clear the pending request for a check of gradients (`suspicion`).
+
+        Return the reason of the request if it was a suspicious loss or gradient norm. Return None if no check was
+        requested, or if the check was requested for a new policy.
+        """
         suspicion, self.suspicion = self.suspicion, None
         return None if suspicion == PROOF else suspicion
 

@@ -73,7 +73,7 @@ class OutliersTracked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNoted(Event):
-    """Event of the history: the measured memory of a step, or a statement on memory in `reason`."""
+    """Event of the history: the measured peak memory of a step, or a remark about memory with its text in `reason`."""
 
     name = "memory"
     reason: str | None = None

@@ -123,7 +123,10 @@ def _maxima(figures: Iterable[tuple[Any, F]]) -> dict[Any, F]:
 
 @dataclass(slots=True)
 class Measurements:
-    """Measurements by the codecs in the current tracking step. Errors stay on the device until `read`."""
+    """Measurements that the codecs make in the current tracking step.
+
+    Errors are tensors on the device until the method `read` converts them to floats.
+    """
 
     num_outliers: dict[TrackedKey, int] = field(default_factory=dict)
     errors: dict[TrackedKey, Tensor] = field(default_factory=dict)

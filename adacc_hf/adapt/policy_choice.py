@@ -173,12 +173,12 @@ class PolicyChoice:
         expects_size_model: bool = False,
         is_extrapolated: bool = False,
     ) -> SizePolicy:
-        """Add `policy` for batches of `shapes`, apply it, and return its size policy.
+        """Add `policy` for batches with the sizes `shapes`, and apply the policy. Return the new `SizePolicy`.
 
-        `shapes` are None if the sizes are unknown. If `is_provisional`, the policy is replaced once the memory of a
-        step has been measured. `expects_size_model` is True if the profiler has tried to measure other sizes too. If
-        `profile` then has no size model, the model cannot run on slices of a batch. `is_extrapolated` is True if
-        `profile` was predicted from the profile of another size.
+        `shapes` is None if the sizes are unknown. If `is_provisional` is True, the policy is replaced once the memory
+        of a step has been measured. `expects_size_model` is True if the profiler has tried to measure other sizes too.
+        If `profile` nevertheless has no size model, the model cannot run on slices of a batch. `is_extrapolated` is
+        True if `profile` was predicted from the profile of another size.
         """
         size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
         size_policy.is_provisional = is_provisional

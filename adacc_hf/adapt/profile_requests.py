@@ -73,10 +73,10 @@ class ProfileRequests:
                 self._tried.add(why)
 
     def can_restart(self) -> bool:
-        """Return True if the run can start over with the most recent batch of every rank. Decrement `num_tries`.
+        """Decrement `num_tries`. Return True if the most recent batch of every rank is suitable to start over with.
 
-        The batch must have called all blocks that any batch has trained. If the reason is OTHER_OPERATORS, the batch
-        must have run other operators than the profiled batch.
+        A suitable batch has trained every block that any batch has trained so far. If the reason to start over is
+        OTHER_OPERATORS, the batch must also have run other operators than the profiled batch.
         """
         self.num_tries -= 1
         is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())

@@ -65,10 +65,11 @@ def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> P
 
 
 def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
-    """Return `profile` with the precise codec as a further option for values with a `switched_off` codec.
+    """Return a profile in which values with a switched-off codec may use the precise codec too.
 
-    If the config names the codecs to use, return `profile` itself. The predicted times of the precise codec are those
-    of the switched-off codec, because it reads the same number of bytes and writes only twice as many.
+    If `config.codecs` is set, return `profile` unchanged. The precise codec gets the predicted times of the
+    switched-off codec, because both codecs read the same number of bytes, and the precise codec writes only twice as
+    many.
     """
     off_options = switched_off_options(profile, switched_off) if config.codecs is None else frozenset()
     if not off_options:
@@ -146,7 +147,7 @@ SwitchedOff = tuple[str, str, str]
 def in_all_blocks(profile: Profile, options: Collection[OptionKey]) -> frozenset[SwitchedOff]:
     """Return the (block, activation, codec) names of `options`, for every block of an option's kind.
 
-    `options` are (index of the kind, index of the value, codec), with the indices of `profile`.
+    Each option is (index of the kind, index of the value, codec), with the indices of `profile`.
     """
     return frozenset(
         (block.name, profile.kinds[kind].names[value], codec)

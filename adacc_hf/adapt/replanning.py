@@ -72,9 +72,9 @@ class Replanning:
         return has_changed
 
     def solve_now(self, step: int, size_policy: SizePolicy, profile: Profile, reason: str) -> bool:
-        """Solve for the prices of `profile`, and follow the new policy. If no policy fits, warn and return False.
+        """Run the solver on `profile`, and follow the new policy. If no policy fits, warn and return False.
 
-        `reason` is the reason for the history.
+        `reason` is written to the history.
         """
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         started = time.perf_counter()
@@ -115,9 +115,9 @@ class Replanning:
     def _change(
         self, step: int, size_policy: SizePolicy, before: Policy, policy: Policy, reason: str, waited_ms: float
     ) -> None:
-        """Replace the policy `before` of `size_policy` by `policy`, and append the change to the history.
+        """Replace the policy `before` of `size_policy` with `policy`, and append the change to the history.
 
-        Training has waited `waited_ms` for the solver.
+        `waited_ms` is the time that training has waited for the solver.
         """
         check_same_policy(policy)
         extra_ms = (policy.predicted_overhead_ms - before.predicted_overhead_ms) * self._num_micro

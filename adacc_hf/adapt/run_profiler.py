@@ -222,9 +222,10 @@ class RunProfiler:
         return None
 
     def _no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return the function that makes the context of micro-batches before a step's last one.
+        """Return a function that creates a context in which gradients are not synchronized between ranks.
 
-        Return None if the model is not sharded.
+        The training loop uses this context for all micro-batches of a step except the last. Return None if the model is
+        not sharded.
         """
         return self._loop.no_sync(model) if is_sharded(model) else None
 
@@ -238,8 +239,8 @@ def profile_resized(
 ) -> tuple[BatchShapes, Profile] | None:
     """Resize `batch` from `shapes` to `sizes`, call `profile` on the result, and return (sizes, profile).
 
-    The model may refuse the resized batch, because numbers of image patches and of tokens depend on each other. If
-    `shapes` and `sizes` are in one bucket, `batch` is then profiled at its own `shapes`. Otherwise return None.
+    The model may refuse the resized batch, because numbers of image patches and of tokens depend on each other. In this
+    case, profile `batch` at its own `shapes` if `shapes` and `sizes` are in the same bucket. Otherwise return None.
     """
     try:
         return sizes, profile(resize_batch(batch, shapes, sizes))

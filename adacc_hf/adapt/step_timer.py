@@ -41,7 +41,7 @@ class StepMeter:
     def count_memory(
         self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
     ) -> None:
-        """Begin to measure the memory of the step. If the blocks' `functions` are given, also measure by moments.
+        """Begin to measure the memory of the step. If `functions` is not None, also measure at moments in the blocks.
 
         On a CPU, do nothing while another profiler is active.
         """
@@ -120,9 +120,11 @@ class StepTimes:
         return self._extra_ms()
 
     def add_other(self, ms: float) -> float:
-        """Add the time of another step. Return its extra time in ms, or 0 if there are too few normal steps so far.
+        """Add the time of a step that is not normal, such as a tracking step. Return its extra time in ms.
 
-        The extra time is negative if the step was faster by chance. Over many steps, chance cancels out.
+        The extra time is the time above the median of normal steps. Return 0 if there are too few normal steps so far:
+        the step then waits for them. The extra time is negative if the step was faster by chance. Over many steps,
+        chance cancels out.
         """
         self._num_waiting += 1
         self._waiting_ms += ms

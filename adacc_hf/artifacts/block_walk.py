@@ -80,8 +80,8 @@ class BlockWalk:
     - A recomputed value that repeats an earlier activation reads the earlier activation.
     - A replayed operator that draws random numbers restores a generator's state that forward stored.
 
-    `held_inputs` are block inputs that other references keep alive until the end of the block's backward. Raises
-    ValueError for a plan that cannot be executed.
+    Other references keep the block inputs in `held_inputs` alive until the end of the block's backward. If the plan
+    cannot be executed, ValueError is raised.
     """
 
     def __init__(self, kind: KindProfile, plan: Plan, held_inputs: Collection[int] = ()) -> None:
@@ -307,10 +307,11 @@ class BlockWalk:
         unpacks: Sequence[int],
         releases: Mapping[int, int],
     ) -> list[tuple[float, float, int]]:
-        """Return (first event, last event, bytes) of each period in which `value`, used at `uses`, is live decoded.
+        """Return (first event, last event, bytes) of each period of backward in which `value` is live in decoded form.
 
-        A decoded value is freed at the end of an unpack if none of the next DECODED_CACHE_UNPACKS unpacks reads it, and
-        at once after its last use, but never before autograd releases its slot.
+        `uses` contains the indices of the events that use the decoded copy. The copy is freed directly after its last
+        use, and at the end of an unpack if none of the next DECODED_CACHE_UNPACKS unpacks uses the copy. If a use is
+        the unpack of a slot, the copy is not freed before autograd frees the slot.
         """
         ordinals = [bisect_left(unpacks, number) for number in uses]
         spans: list[tuple[float, float, int]] = []

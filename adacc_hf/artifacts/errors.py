@@ -26,12 +26,12 @@ class AdaccError(Exception):
 
 
 class InfeasibleBudgetError(AdaccError, ValueError):
-    """No policy fits the memory budget.
+    """Error raised if no policy fits the memory budget.
 
-    `smallest_budget_bytes` is the smallest budget of a policy that the solver found, in the unit of the budget: peak
-    bytes of a step for an absolute budget, stored bytes for a fraction. `bound_bytes` is a lower bound for every
-    policy, equal to `smallest_budget_bytes` if no smaller budget is feasible. `least` is the policy with the
-    smallest budget, if the solver raised the error.
+    `smallest_budget_bytes` is the smallest budget for which the solver found a policy. If the budget was set in bytes,
+    this number is the peak bytes of a step. If the budget was set as a fraction, this number is the bytes stored for
+    backward. `bound_bytes` is a lower bound of the budget of any policy. The two numbers are equal if no smaller budget
+    is feasible. `least` is the policy for `smallest_budget_bytes`, or None if the error does not come from the solver.
     """
 
     def __init__(

@@ -144,7 +144,10 @@ class Basis:
         return np.maximum(np.linalg.norm(np.array(self._columns, dtype=np.float64), axis=1), 1.0)
 
     def _combinations(self, num_terms: int) -> tuple[Any, Any, Any]:
-        """Return (indices, values in each call, pseudo-inverses) of every choice of `num_terms` products of norm 1."""
+        """Return (indices, matrices, pseudo-inverses), each with one item for every choice of `num_terms` products.
+
+        A matrix contains the values of the chosen products in each call. Each product's values are scaled to norm 1.
+        """
         combined = self._combined.get(num_terms)
         if combined is None:
             products = np.array(self._columns, dtype=np.float64) / self._norms()[:, None]
@@ -174,9 +177,9 @@ def _fit_single_product(values: Column, column: Column, place: int) -> Polynomia
 
 
 def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | None:
-    """Return the integer factors with which `columns` sum to `target` in every call.
+    """Return one integer factor per column, such that the sum of factor * column equals `target` in every call.
 
-    Return None if there is no solution, or more than one.
+    A column contains one number per call. Return None if there is no integer solution, or more than one solution.
     """
     size = len(columns)
     rows = list(zip(*columns, target, strict=True))

@@ -81,7 +81,7 @@ class Value:
     """Class of tensor for codec selection (paper, section 3.2): linear, norm, activation, qkv, softmax, mask, input,
     parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
     cached: bool = False
-    """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
+    """True if the value lives until the end of the model's forward whatever the policy: a cast parameter in autocast's
     cache, or a value that a module or an autograd Function references."""
     is_kept: bool = False
     """True if a reference outside the block's slots also keeps the value alive: an output that another block or the
@@ -380,7 +380,7 @@ class Profile:
     accumulation, the gradients of earlier micro-batches."""
     outside_peak_bytes: int
     """Peak in bytes in the forward of the head and the loss, without the bytes that blocks store. Casts in autocast's
-    cache are included, because they are live under every policy."""
+    cache are included, because they are live whatever the policy."""
     loss_peak_bytes: int
     """Peak in bytes in the backward of the head and the loss, without the bytes that blocks store."""
     tail_peak_bytes: int
@@ -514,24 +514,29 @@ class Profile:
         return tuple(accumulate((frozenset(self.kind_of(block).held) for block in self.blocks), frozenset.union))
 
     def unread_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors that are in the base of the `block`-th block, but not live under a policy.
+        """Return the bytes of shared tensors in a block's `backward_base_bytes` that are not live under a policy.
 
-        `read` are the shared tensors that replays of blocks up to the `block`-th read under the policy.
+        `block` is the index of the block. `read` contains the indices of the shared tensors that the policy keeps
+        alive, because replays of this block or of earlier blocks read them.
         """
         unread = self.base_shared[block] - read
         return sum(self.shared[index].nbytes for index in unread) if unread else 0
 
     def extra_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors that are live under a policy, but not in the base of the `block`-th block.
+        """Return the bytes of shared tensors that a policy keeps alive beyond those in a block's `backward_base_bytes`.
 
-        `read` are the shared tensors that replays of blocks up to the `block`-th read under the policy.
+        `block` is the index of the block. `read` contains the indices of the shared tensors that the policy keeps
+        alive, because replays of this block or of earlier blocks read them. Tensors that autograd saves anyway are not
+        counted.
         """
         extra = read - self.base_shared[block]
         return sum(shared.nbytes for index in extra if not (shared := self.shared[index]).saved) if extra else 0
 
     def head_peaks(self, read: Set[int]) -> tuple[int, int]:
-        """Return `outside_peak_bytes` and `loss_peak_bytes` under a policy whose replays read the shared tensors
-        `read`."""
+        """Return `outside_peak_bytes` and `loss_peak_bytes` under a policy.
+
+        `read` contains the indices of the shared tensors that the policy keeps alive, because replays read them.
+        """
         base, unread = self.unread_shared_bytes(-1, frozenset()), self.unread_shared_bytes(-1, read)
         extra = self.extra_shared_bytes(-1, read)
         # The tensors that are read add at most their bytes to the peak without any of the shared tensors.

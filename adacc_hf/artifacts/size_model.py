@@ -312,9 +312,10 @@ def _map_head(head: Head, change: NumberMap) -> Head:
 
 
 def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
-    """Return `after` with the times of `before`, scaled to the sizes of `after`.
+    """Return the profile `after` with the times of the profile `before`, scaled to the sizes of `after`.
 
-    `ratio` is the number of elements after over before. The time of the model outside the blocks scales with `ratio`.
+    `ratio` is the number of elements in the batch of `after`, divided by the number in the batch of `before`. The times
+    of the whole step and of the output heads are multiplied by `ratio`.
     """
     kinds = tuple(_timed_kind(old, new) for old, new in zip(before.kinds, after.kinds, strict=True))
     heads = tuple(replace(head, ms=head.ms * ratio) for head in after.other_heads)

@@ -218,7 +218,7 @@ class CompiledRun:
         self._next_change = _ShareChange(step, share, "some regions cannot keep to their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
-        """Set the share from the measured peak of a step, for a budget in bytes.
+        """If the budget is in bytes, set the share (the fraction of bytes stored) from the measured peak of a step.
 
         Raises InfeasibleBudgetError if a step exceeds the budget although its graphs store the least possible.
         """
@@ -263,7 +263,7 @@ class CompiledRun:
         self._next_change = _ShareChange(step, next_share, reason)
 
     def _compile_again(self, change: _ShareChange) -> None:
-        """Compile all regions again with the changed share."""
+        """Recompile all regions with the changed share, the fraction of bytes that a graph may store for backward."""
         step, share, reason = change
         allowed = "the least possible" if share is None else format_bytes(int(share * self.policy.plain_bytes))
         plain = format_bytes(self.policy.plain_bytes)
@@ -287,7 +287,7 @@ class CompiledRun:
 
 
 class _ShareChange(NamedTuple):
-    """Change of the share that one step requests and the start of the next step makes."""
+    """Change of the fraction of bytes that regions may store (the share). Takes effect when the next step starts."""
 
     step: int
     share: float | None

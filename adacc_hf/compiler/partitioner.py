@@ -92,11 +92,11 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._times = OperatorTimes()
 
     def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
-        """Forget all regions. Regions compiled from now on store the fraction `share` of their bytes.
+        """Forget all regions. Regions compiled from now on store at most the fraction `share` of their bytes.
 
-        If `share` is None, they store the least possible.
-        `plans` are earlier plans for the same share, which their regions follow. Regions that are compiled already
-        change only after `torch._dynamo.reset`.
+        The fraction is relative to the bytes that plain torch.compile stores for backward. If `share` is None, regions
+        store the least possible. `plans` contains earlier plans for the same share. A region with an earlier plan
+        follows this plan. Regions that are compiled already change only after `torch._dynamo.reset`.
         """
         self.policy = self._initial_policy = CompiledPolicy(share=share)
         self._recorded_plans = {plan.digest: plan for plan in plans}
@@ -201,10 +201,11 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
-        """Return `plan` with the solver's choice, or with the reason why torch's own partition is used.
+        """Return `plan`, completed with the solver's choice or with the reason why torch's own partition is used.
 
-        `plain` are the values that torch would save. Torch may also save tensors that are no values of the joint graph.
-        `plain_sources` contains `plain` and the values that those tensors are computed from.
+        `plain` contains the values of the joint graph that torch's own partition would save. This partition may also
+        save tensors that are not values of the joint graph. `plain_sources` contains `plain`, and the values from which
+        these other tensors are computed.
         """
         allowed_bytes = self.policy.allowed_bytes(plan.plain_bytes)
         tensors = tuple(

@@ -270,7 +270,10 @@ class FakeMemoryMeter(MemoryMeter):
         self._bytes_at_mark = self._peak_bytes = self._live_bytes - dying_bytes
 
     def _close(self) -> None:
-        """Record the memory point of the interval since the last mark, if there was a mark."""
+        """Append a memory point for the time since the last mark: label, bytes at the mark, and peak bytes since then.
+
+        Before the first mark, do nothing.
+        """
         if self._label is not None:
             self.points.append(MemoryPoint(self._label, self._bytes_at_mark, self._peak_bytes))
 

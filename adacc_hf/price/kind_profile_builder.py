@@ -157,9 +157,10 @@ class KindProfileBuilder:
 
 
 def _block_actions(tape: Tape) -> tuple[BlockAction, ...]:
-    """Return the actions allowed on a whole block that runs as `tape` says.
+    """Return the actions allowed on a whole block that runs the operators of `tape`.
 
-    Torch's checkpoint runs the whole block again. Therefore all of its operators must be reproducible (rule R7).
+    Torch's checkpoint runs the whole block again. Therefore checkpointing is allowed only if all of the block's
+    operators are reproducible (rule R7) and none is a collective.
     """
     is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     return (BlockAction.PLAIN, BlockAction.CHECKPOINT) if is_checkpointable else (BlockAction.PLAIN,)

@@ -37,9 +37,10 @@ class TrackedTensor:
 
 
 class SlotProbe:
-    """Strategy that retains all saved tensors and records in a meter when autograd unpacks and releases each slot.
+    """Strategy that retains all saved tensors of a block, and records when autograd unpacks and frees each of them.
 
-    The probe also keeps the shared inputs at `sources` alive, as the replaying blocks of the kind do.
+    A meter records these events. The probe also keeps alive the shared inputs found at `sources`, because the other
+    blocks of the kind keep these inputs for replay.
     """
 
     def __init__(self, name: str, kind: KindProfile, sources: Sequence[Source]) -> None:

@@ -52,7 +52,7 @@ class ModelRecording:
     ) -> ModelRecording:
         """Group `blocks` by kind, set each block's `kind`, and free the tensors of the recorded forward.
 
-        `prices` are keyed by the digest of the tape.
+        `prices` maps the digest of each tape to the measured times of the tape's operators and codecs.
         """
         groups: dict[Any, list[RecordedBlock]] = {}
         positions = _call_positions(blocks)
@@ -80,12 +80,12 @@ class ModelRecording:
 
     @property
     def watched_names(self) -> list[str]:
-        """Names of the last call of each kind. Memory is measured at this call for the whole kind."""
+        """Names of the calls at which memory is measured: the last block call of each kind, measured for the kind."""
         return list({block.kind: block.name for block in self.blocks}.values())
 
     @cached_property
     def outcomes(self) -> list[BlockOutcome]:
-        """The outcome of full recomputation for each kind."""
+        """Memory and time of a block under full recomputation, one `BlockOutcome` for each kind."""
         return [recompute_outcome(kind) for kind in self.kinds]
 
     def kind_of(self, name: str) -> KindProfile:

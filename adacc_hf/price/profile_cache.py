@@ -36,7 +36,7 @@ class ProfileCacheError(AdaccError):
 
 @dataclass(frozen=True, kw_only=True)
 class PriceKey:
-    """Key of cached prices. Prices are read from the cache only if all fields are equal."""
+    """Key of cached prices (measured times). Prices are read from the cache only if all fields are equal."""
 
     tape: str
     """Digest of the recorded operators, constants and slots."""
@@ -57,7 +57,7 @@ class PriceKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One entry of the cache: the prices of a tape, and their key."""
+    """One entry of the cache: the measured times of a tape's operators and codecs (prices), and their key."""
 
     key: PriceKey
     block_class: str
@@ -191,7 +191,7 @@ class CachingMeasurement(Measurement):
 
 
 def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: Mapping[int, int]) -> PriceKey:
-    """Return the cache key of the prices of `tape`."""
+    """Return the key under which the measured times of the operators and codecs of `tape` are cached."""
     settings = (
         config.actions,
         [*map(codecs_suiting, ROLES), precise_codec()] if config.codecs is None else config.codecs,

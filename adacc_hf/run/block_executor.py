@@ -55,10 +55,10 @@ class Observer(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run one call of `block` and return its result.
+        """Observe one call of `block`, and return the result of the call.
 
-        The observer must remove itself from the executor `plan`, and then let `plan` run the call. `fn` already has
-        `kwargs` bound.
+        The observer must remove itself from the executor `plan`, and then call `plan.run`. The call itself is
+        `fn(*args)`, because `kwargs` is already bound in `fn`.
         """
 
 
@@ -101,7 +101,7 @@ class BlockExecutor:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` under the plan, and return the result of `fn(*args)`.
 
-        `fn` already has `kwargs` bound.
+        `kwargs` is already bound in `fn`. It is passed separately, because the executor inspects the call's inputs.
         """
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)

@@ -75,13 +75,12 @@ class CheckpointStrategy:
 
 
 class TrainingFlag:
-    """Replacement of a layer's checkpointing flag. With this flag, Transformers calls the block function during
-    training.
+    """Object that replaces a layer's checkpointing flag, so that Transformers calls the block function in training.
 
-    Inside a block's call, the flag is true if gradients are enabled. It is false in generate(), also in train mode, and
-    Transformers then uses the key-value cache. All other code reads the value that the flag had before the
-    installation. For example, TRL reads the flag, switches checkpointing off to generate, and restores the flag's value
-    afterwards.
+    When a block's call tests the flag, the flag is true if gradients are enabled. Therefore the flag is false in
+    generate(), also in train mode, and Transformers then uses the key-value cache. When other code tests the flag, the
+    flag has its value from before the installation. For example, TRL tests the flag, switches checkpointing off to
+    generate, and afterwards restores the flag.
     """
 
     def __init__(self, was_on: bool = False) -> None:

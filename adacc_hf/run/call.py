@@ -60,9 +60,9 @@ class Cell:
 
 
 class Call:
-    """State of one call of a block under a plan. `pack` and `unpack` are its saved-tensor hooks.
+    """State of one call of a block under a plan. Its methods `pack` and `unpack` are the saved-tensor hooks.
 
-    `externals` are (value, tensor) of the inputs, parameters and other existing tensors that replay reads.
+    `externals` contains (value, tensor) for each input, parameter and other existing tensor that replay reads.
     """
 
     __slots__ = (
@@ -174,8 +174,8 @@ class Call:
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
         """Handle a call that diverges from its tape now: store all that replay of the slots packed so far reads.
 
-        `bases` are tensors by value index. The tensors are copied, because no tape describes later changes in place. No
-        further slots are packed.
+        `bases` maps value indices to tensors. These tensors are copied, because no tape describes later changes in
+        place. No further slots are packed.
         """
         for value, base in bases.items():
             if not self.has(value):
@@ -367,10 +367,10 @@ class Recording:
         return result
 
     def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
-        """Treat the saved tensors as `plan` says from now on: keep them, encode them, or free them.
+        """Apply `plan` to the recorded call: from now on, keep, encode or free each saved tensor as the plan requires.
 
-        `codecs` has the coder of each compressed value. Return the list to which backward appends the indices of
-        unpacked slots.
+        `codecs` contains the coder of each compressed value. Return a list. Whenever backward unpacks a slot, the index
+        of the slot is appended to this list.
         """
         externals = [(value, self._external(value, source)) for value, source in plan.externals]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]

@@ -158,7 +158,11 @@ class PlanEntries:
         return entry
 
     def _entry_at(self, symbolic_tape: SymbolicTape, tape: Tape) -> Entry:
-        """Return the entry for `tape`, which was evaluated from `symbolic_tape` at a size that was not recorded."""
+        """Return an entry for `tape`, the evaluation of `symbolic_tape` at a size at which no call was recorded.
+
+        The execution plan of `symbolic_tape.base`, which was recorded, is resized and reused. If the size is too small
+        for one of the codecs, a new plan is built for `tape`.
+        """
         base = self.bases.get(symbolic_tape)
         if base is None or base.base is not symbolic_tape.base:
             base = self.bases[symbolic_tape] = self._entry(
@@ -179,7 +183,7 @@ class PlanEntries:
     def expected_entry(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """Return an entry with the tape that a profile or another block has recorded for this key, or None.
 
-        The first call with the key is validated against this tape. `args` and `kwargs` are the arguments of the call.
+        The first call with the key, `args` and `kwargs` is validated against this tape.
         """
         if self.differs_from_record or any(known_key.shape == key.shape for known_key in self.known_shapes):
             return None

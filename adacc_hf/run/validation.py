@@ -177,8 +177,8 @@ class Validator(TorchDispatchMode):
     ) -> bool:
         """Compare the results of an operator with the tape, and note their values.
 
-        `written` are the tensors that the operator changed in place. If the tape has different results, mark the call
-        as diverged and return False.
+        `written` contains the tensors that the operator changed in place. If the tape has different results, mark the
+        call as diverged and return False.
         """
         position = self._position
         if len(written) != len(operator.mutations):
@@ -199,7 +199,11 @@ class Validator(TorchDispatchMode):
         return True
 
     def _derive_dropout(self, input_tensor: torch.Tensor, results: Sequence[Any]) -> None:
-        """Compare dropout's result with the product that replay computes instead, operator by operator."""
+        """Validate a dropout operator. The tape contains the product input * mask * scale instead, which replay runs.
+
+        If this call compares the product's bits, compute the product from `input_tensor` and the mask, and compare it
+        with dropout's result. `results` contains dropout's result and the mask.
+        """
         product = self._position.take_dropout(input_tensor, results[0])
         if product is not None and self._is_compared(product):
             self._compare(
@@ -216,9 +220,9 @@ class Validator(TorchDispatchMode):
     ) -> None:
         """Run an operator once more. If a value that replay recomputes has different bits, mark the call as diverged.
 
-        `results` and `written` are from the first run: the returned tensors, and the tensors changed in place. The
-        second run changes `copies` instead. Other values are not compared. For example, the seed of cuDNN's attention
-        stays uninitialized without dropout.
+        `results` contains the tensors that the first run returned, and `written` the tensors that it changed in place.
+        The second run changes `copies` instead. Values that replay does not recompute are not compared. For example,
+        the seed of cuDNN's attention stays uninitialized without dropout.
         """
         state = None if operator.generator is None else self._states.pop(operator.generator)
         device = self._position.values[operator.results()[0]].device

@@ -22,7 +22,10 @@ from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidths:
-    """Bytes freed per ms by recomputing or compressing one activation. None for an action that is not available."""
+    """Optimization bandwidths of one activation: bytes freed per ms of extra time by recomputing or compressing it.
+
+    The bandwidth of an action that is not available is None.
+    """
 
     value: int
     recompute_ms: float | None
@@ -35,19 +38,22 @@ class Bandwidths:
 
     @property
     def best(self) -> float | None:
-        """Higher of the two bandwidths. None if the activation can be neither recomputed nor compressed."""
+        """Bytes freed per ms by the better of the two actions, recompute and compress.
+
+        None if the activation can be neither recomputed nor compressed.
+        """
         return max((band for band in (self.recompute, self.compress) if band is not None), default=None)
 
     @property
     def choice(self) -> Choice:
-        """Action of the greedy rule: the action with the higher bandwidth, or RETAIN if neither is available."""
+        """Action of the greedy rule: the action that frees more bytes per ms, or RETAIN if no action is available."""
         if self.best is None:
             return RETAIN
         return RECOMPUTE if self.store is None or self.best == self.recompute else self.store.choice
 
 
 def bandwidths(model: KindModel) -> list[Bandwidths]:
-    """Return the bandwidths of every activation of a kind of block."""
+    """Return, for every activation of a kind of block, the bytes that each action frees per ms of extra time."""
     rows = []
     for value in model.kind.activations:
         ms = replay_ms(model, value.index) if value.saved else None

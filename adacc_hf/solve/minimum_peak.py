@@ -228,10 +228,10 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
 
 
 def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
-    """Yield the bytes live at each event of a block's backward under every plan.
+    """Yield the bytes that are live at each event of a block's backward, whatever the plan.
 
-    Under every plan, the saved tensors that autograd has unpacked are live, and the temporaries of backward's
-    operators.
+    These are the saved tensors that autograd has unpacked and not yet freed, and the temporaries of backward's
+    operators. Tensors shared with other blocks are not counted.
     """
     slots: dict[int, int] = {}
     for event in kind.backward:

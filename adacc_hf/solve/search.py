@@ -83,11 +83,11 @@ class PolicySearch:
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
-        """Return the plan of each block in the fastest policy within the budget.
+        """Return the plans of the fastest policy within the budget, one plan per block.
 
-        `incumbent_ms` is the time of the best policy with another head. If no policy is faster, return None or any
-        policy within the budget. If no policy fits, raise InfeasibleBudgetError or, if a bound already shows that no
-        policy is faster, return None.
+        `incumbent_ms` is the time of the best policy found so far with another output head. If no policy within the
+        budget is faster than that, return None or a slower policy within the budget. If no policy fits the budget,
+        raise InfeasibleBudgetError. Return None instead if a bound has already shown that no policy is faster.
         """
         find = self._within_peak if budget.limits_peak else self._within_stored
         policies = find(budget, incumbent_ms)

@@ -135,7 +135,10 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
 
     @property
     def has_unstable_layout(self) -> bool:
-        """True if the block's own tensors have a new layout at nearly every call."""
+        """True if the layout of the block's own tensors, such as its parameters, keeps changing between calls.
+
+        A layout is the shapes, strides and storages of these tensors. The limits are MANY_LAYOUTS and CALLS_PER_LAYOUT.
+        """
         return self._num_layouts >= MANY_LAYOUTS and self._num_calls < CALLS_PER_LAYOUT * self._num_layouts
 
     def outdate(self, key: CallKey) -> None:

@@ -228,9 +228,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         )
 
     def _shared(self) -> Iterator[tuple[int, Source, Geometry]]:
-        """Yield (value, source, geometry) of each further tensor on the storage of an external value.
+        """Yield (value, source, geometry) for each tensor that shares its storage with an external value.
 
-        Arguments are left out, because the call's key already contains which arguments share a storage.
+        `value` is the index of the external value. `source` and `geometry` describe the other tensor. Arguments are
+        left out, because the call's key already contains which arguments share a storage.
         """
         for value in self.values if self._sharing else ():
             if value.source is not None:

@@ -1,4 +1,4 @@
-"""Verification of replay: finds the values of a tape that replay recomputes bit for bit (rule R7), and equal values."""
+"""Verification of replay: finds the values that replay recomputes bit for bit (rule R7), and values with equal bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
-    `bases` are the recorded tensors, indexed by value. If replay of a value gives other bits, the following operators
+    `bases` contains the recorded tensors, indexed by value. If replay of a value gives other bits, the next operators
     read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend on it are
     not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd saved no
     part, only the values that depend on the version are compared.
@@ -40,8 +40,8 @@ def exactly_replayed_values(
 ) -> frozenset[int]:
     """Replay some `operators` of a tape, and return the values that they recompute bit for bit.
 
-    The inputs of `operators` are the first `num_outer` values, and the values that no operator makes. `bases` are the
-    recorded tensors, indexed by value.
+    The inputs of `operators` are the first `num_outer` values, and the values that no operator makes. `bases` contains
+    the recorded tensors, indexed by value.
     """
     environment: Environment = [None] * len(tape.values)
     for value in dict.fromkeys(value for operator in operators for value in operator.inputs()):

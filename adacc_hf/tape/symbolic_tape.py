@@ -255,7 +255,10 @@ class _Expressions:
         return cls(symbols, basis, size_fits, number_fits, [index[column] for column in columns])
 
     def at(self, sizes: CallSizes) -> list[int] | None:
-        """Evaluate the polynomials of the tape's numbers at these sizes. Return None if they do not cover the sizes."""
+        """Return the value of each distinct polynomial at the given sizes of a call.
+
+        Return None if the polynomials are not valid at these sizes.
+        """
         products = self._products(sizes)
         if not self._are_valid(sizes, products):
             return None

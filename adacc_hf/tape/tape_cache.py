@@ -247,7 +247,10 @@ class TapeCache:
         return symbolic_tape
 
     def forget(self, kind: str, key: CallKey) -> None:
-        """Forget the tapes that blocks of `kind` ran in calls with this key, because a call ran other operators."""
+        """Forget which tapes blocks of `kind` ran in calls with this key.
+
+        Used if a call with this key has run other operators than the expected tape.
+        """
         for call in list(self._of_calls):
             if call[:2] == (_structure(kind), key):
                 self._of_calls.pop(call, None)
@@ -342,7 +345,7 @@ class TapeCache:
     def warn_unrecorded(self, kind: str, name: str, arguments: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Warn that a call of block `name` is not recorded, because the budget has no room, and how to avoid this.
 
-        `arguments` are (path, tensor) of the call. Warn once for each kind.
+        `arguments` contains (path, tensor) for each tensor among the call's arguments. Warn once for each kind.
         """
         sizes = [tuple(tensor.shape) for _, tensor in arguments]
         event = "run operators that no profile has recorded (to record them would exceed memory_budget)"

@@ -1,4 +1,7 @@
-"""Templates of tapes: a tape with placeholders for its integers, which are filled with the integers of another size."""
+"""Templates of tapes. A template is a tape with placeholders for its integers, such as tensor sizes and strides.
+
+To get the tape of another batch size, the placeholders are filled with the integers of that size.
+"""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class _DeadObjects(list[Any]):
         self._watched: dict[int, Callable[[], Any]] = {}
 
     def watch(self, obj: Any) -> None:
-        """Watch `obj`. Keep it alive if it cannot be weakly referenced."""
+        """Append a weak reference to this list when `obj` dies. Keep `obj` alive if it cannot be weakly referenced."""
         try:
             self._watched.setdefault(id(obj), weakref.ref(obj, self.append))
         except TypeError:
@@ -176,9 +176,10 @@ class _DeadObjects(list[Any]):
 
 
 def _compile_getter(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
-    """Compile Dynamo's source expressions `names` to a function from a `Scope`, their variable `L`, to their values.
+    """Compile Dynamo's source expressions `names` to one function, which returns the values of the expressions.
 
-    `variables` are the other variables of the expressions.
+    The function's argument is a `Scope`, the variable `L` of the expressions. `variables` contains their other
+    variables.
     """
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
     return eval(f"lambda L: ({items})", variables)
@@ -297,9 +298,10 @@ def _dynamo() -> Any:
 
     @contextmanager
     def tracing(ignored: Iterable[Callable[..., Any]], inputs: _Inputs) -> Iterator[list[Any]]:
-        """While open, change Dynamo's settings for `trace`.
+        """Change Dynamo's settings for `trace` inside the `with` block.
 
-        Yield a list that gets an item when an object dies whose address a guard compares.
+        Yield a list. Some guards compare the address of an object. When one of these objects dies, a weak reference to
+        the object is appended to the list.
         """
         dead_objects = _DeadObjects()
         original = CheckFunctionManager.id_ref

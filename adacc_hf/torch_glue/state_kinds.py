@@ -212,5 +212,8 @@ CAPTURES = "_output_capturing_hooks_installed"
 
 
 def is_capturing(name: Any, value: Any) -> bool:
-    """Return True for a module's dict entry (name, value) with Transformers' hooks that collect hidden states."""
+    """Return True if a dict of a module's state has the entry (`name`, `value`) because of Transformers' hooks.
+
+    These hooks collect hidden states.
+    """
     return name == CAPTURES or getattr(value, "__module__", None) == CAPTURING
