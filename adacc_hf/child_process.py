@@ -49,10 +49,11 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Return a context in which `handle` is called for the signals in FORWARDED.
 
-    Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored. The child ignores them too.
+    Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored. The child ignores them too. Handlers
+    that were not set by Python (None) stay too, because Python could not restore them.
     """
     handlers = {number: signal.getsignal(number) for number in FORWARDED}
-    replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    replaced = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     for number in replaced:
         signal.signal(number, handle)
     try:

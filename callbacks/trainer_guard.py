@@ -4,7 +4,7 @@ Transformers sends no event when a run fails, so the methods between on_train_be
 A callback's additions to a log reach only later callbacks. TensorBoard and the other reporters come first in the list,
 so callbacks with a guard are moved to the front during the run.
 
-Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_names.py checks that all names
+Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_loop.py checks that all names
 of the Trainer used here exist.
 """
 

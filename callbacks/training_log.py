@@ -1,6 +1,6 @@
 """Logs of a Trainer's training steps: addition of a callback's metrics, and recognition of the Trainer's own logs.
 
-tests/callbacks/test_trainer_names.py checks that all names of the Trainer used here exist.
+tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used here exist.
 """
 
 from __future__ import annotations

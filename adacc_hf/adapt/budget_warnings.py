@@ -71,7 +71,7 @@ class BudgetWarnings:
         self._sizes.add(sizes)
         budget = Budget.resolve(replanner.memory_budget, replanner.profile, replanner.config)
         self._warn(
-            f"a batch of {describe(shapes)} is predicted to take {peak} bytes ({format_bytes(peak)}), "
+            f"a batch of up to {describe(sizes or shapes)} is predicted to take {peak} bytes ({format_bytes(peak)}), "
             f"{peak / budget.nbytes - 1:.1%} above memory_budget={budget.setting!r}"
             + (f", until the solver's result is applied after step {due}" if due is not None else "")
             + f": to avoid this, set memory_budget={peak} or more, or use a smaller batch"

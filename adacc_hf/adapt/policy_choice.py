@@ -143,6 +143,9 @@ class PolicyChoice:
             return
         replanner.adopt(policy)
         self.follow(size_policy, policy)
+        if self.context.guard.check_new_policy():
+            self.context.policy_step = self.context.step
+        self._measure_if_larger(size_policy)
         reason = f"for batches of {describe(size_policy.shapes or ())}, which have come {ENOUGH_BORROWED} times"
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 
@@ -196,13 +199,18 @@ class PolicyChoice:
         """
         size_policy = self._size_policy(sizes, profile, policy, is_extrapolated=True)
         size_policy.num_steps = RECORDED_STEPS
-        size_policy.must_measure = num_elements(sizes) > self.cache.size_model()[1].max_measured_elements
-        self.context.must_measure |= size_policy.must_measure
+        self._measure_if_larger(size_policy)
         self.cache.add(size_policy)
         self._lasts = False
         reason = f"for batches of {describe(sizes)}"
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
         return size_policy
+
+    def _measure_if_larger(self, size_policy: SizePolicy) -> None:
+        """Request a measurement of a step's memory if batches of this size are larger than every measured batch."""
+        largest = self.cache.size_model()[1].max_measured_elements
+        size_policy.must_measure = num_elements(size_policy.shapes or ()) > largest
+        self.context.must_measure |= size_policy.must_measure
 
     def _size_policy(
         self, shapes: BatchShapes | None, profile: Profile, policy: Policy, is_extrapolated: bool

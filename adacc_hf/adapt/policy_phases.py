@@ -51,6 +51,11 @@ class FixedPolicyPhase(Phase):
         self._run = run
         self.handle = handle
 
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, which trains on the micro-batch, and return its result. The policy cannot change for a retry."""
+        with memory_reported(self._run.memory_report):
+            return run()
+
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         """Begin to follow `policy`, made for `profile`, at the end of a step.
 
@@ -188,7 +193,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._cancel()
         obstacle = self.replanning.tighten(self.context.step)
         if obstacle is None:
-            self._show()
+            self.show()
             self._batches.begin_again()
         return obstacle
 
@@ -251,7 +256,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._batches.is_keeping:
             has_changed |= self._profile_again(step)
         if has_changed:
-            self._show()
+            self.show()
         if len(history) > num_events:
             self._run.save(has_changed)
         if is_busy or len(history) > num_events:
@@ -350,7 +355,7 @@ class AdaptivePhase(FixedPolicyPhase):
             return from_profile_shapes(profile.measured[0][0])
         return broadcast_from_first_rank(lambda: self._batches.known_shapes)
 
-    def _show(self) -> None:
+    def show(self) -> None:
         """Set the run's policy and profile to those of the most recent micro-batch."""
         replanner = self.choice.shown.replanner
         self._run.show(replanner.policy, replanner.priced)

@@ -173,7 +173,10 @@ def current_policy(profile: Profile, policy: Policy) -> Policy:
         plan = policy.plan_of(block.name)
         choices = tuple((v, repriced_choice(kind, v, choice)) for v, choice in plan.choices)
         plans.append(replace(plan, choices=choices))
-    return policy_of_plans(profile.with_head(policy.head), plans, dict(policy.facts))
+    facts = dict(policy.facts)
+    if "plain_stored_bytes" in facts:
+        facts["plain_stored_bytes"] = profile.plain_stored_bytes
+    return policy_of_plans(profile.with_head(policy.head), plans, facts)
 
 
 def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:

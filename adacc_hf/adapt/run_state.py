@@ -92,6 +92,9 @@ class Phase:
         """
         return {}
 
+    def show(self) -> None:
+        """Set the run's policy and profile to those of the current batch size."""
+
     def save(self, folder: Path) -> None:
         """Write the files from which a run can resume into the checkpoint `folder`."""
 
@@ -135,9 +138,14 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive.
+        Call this while the tensors of the failed step are alive. An error within the table must not take the place of
+        the out-of-memory error, and is named in the text instead.
         """
-        return memory_table(LiveMemory.measure(self.model, self.optimizer), self.policy, self.profile)
+        self.phase.show()
+        try:
+            return memory_table(LiveMemory.measure(self.model, self.optimizer), self.policy, self.profile)
+        except Exception as error:
+            return f"Adacc: no table of the device's memory: {error!r}"
 
     @property
     def step(self) -> int:

@@ -120,7 +120,7 @@ def _expectation(plan: TrainingPlan) -> str:
         f"{format_bytes(CONTEXT_BYTES)}. {shape}"
     )
     memory_bytes = plan.request.workload.device.memory_bytes
-    if high <= memory_bytes:
+    if high <= memory_bytes or not plan.forecasts[_chosen_method(plan)].fits:
         return text
     safe_bytes = (memory_bytes - CONTEXT_BYTES) / MEASURED_SHARE[1]
     return (

@@ -1,7 +1,7 @@
 """Every architecture keeps the four promises, and docs/SUPPORT.md lists what this table has.
 
-By default a fast subset runs, one of each family. `ADACC_ALL_ARCHITECTURES=1 pytest tests/eval/test_architectures.py`
-runs them all (some minutes).
+By default a fast subset runs, one of each family. All of them (some minutes):
+`ADACC_ALL_ARCHITECTURES=1 pytest tests/eval/repository/test_architectures.py`.
 """
 
 import os
