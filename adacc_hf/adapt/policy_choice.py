@@ -61,6 +61,8 @@ class PolicyChoice:
         """Size policies of the step's micro-batches by `id` of their plans; None for plans without a size policy."""
         self._lasts = False
         """True if the next micro-batch can use the same policy without a new choice, if its shapes are the same."""
+        self.has_replaced_borrowed = False
+        """True if a borrowed policy was replaced since the last step's end."""
         self._is_alone = num_ranks() == 1
         handle.tape_cache.may_record = self._may_record
 
@@ -146,6 +148,7 @@ class PolicyChoice:
         if self.context.guard.check_new_policy():
             self.context.policy_step = self.context.step
         self._measure_if_larger(size_policy)
+        self.has_replaced_borrowed = True
         reason = f"for batches of {describe(size_policy.shapes or ())}, which have come {ENOUGH_BORROWED} times"
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 

@@ -239,14 +239,15 @@ class AdaptivePhase(FixedPolicyPhase):
     def end_step(self, step: int) -> None:
         super().end_step(step)
         context, cache, history = self.context, self.choice.cache, self._run.history
-        started, num_events, has_changed = time.perf_counter(), len(history), False
+        started, num_events = time.perf_counter(), len(history)
+        has_changed, self.choice.has_replaced_borrowed = self.choice.has_replaced_borrowed, False
         self._add_time((started - self._started) * 1e3)
         is_due = any(size_policy.due is not None and step >= size_policy.due for size_policy in cache.all)
         is_busy = self._tracking.is_on or self._peaks.is_on or is_due
         if self._tracking.is_on:
             self._tracking.finish(step)
         elif self._peaks.is_on:
-            has_changed = self._peaks.compare(step)
+            has_changed |= self._peaks.compare(step)
             self._peaks.close()
         if is_busy:
             has_changed |= self.replanning.take_over(step)
@@ -257,7 +258,7 @@ class AdaptivePhase(FixedPolicyPhase):
             has_changed |= self._profile_again(step)
         if has_changed:
             self.show()
-        if len(history) > num_events:
+        if has_changed or len(history) > num_events:
             self._run.save(has_changed)
         if is_busy or len(history) > num_events:
             context.extra_ms += (time.perf_counter() - started) * 1e3

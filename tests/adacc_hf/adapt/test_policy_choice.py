@@ -46,6 +46,7 @@ def test_a_size_borrows_a_policy_until_it_has_come_often(make_trainer, make_mode
     borrowed, solved = events(callback, "policy")[1:]
     assert (borrowed["step"], solved["step"]) == (6, 12)
     assert solved["overhead_ms"] < borrowed["overhead_ms"]
+    assert callback.policy.predicted_overhead_ms == solved["overhead_ms"], "the run shows the policy that it follows"
     assert max(borrowed["peak_bytes"], solved["peak_bytes"]) <= budget
 
 
