@@ -6,7 +6,7 @@ from operator import itemgetter
 
 import pytest
 import torch
-from transformers import Trainer
+from run_builders import InOrder
 
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt import phases as profiling
@@ -21,11 +21,6 @@ SMALL, WIDE, LARGE = (1, 4, 4), (1, 4, 8), (1, 8, 8)
 TABLE = architectures()
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning:peft")
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args, **kwargs):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def two_images(seed, *sizes):

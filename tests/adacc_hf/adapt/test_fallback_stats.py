@@ -8,10 +8,10 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
+from run_builders import InOrder, refuse_profiles_of
+from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback
 
 import adacc_hf.adapt.policy_phases as phases_module
-import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.profile_requests import OTHER_OPERATORS
@@ -25,11 +25,6 @@ BEFORE = "full recomputation, before there was a policy"
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 OTHER_OPERATORS_RAN = "other operators than when profiled, with the least memory"
 LOSSLESS = {"actions": ("retain", "recompute")}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args, **kwargs):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -92,17 +87,6 @@ def logged(trainer, key):
 
 def fallbacks(callback):
     return {e["reason"]: e["fallback_steps"] for e in callback.history if e["event"] == "fallback"}
-
-
-def refuse_profiles_of(length, monkeypatch):
-    original = profiler_module.profile_batch
-
-    def profile(model, batch, *args, **kwargs):
-        if batch["input_ids"].shape[1] == length:
-            raise torch.OutOfMemoryError("no room to profile")
-        return original(model, batch, *args, **kwargs)
-
-    monkeypatch.setattr(profiler_module, "profile_batch", profile)
 
 
 def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(

@@ -1,10 +1,5 @@
 """LoRA's adapters in plans."""
 
-from transformers import GPT2Config
-
-CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
-MIB = 2**20
-
 
 def test_lora_trains_little(plan):
     full_plan, lora = plan("--no-largest"), plan("--peft", "lora", "--no-largest")

@@ -5,15 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config
 
 from adacc_hf.cli import USER_ERROR, main
 from adacc_hf.estimate.command import COMPUTED_IN
 from adacc_hf.estimate.fake_model import PRECISIONS
 from adacc_hf.estimate.plan_report import WIDTH
 
-CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
-MIB = 2**20
 REFUSED = {
     "device": (["--device", "b200"], "--device=b200 is not in the table of devices: choose from h100"),
     "batch": (["--batch-size", "0"], "--batch-size=0 must be at least 1"),

@@ -12,7 +12,6 @@ from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
 
 CONFIG = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=500, bos_token_id=0, eos_token_id=0)
-MIB = 2**20
 
 
 def test_a_plan_within_a_budget(plan):
