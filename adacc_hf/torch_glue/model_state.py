@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
+from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -78,7 +79,11 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "hypothesis", "matplotlib", "numpy", "pandas", "peft", "pyarrow", "pytest", "safetensors", "scipy", "sklearn",
     "tensorboard", "tokenizers", "torch", "torchao", "tqdm", "transformers", "triton", "trl", "wandb",
 }  # fmt: skip
-"""Packages whose classes and globals are not searched, on the assumption that blocks change no state there."""
+"""Packages whose objects, classes and globals are not searched, on the assumption that blocks change no state there."""
+_INSTALLED = ("site-packages", "dist-packages")
+"""Folders of installed packages. Of other installed packages than the above, only objects are searched, unless a module
+or a root of the search belongs to the package. Code of packages that the model merely reaches changes its globals for
+reasons of its own: `filelock`, for example, counts the locks of the process."""
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.dtype, torch.device, torch.layout,
@@ -100,6 +105,12 @@ class _Search:
         self.leaves: dict[int, torch.Tensor] = {}
         """Tensors that may get a gradient, by id."""
         self._visited: dict[Any, Any] = {id(obj): obj for obj in excluded}
+        self._packages: set[str] = set()
+        """Installed packages whose code is searched."""
+        self._skipped: dict[str, list[Callable[[], None]]] = {}
+        """By installed package, the searches to do if a module of the package is found."""
+        for root in roots:
+            self._search_code_of(root if isinstance(root, (type, FunctionType)) else type(root))
         self._queue = roots
         while self._queue:
             self._visit(self._queue.pop())
@@ -114,8 +125,28 @@ class _Search:
         self.records.append((kind, obj))
         self._queue += inner
 
+    def _search_code_of(self, obj: type | FunctionType) -> None:
+        """From now on, search the code of the installed packages that define `obj` and its base classes."""
+        for base in getattr(obj, "__mro__", (obj,)):
+            package = _installed_package(base.__module__)
+            if package is not None and package not in self._packages:
+                self._packages.add(package)
+                for search in self._skipped.pop(package, ()):
+                    search()
+
+    def _skips(self, module: Any, search: Callable[[], None]) -> bool:
+        """Return True if the code of `module` is not searched, and keep `search` in case that this changes."""
+        if _is_library(module):
+            return True
+        package = _installed_package(module)
+        if package is None or package in self._packages:
+            return False
+        self._skipped.setdefault(package, []).append(search)
+        return True
+
     def _module(self, module: nn.Module) -> None:
         """Add the state of a module: its attributes, buffers, hooks and class attributes."""
+        self._search_code_of(type(module))
         entries = vars(module)
         self._add(LOCAL_ENTRIES if self.is_sharded else ENTRIES, entries)
         for name, value in entries.items():
@@ -169,10 +200,13 @@ class _Search:
 
     def _function(self, function: FunctionType) -> None:
         """Add the state that a Python function can change: closure, defaults, attributes and globals."""
-        cells = function.__closure__ or ()
-        self._queue += map(cell_content, cells)
-        if _is_library(function.__module__):  # for example a decorator
+        self._queue += map(cell_content, function.__closure__ or ())
+        if self._skips(function.__module__, partial(self._function_code, function)):  # for example a decorator
             return
+        self._function_code(function)
+
+    def _function_code(self, function: FunctionType) -> None:
+        cells = function.__closure__ or ()
         self.records += [(CELL, cell) for cell in cells]
         self._queue += function.__defaults__ or ()
         if function.__kwdefaults__:
@@ -188,9 +222,11 @@ class _Search:
         for value in names.values():
             if not isinstance(value, ModuleType):
                 self._queue.append(value)
-            elif not _is_library(value.__name__) and (id(value), code_names) not in self._visited:
+            elif (id(value), code_names) not in self._visited:
                 self._visited[(id(value), code_names)] = value
-                self._names(vars(value), code_names)
+                search = partial(self._names, vars(value), code_names)
+                if not self._skips(value.__name__, search):
+                    search()
         if names.names:
             self._add(NAMES, names)
 
@@ -206,9 +242,12 @@ class _Search:
 
     def _class(self, cls: type) -> None:
         for base in cls.__mro__:
-            if not _is_library(base.__module__):
-                values = [value for name, value in vars(base).items() if name != "__dict__"]
-                self._add(ATTRIBUTES, base, values)
+            search = partial(self._class_attributes, base)
+            if not self._skips(base.__module__, search):
+                search()
+
+    def _class_attributes(self, cls: type) -> None:
+        self._add(ATTRIBUTES, cls, [value for name, value in vars(cls).items() if name != "__dict__"])
 
     def _object(self, obj: Any) -> None:
         if hasattr(obj, "__dict__"):
@@ -244,6 +283,14 @@ def _names_in(code: CodeType) -> frozenset[str]:
 def _is_library(module: Any) -> bool:
     # `__module__` of a Cython function is a descriptor instead of a name.
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
+
+
+@cache
+def _installed_package(module: Any) -> str | None:
+    """Return the name of the top-level package of `module` if the package is installed, and not the user's own code."""
+    package = module.partition(".")[0] if isinstance(module, str) else ""
+    place = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package if any(folder in PurePath(place).parts for folder in _INSTALLED) else None
 
 
 def _recording(kind: Kind) -> Callable[[_Search, Any], None]:

@@ -3,8 +3,10 @@
 import array
 import collections
 import dataclasses
+import importlib
 import itertools
 import random
+import sys
 from types import SimpleNamespace
 
 import numpy
@@ -232,6 +234,63 @@ def test_an_iterator_that_advances_is_refused(value):
         snapshot.changed()
     with pytest.raises(UnrestorableError, match="which cannot be undone"):
         snapshot.restore()
+
+
+LOCKS = """
+import itertools
+from torch import nn
+numbers = itertools.count()
+seen = []
+class Lock:
+    taken = 0
+    def take(self):
+        Lock.taken += 1
+        seen.append(next(numbers))
+class Block(nn.Module):
+    def forward(self, x):
+        Lock().take()
+        return x
+"""
+
+
+@pytest.fixture
+def locks(tmp_path, monkeypatch):
+    """An installed package whose code changes its own globals and class attributes."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "adacc_test_locks.py").write_text(LOCKS)
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("adacc_test_locks")
+    del sys.modules["adacc_test_locks"]
+
+
+def test_code_of_an_installed_package_may_change_its_own_state(locks):
+    """A metric of the Trainer may reach, for example, a package that counts the locks of the process."""
+    module = nn.Identity()
+    module.metric, module.lock = (lambda: locks.Lock().take()), locks.Lock()
+    snapshot = ModelState([module])
+    module.metric()
+    module.lock.holder = "added"
+    snapshot.restore()
+    assert locks.seen == [0]
+    assert not vars(module.lock), "objects are restored, whatever package their class belongs to"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_state_of_an_installed_package_is_restored_if_a_module_belongs_to_the_package(locks, order):
+    module, metric = locks.Block(), (lambda: locks.Lock().take())
+    snapshot = ModelState([metric, nn.Sequential(nn.Identity(), module)][::order])
+    assert snapshot.changed() is None
+    module(torch.ones(1))
+    with pytest.raises(UnrestorableError, match="which cannot be undone"):
+        snapshot.restore()
+    locks.numbers = None  # an iterator cannot be restored, all other state can
+    snapshot = ModelState([metric, nn.Sequential(nn.Identity(), module)][::order])
+    before = list(locks.seen), locks.Lock.taken
+    locks.seen.append(1)
+    locks.Lock.taken += 1
+    snapshot.restore()
+    assert (locks.seen, locks.Lock.taken) == before
 
 
 def test_a_large_tensor_that_changes_is_refused():
