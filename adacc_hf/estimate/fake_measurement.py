@@ -36,7 +36,7 @@ from adacc_hf.price.codec_selection import (
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement, detach_inputs
 from adacc_hf.tape.execution_plan import encode_view
-from adacc_hf.tape.recorder import RngUse
+from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.replay import stand_in, takes_device, view
 from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, map_tensors

@@ -25,7 +25,7 @@ from adacc_hf.price.cost_model import (
     price_tape,
 )
 from adacc_hf.price.timing import median_ms, seconds_at
-from adacc_hf.tape.recorder import RngUse
+from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.replay_check import verify
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.memory import (

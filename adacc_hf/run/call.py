@@ -23,7 +23,8 @@ from torch.autograd.function import BackwardCFunction
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, SavedTensorMismatchError
 from adacc_hf.kernels.codecs import Coder
 from adacc_hf.tape.execution_plan import ExecutionPlan
-from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, RngUse, runs_compiled_code
+from adacc_hf.tape.operator_effects import RngUse
+from adacc_hf.tape.recorder import CHANGED_UNSEEN, COMPILED, Recorder, runs_compiled_code
 from adacc_hf.tape.replay import ReplayProgram, view
 from adacc_hf.tape.tape import Source
 from adacc_hf.torch_glue.private import current_autograd_node, version_of

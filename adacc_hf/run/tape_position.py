@@ -15,7 +15,7 @@ from torch.autograd.function import Function
 
 from adacc_hf.tape.function_operators import FunctionTarget
 from adacc_hf.tape.inputs import find_external
-from adacc_hf.tape.tape import COLLECTIVES, Blank, Tape, TapeOperator, TensorRef, has_storage, leaves
+from adacc_hf.tape.tape import Blank, Tape, TapeOperator, TensorRef, has_storage, leaves
 from adacc_hf.torch_glue.compat import cast_source
 from adacc_hf.torch_glue.private import TO_COPY, storage_key
 from adacc_hf.torch_glue.tensors import is_fake, local_of
@@ -108,10 +108,10 @@ class TapePosition:
 
         The numbers and tensors among the arguments must match too. Otherwise return None.
         """
-        if func.namespace in COLLECTIVES:  # the tape has only their tensor arguments
-            args, kwargs = tuple([leaf for leaf in leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]), {}
         for place, operator in self._candidates():
             if operator.target is func:
+                if operator.is_collective:  # the tape has only its tensor arguments
+                    args, kwargs = tuple([leaf for leaf in leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]), {}
                 if self.same(operator.args, args) and self.same(operator.kwargs, kwargs):
                     self._next = place + 1
                     return operator

@@ -32,7 +32,7 @@ from adacc_hf.tape.function_operators import (
     on_copies,
     results_of,
 )
-from adacc_hf.tape.recorder import written_tensors
+from adacc_hf.tape.operator_effects import written_tensors
 from adacc_hf.tape.replay import stand_in
 from adacc_hf.tape.replay_check import same_bits
 from adacc_hf.tape.tape import Blank, TapeOperator, TensorRef, has_storage, leaves, map_tensors

@@ -15,9 +15,9 @@ from adacc_hf.tape.attached_tensors import PLACES, attached_tensors
 from adacc_hf.tape.data_reads import Read, data_behind_reads, deciding_tensors, watched_reads
 from adacc_hf.tape.function_recording import FunctionRecorder
 from adacc_hf.tape.inputs import argument_tensors
+from adacc_hf.tape.operator_effects import RankUse, RngUse, written_tensors
 from adacc_hf.tape.replay import share_elements, view
 from adacc_hf.tape.tape import (
-    COLLECTIVES,
     Blank,
     Geometry,
     Source,
@@ -41,7 +41,6 @@ from adacc_hf.torch_glue.compat import (
 from adacc_hf.torch_glue.private import (
     COMPILED_MODULE,
     TO_COPY,
-    TensorBase,
     TorchDispatchMode,
     compiled_call,
     op_name,
@@ -257,24 +256,32 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             return self._note_number(func(*args, **kwargs))
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
         recorded_kwargs = map_tensors(kwargs, torch.Tensor, self.refer)
-        if func.namespace in COLLECTIVES:  # drop process groups, which no digest can distinguish
-            recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
         rng_use = self.rng_use(func, args, kwargs)
+        ranks = RankUse(func)
         self._in_operator = True
         try:
             result = func(*args, **kwargs)
         finally:
             self._in_operator = False
-        is_random = rng_use.happened()
+        is_random, is_collective = rng_use.happened(), ranks.happened()
+        if is_collective:  # drop process groups, which no digest can distinguish
+            recorded_args, recorded_kwargs = tuple(tensor_refs((recorded_args, recorded_kwargs))), {}
         self._check_trust(func, args)
         if all(has_storage(leaf) for leaf in arguments if isinstance(leaf, torch.Tensor)):
             written = written_tensors(func, args, kwargs)
-            self._note(func, recorded_args, recorded_kwargs, written, result, is_random)
+            self._note(func, recorded_args, recorded_kwargs, written, result, is_random, is_collective)
         self._generator_state = None if is_random else self._generator_state
         return result
 
     def _note(
-        self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], result: Any, is_random: bool
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        written: list[torch.Tensor],
+        result: Any,
+        is_random: bool = False,
+        is_collective: bool = False,
     ) -> None:
         """Add an operator that has run to the tape, with values for its new and changed storages."""
         index = len(self.operators)
@@ -293,6 +300,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         if not fresh and not mutations:
             return
         operator = TapeOperator(index, func, args, kwargs, tuple(fresh), tuple(mutations), is_random, module)
+        operator.is_collective = is_collective
         operator.generator = self._state_before(operator, name) if is_random else None
         self.operators.append(operator)
         if is_dropout:
@@ -334,7 +342,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def _note_number(self, constant: torch.Tensor) -> torch.Tensor:
         """Record a tensor made from a Python number as the result of `aten.full`, and return the tensor."""
         kwargs = {"dtype": constant.dtype, "device": constant.device}
-        self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant, False)
+        self._note(torch.ops.aten.full.default, (list(constant.shape), constant.item()), kwargs, [], constant)
         return constant
 
     def _autocast_keeps(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -526,62 +534,6 @@ def _dropout_scale(probability: float, dropped: TapeValue) -> float:
     if dropped.device.type != "cuda" or dropped.ref.dtype is torch.float64:
         return 1.0 / (1.0 - probability)
     return float(np.float32(1.0) / np.float32(1.0 - probability))
-
-
-def _may_write(func: Any) -> bool:
-    """Return True if the operator may write to its arguments.
-
-    The schema declares this, except for torch.distributed, whose operators may write to any argument.
-    """
-    return schema_of(func).is_mutable or func.namespace == "c10d"
-
-
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensor arguments that the operator may write to, one per storage."""
-    written: dict[int, torch.Tensor] = {}
-    for position, argument in enumerate(schema_of(func).arguments if _may_write(func) else ()):
-        is_declared = argument.alias_info is not None and argument.alias_info.is_write
-        if not is_declared and func.namespace != "c10d":
-            continue
-        argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in leaves(argument_value):
-            if isinstance(tensor, torch.Tensor):
-                written.setdefault(storage_key(tensor.untyped_storage()), tensor)
-    return list(written.values())
-
-
-# Detection of operators that draw random numbers (rule R5).
-
-
-class RngUse:
-    """Detector of random draws by one operator. Compares the generator's state before and after the operator.
-
-    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, and draws only if it has dropout.
-    Operators from outside torch may lack the tag.
-    """
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = leaves(args, kwargs)
-        self._has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in arguments)
-        self._device = torch.device("cpu")
-        self._before: bytes | tuple[int, int] | None = None
-        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
-            devices = [leaf for leaf in arguments if isinstance(leaf, torch.device)]  # a requested device comes first
-            devices += [leaf.device for leaf in arguments if isinstance(leaf, torch.Tensor)]
-            self._device = devices[0] if devices else self._device
-            self._before = self._state()
-
-    def happened(self) -> bool:
-        """Return True if the operator has drawn random numbers. Call this after the operator."""
-        return self._has_own_generator or (self._before is not None and self._state() != self._before)
-
-    def _state(self) -> bytes | tuple[int, int]:
-        """Return the default generator's state, without synchronizing the device or keeping a tensor."""
-        if self._device.type == "cuda":
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            generator = torch.cuda.default_generators[index]
-            return generator.initial_seed(), generator.get_offset()
-        return TensorBase.numpy(torch.get_rng_state()).tobytes()  # bypasses the watched Tensor.numpy
 
 
 # Reasons why operators do not show all that a block does: compiled code, tensors that wrap others.

@@ -22,11 +22,6 @@ from adacc_hf.torch_glue.private import OpOverload, op_name
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, stride and storage offset, in elements."""
 
-COLLECTIVES = frozenset(
-    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
-)
-"""Namespaces of collective operators, which involve other ranks."""
-
 OPERATORS, BITS = "operators", "bits"
 """Kinds of validation of a call. OPERATORS compares each operator with the tape. BITS also compares the bits of replay
 (rule R7)."""
@@ -134,6 +129,8 @@ class TapeOperator:
     """Path of the submodule that ran the operator. Empty for the block itself."""
     generator: int | None = None
     """The value that is the generator state before the draw, if replay may draw again (rule R5). None otherwise."""
+    is_collective: bool = False
+    """True if the operator involves other ranks. Its arguments are then only the tensors, without process groups."""
     _inputs: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     prepared: Any = field(default=None, init=False, repr=False, compare=False)
     """The `PreparedOperator` of its first replay (tape/replay.py)."""
@@ -162,11 +159,6 @@ class TapeOperator:
     def allocates(self) -> bool:
         """True if the operator only allocates memory, without initializing it."""
         return self.short_name.startswith(("empty", "new_empty"))
-
-    @property
-    def is_collective(self) -> bool:
-        """True if the operator involves other ranks."""
-        return self.target.namespace in COLLECTIVES
 
     @property
     def may_run_again(self) -> bool:

@@ -114,7 +114,7 @@ class TapeTemplate:
         operators = [
             TapeOperator(
                 op.index, op.target, _filled(args, at, refs), _filled(kwargs, at, refs), op.outputs, op.mutations,
-                op.random, op.module, op.generator, op._inputs,
+                op.random, op.module, op.generator, op.is_collective, op._inputs,
             )
             for op, (args, kwargs) in zip(base.operators, self._operators, strict=True)
         ]  # fmt: skip

@@ -36,8 +36,9 @@ __all__ = [
     "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY",
     "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
     "OpOverload", "SingleLevelFunction", "TensorBase", "TorchDispatchMode", "attention_name", "attention_operator",
-    "attention_priority", "before_profilers_start", "buffers_of", "compiled_call", "coo_indices", "coo_values",
-    "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks", "input_metadata",
+    "attention_priority", "before_profilers_start", "buffers_of", "collective_counts", "compiled_call", "coo_indices",
+    "coo_values", "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks",
+    "input_metadata",
     "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of",
     "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of", "sequence_number",
     "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves", "tree_map", "tree_map_only",
@@ -126,6 +127,27 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 """Function that returns the innermost active pair of saved-tensor hooks, or None. Called once per call of a block."""
+
+
+# Process groups.
+
+_count_of = methodcaller(private_name("ProcessGroup", "_get_sequence_number_for_group"))
+
+
+def collective_counts() -> list[Any]:
+    """Return the number of collective operators that each process group has run so far.
+
+    If the backend of a group does not count, the group's entry is an object that equals no other entry.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    counts: list[Any] = []
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        try:
+            counts.append(_count_of(group))
+        except RuntimeError:  # the backend has no such counter
+            counts.append(object())
+    return counts
 
 
 # Operators.

@@ -44,6 +44,7 @@ def owners(tiny_gpt2) -> dict[str, Any]:
         "OptimizedModule": torch.compile(nn.Identity()),
         "PreTrainedModel": model,
         "PretrainedConfig": model.config,
+        "ProcessGroup": torch.distributed.ProcessGroup,
         "Tensor": leaf,
         "UntypedStorage": leaf.untyped_storage(),
         "torch.autograd.profiler": torch.autograd.profiler,

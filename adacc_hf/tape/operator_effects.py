@@ -1,0 +1,86 @@
+"""Effects of an operator besides its results: in-place writes, random draws, and communication with other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adacc_hf.tape.tape import leaves
+from adacc_hf.torch_glue.private import TensorBase, collective_counts, schema_of, storage_key
+
+COLLECTIVES = frozenset(
+    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+)
+"""Namespaces of collective operators, which involve other ranks."""
+_LOCAL = frozenset({"aten", "prim", "prims"})
+"""Namespaces whose operators never involve other ranks."""
+
+
+def _may_write(func: Any) -> bool:
+    """Return True if the operator may write to its arguments.
+
+    The schema declares this, except for torch.distributed, whose operators may write to any argument.
+    """
+    return schema_of(func).is_mutable or func.namespace == "c10d"
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensor arguments that the operator may write to, one per storage."""
+    written: dict[int, torch.Tensor] = {}
+    for position, argument in enumerate(schema_of(func).arguments if _may_write(func) else ()):
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_declared and func.namespace != "c10d":
+            continue
+        argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in leaves(argument_value):
+            if isinstance(tensor, torch.Tensor):
+                written.setdefault(storage_key(tensor.untyped_storage()), tensor)
+    return list(written.values())
+
+
+class RngUse:
+    """Detector of random draws by one operator. Compares the generator's state before and after the operator.
+
+    The tag `nondeterministic_seeded` does not suffice. Fused attention has the tag, and draws only if it has dropout.
+    Operators from outside torch may lack the tag.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = leaves(args, kwargs)
+        self._has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in arguments)
+        self._device = torch.device("cpu")
+        self._before: bytes | tuple[int, int] | None = None
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+            devices = [leaf for leaf in arguments if isinstance(leaf, torch.device)]  # a requested device comes first
+            devices += [leaf.device for leaf in arguments if isinstance(leaf, torch.Tensor)]
+            self._device = devices[0] if devices else self._device
+            self._before = self._state()
+
+    def happened(self) -> bool:
+        """Return True if the operator has drawn random numbers. Call this after the operator."""
+        return self._has_own_generator or (self._before is not None and self._state() != self._before)
+
+    def _state(self) -> bytes | tuple[int, int]:
+        """Return the default generator's state, without synchronizing the device or keeping a tensor."""
+        if self._device.type == "cuda":
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            generator = torch.cuda.default_generators[index]
+            return generator.initial_seed(), generator.get_offset()
+        return TensorBase.numpy(torch.get_rng_state()).tobytes()  # bypasses the watched Tensor.numpy
+
+
+class RankUse:
+    """Detector of communication with other ranks by one operator.
+
+    An operator that a package defines may communicate inside, for example DeepSpeed's `dim_zero_all_to_all`. Such an
+    operator changes the number of collective operators that a process group has run.
+    """
+
+    def __init__(self, func: Any) -> None:
+        self._is_declared = func.namespace in COLLECTIVES
+        self._before = None if self._is_declared or func.namespace in _LOCAL else collective_counts()
+
+    def happened(self) -> bool:
+        """Return True if the operator involves other ranks. Call this after the operator."""
+        return self._is_declared or (self._before is not None and self._before != collective_counts())
