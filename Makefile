@@ -29,9 +29,15 @@ $(RUNNABLE): setup.cfg pyproject.toml constraints.txt
 
 # What tests and evaluates comes on top. All is compiled here: Python warns of some packages' code when it compiles it, and
 # in a test a warning is an error. Templates and code for other Pythons, which do not compile, are no concern.
+#
+# DeepSpeed lies in a folder of its own, because Transformers imports it in each process that finds it. The tests of
+# DeepSpeed give this folder to their own processes (tests/builders/deepspeed_runs.py).
+DEEPSPEED := $(VENV)/deepspeed
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 $(INSTALLED): $(RUNNABLE)
 	$(INSTALL) --no-build-isolation --editable '.[eval,test]'
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation --no-deps --target $(DEEPSPEED) \
+		deepspeed einops hjson msgpack ninja py-cpuinfo
 	@$(COMPILE)
 	@touch $@
 

@@ -1,14 +1,12 @@
 """Trainer runs under DeepSpeed's ZeRO on two CPU ranks. Skipped where DeepSpeed is not installed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from deepspeed_runs import needs_deepspeed, run_script
 
-pytest.importorskip("deepspeed")
+pytestmark = needs_deepspeed
 
 BUILDERS = str(Path(__file__).parents[1] / "builders")
 SCRIPT = """
@@ -28,7 +26,7 @@ def pausing(collective):
 
 for name in ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
     setattr(torch.distributed, name, pausing(getattr(torch.distributed, name)))
-stage, settings, folder = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+folder, stage, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 sys.path.append(sys.argv[4])
 from trainer_builders import MeasureStep, run_graphs_eagerly
 torch.set_num_threads(1)
@@ -72,48 +70,35 @@ if os.environ["RANK"] == "0":
 LOSSLESS = {"actions": ["retain", "recompute"], "memory_budget": 0.4, "head": "plain"}
 
 
-def train(folder: Path, stage: int, settings: dict | None, mode: str = "eager") -> dict:
+def train(stage: int, settings: dict | None, mode: str = "eager") -> dict:
     """Return losses, gradient norms and the policy of a run on two ranks."""
-    folder.mkdir(parents=True)
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    run = subprocess.run(
-        [sys.executable, *command, str(stage), json.dumps(settings), str(folder), BUILDERS, mode],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads((folder / "result.json").read_text())
+    return run_script(SCRIPT, 2, str(stage), json.dumps(settings), BUILDERS, mode)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lossless_training_is_that_without_us(tmp_path, stage):
-    plain, adacc = train(tmp_path / "plain", stage, None), train(tmp_path / "ours", stage, LOSSLESS)
+def test_lossless_training_is_that_without_us(stage):
+    plain, adacc = train(stage, None), train(stage, LOSSLESS)
     assert (adacc["losses"], adacc["norms"]) == (plain["losses"], plain["norms"])
     assert adacc["overhead_ms"] > 0  # some activations were recomputed
 
 
 @pytest.mark.parametrize(("stage", "budget"), [(2, 0.3), (3, 0.6)])
-def test_codecs_and_a_chunked_head_where_it_has_its_weight(tmp_path, stage, budget):
+def test_codecs_and_a_chunked_head_where_it_has_its_weight(stage, budget):
     """Under ZeRO 3 the head's weight is released before the loss is computed. Whole logits need more memory."""
-    plain = train(tmp_path / "plain", stage, None)
+    plain = train(stage, None)
     head = {"head": "chunked"} if stage == 2 else {}  # the chunked head would otherwise depend on measured times
-    adacc = train(tmp_path / "ours", stage, {"memory_budget": budget, **head})
+    adacc = train(stage, {"memory_budget": budget, **head})
     assert adacc["head"] == ("chunked" if stage == 2 else "plain")
     # INT4 gradients change a loss of 7.6 in 6 steps by at most the weights' movement at a step size of 5e-5.
     assert adacc["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
-def test_no_step_under_a_policy_takes_more_than_the_bytes_it_may(tmp_path):
+def test_no_step_under_a_policy_takes_more_than_the_bytes_it_may():
     """The profile contains neither the buckets nor the optimizer's step. Until both are measured, the policy is the one
     of least memory."""
-    plain = train(tmp_path / "plain", 2, None)
+    plain = train(2, None)
     budget = int(0.8 * plain["peak"])
-    adacc = train(tmp_path / "ours", 2, {**LOSSLESS, "memory_budget": budget})
+    adacc = train(2, {**LOSSLESS, "memory_budget": budget})
     assert (adacc["losses"], adacc["norms"]) == (plain["losses"], plain["norms"])
     first, *later = adacc["history"]
     change = next(event for event in later if event["event"] == "change")
@@ -123,8 +108,8 @@ def test_no_step_under_a_policy_takes_more_than_the_bytes_it_may(tmp_path):
     assert max(adacc["peak"], *measured_peaks.values()) <= budget
 
 
-def test_compiled_training_is_that_without_us(tmp_path):
-    plain = train(tmp_path / "plain", 2, None, "compiled")
-    adacc = train(tmp_path / "ours", 2, {**LOSSLESS, "memory_budget": 0.5}, "compiled")
+def test_compiled_training_is_that_without_us():
+    plain = train(2, None, "compiled")
+    adacc = train(2, {**LOSSLESS, "memory_budget": 0.5}, "compiled")
     assert (adacc["losses"], adacc["norms"]) == (plain["losses"], plain["norms"])
     assert 0 < adacc["stored_bytes"] <= 0.5 * adacc["plain_bytes"]
