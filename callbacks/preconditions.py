@@ -30,8 +30,8 @@ def refuse_context_parallel(trainer: Trainer) -> None:
     if parallelism is not None and parallelism.cp_enabled:
         raise ValueError(
             f"cp_size={parallelism.cp_size}: in ring attention each rank runs different operators, and one policy "
-            f"cannot fit all ranks; set cp_size=1 in ParallelismConfig and give AdaccCallback a memory_budget, or "
-            f"train without AdaccCallback"
+            f"cannot fit all ranks; set cp_size=1 in ParallelismConfig, and share sequences by Ulysses instead "
+            f"(sp_size={parallelism.cp_size}, sp_backend='deepspeed'), or train without AdaccCallback"
         )
 
 

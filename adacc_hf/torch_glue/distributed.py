@@ -41,10 +41,14 @@ def gather_from_all_ranks(value: T) -> list[T]:
     return values
 
 
+_SHARD_ATTRIBUTES = (LOCAL_TENSOR, SHARDED_SIZE, "ds_tensor")
+"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also of those that are gathered now."""
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return True if the module's parameters are sharded and gathered around forward (FSDP2, FSDP, ZeRO-3)."""
     return any(
-        hasattr(parameter, LOCAL_TENSOR) or hasattr(parameter, SHARDED_SIZE) or parameter.numel() == 0
+        parameter.numel() == 0 or any(hasattr(parameter, name) for name in _SHARD_ATTRIBUTES)
         for parameter in module.parameters()
     )
 

@@ -62,7 +62,9 @@ class ShareSequences(TrainerCallback):
 
 
 def test_ranks_that_share_a_sequence_are_refused(train, lossless, monkeypatch):
-    with pytest.raises(ValueError, match=r"cp_size=2: in ring attention each rank runs .*; set cp_size=1"):
+    with pytest.raises(
+        ValueError, match=r"cp_size=2: in ring attention .*; set cp_size=1 .* by Ulysses instead \(sp_size=2"
+    ):
         train([ShareSequences(monkeypatch), AdaccCallback(**lossless)])
 
 
