@@ -40,6 +40,7 @@ _NOT_PLANNED = {
     "with the image tokens counted in --seq-len",
     "--liger": "Liger's kernels cannot be traced without a GPU: leave out --liger for an upper bound of the peak, or "
     "pass a measured --profile",
+    "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
     "--tp": "tensor parallelism is not planned: use --fsdp N or --zero 3 N, which divide weights, not activations",
 }
 """Options of `adacc plan` that are refused, each with the reason and what to do instead."""
@@ -78,6 +79,9 @@ def add_parser(commands: Any) -> None:
     shared.add_argument("--ddp", type=int, metavar="N", help="data parallel on N devices")
     shared.add_argument("--fsdp", type=int, metavar="N", help="fully sharded on N devices")
     shared.add_argument("--zero", type=int, nargs=2, metavar=("STAGE", "N"), help="DeepSpeed ZeRO 1, 2 or 3 on N")
+    parser.add_argument(
+        "--sp", type=int, metavar="N", help="N devices share each sequence by Ulysses (sp_size), with --zero"
+    )
     parser.add_argument("--peft", choices=("lora",), help="train adapters only")
     parser.add_argument("--lora-rank", type=int, help="rank for --peft lora (default: PEFT's, 8)")
     parser.add_argument(
@@ -177,12 +181,27 @@ def _check(arguments: argparse.Namespace) -> _Options:
             f"--outlier-share={arguments.outlier_share} is outside 0 to 1: the value is a share of the channels"
         )
     _check_adapters(arguments)
+    _check_sequence_ranks(arguments)
     options = _Options(
         sharding=_sharding(arguments),
         budget_bytes=None if arguments.budget is None else _budget_bytes(arguments.budget),
     )
     check_model(arguments.model)
     return options
+
+
+def _check_sequence_ranks(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if the sequences cannot be shared by --sp devices."""
+    if arguments.sp is None:
+        return
+    num_devices = 0 if arguments.zero is None else arguments.zero[1]
+    if arguments.sp < 2 or num_devices % arguments.sp or not num_devices:
+        raise ValueError(
+            f"--sp={arguments.sp} must be at least 2, and divide the number of devices: Ulysses is DeepSpeed's, so "
+            f"pass --zero STAGE N too, for example --zero 3 {max(2, arguments.sp)}"
+        )
+    if arguments.attn == "eager":
+        raise ValueError("--sp needs fused attention: leave out --attn eager")
 
 
 def _check_adapters(arguments: argparse.Namespace) -> None:
@@ -232,6 +251,7 @@ def _request(arguments: argparse.Namespace, options: _Options) -> Request:
         adapters=_adapters(arguments),
         quantization=quantization,
         compact_rank=_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
+        ranks_per_sequence=arguments.sp or 1,
         trace=arguments.trace or device.trace,
         sharding=options.sharding,
         outlier_share=arguments.outlier_share,

@@ -26,6 +26,7 @@ from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasurement
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.quantized_weights import Quantization
+from adacc_hf.estimate.sequence_parallel import check_heads, shared_sequences
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
@@ -80,6 +81,8 @@ class Workload:
     trace: str = "cuda"
     """Device type of the fake tensors, "cuda" or "cpu", on which torch's choice of kernels depends."""
     sharding: Sharding = field(default_factory=Sharding)
+    ranks_per_sequence: int = 1
+    """Number of devices that share each sequence by Ulysses."""
     outlier_share: float = OUTLIER_SHARE
     adacc: AdaccConfig = field(default_factory=AdaccConfig)
 
@@ -90,6 +93,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         self.device.check_dtype(str(self.precision.compute).removeprefix("torch."))
+        check_heads(self.config, self.ranks_per_sequence)
         if self.quantization is not None and self.adapters is None:
             raise ValueError("weights of 4 bits cannot be trained: add --peft lora, or plan unquantized weights")
         if self.quantization is not None and self.sharding.method not in ("none", "ddp"):
@@ -140,10 +144,12 @@ class FakeModel:
         return self._thinning.expand(profile)
 
     def batch(self, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-        """Return a batch of `batch_size` sequences of `seq_len` tokens with labels."""
-        ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
+        """Return one device's part of `batch_size` sequences of `seq_len` tokens, with labels."""
+        num_ranks = self.workload.ranks_per_sequence
+        ids = torch.zeros((batch_size, -(-seq_len // num_ranks)), dtype=torch.long)
         labels = ids[:, 0] if is_classifier(self.workload.config) else ids
-        return {"input_ids": ids, "labels": labels.clone()}
+        positions = {} if num_ranks == 1 else {"position_ids": ids.clone()}
+        return {"input_ids": ids, "labels": labels.clone(), **positions}
 
     def _trace(self, measurement: type[FakeMeasurement], batch_size: int, seq_len: int) -> Profile:
         batch = self.batch(batch_size, seq_len)
@@ -159,7 +165,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
     model needs other inputs than input_ids and labels, or if its code depends on the values of tensors.
     """
-    with fake_tensors(workload.trace):
+    with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence):
         try:
             yield FakeModel(workload)
         except AdaccError:

@@ -47,6 +47,7 @@ def to_json(plan: TrainingPlan) -> dict[str, Any]:
         "seq_len": request.seq_len,
         "attention": plan.attention,
         "optimizer": request.optimizer,
+        "ranks_per_sequence": request.workload.ranks_per_sequence,
         "sharding": asdict(request.workload.sharding),
         "budget_bytes": request.budget,
         "outlier_share": request.workload.outlier_share,
@@ -85,9 +86,11 @@ def _title(plan: TrainingPlan) -> str:
     request, device = plan.request, plan.request.workload.device
     sharding = request.workload.sharding
     sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
+    num_ranks = request.workload.ranks_per_sequence
+    place = "device" if num_ranks == 1 else f"{num_ranks} devices (Ulysses)"
     return (
         f"{request.model}: {len(plan.profile.blocks)} blocks, {request.batch_size} x {request.seq_len} tokens per "
-        f"device, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
+        f"{place}, {plan.attention} attention, {request.optimizer}{sharding_text}, on {device.title}"
     )
 
 

@@ -13,7 +13,7 @@ from adacc_hf.artifacts.call_names import call_name, calls_per_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import Outcome, simulate_policy
-from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.policy import BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
@@ -188,7 +188,7 @@ class _Planner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
-            phases=_phases(simulate_checkpointed(profile) if policy is None else simulate_policy(profile, policy)),
+            phases=_phases(_fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
         )
 
     def profile(self) -> Profile:
@@ -254,7 +254,7 @@ class _Planner:
 
     def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
         plain_step_ms = plain_ms(profile)
-        plain, full = uniform_policy(profile, "retain"), simulate_checkpointed(profile)
+        plain, full = uniform_policy(profile, "retain"), _fully_recomputed(profile)
         adacc_ms = None if policy is None else plain_step_ms + policy.predicted_overhead_ms
         reserved = [_reserved_bytes(self.request, self.model, is_checkpointed) for is_checkpointed in (False, True)]
         return {
@@ -339,7 +339,20 @@ class _Planner:
             return _smallest_peak(profile, self.request.workload.adacc)
         if method in _UNIFORM:
             return uniform_policy(profile, _UNIFORM[method]).predicted_peak_bytes
-        return simulate_checkpointed(profile).peak_bytes
+        return _fully_recomputed(profile).peak_bytes
+
+
+def _fully_recomputed(profile: Profile) -> Outcome:
+    """Return the simulated outcome of a step in which torch's checkpoint runs every block.
+
+    This includes blocks with collectives, which all ranks then run again in backward. A policy never does this.
+    """
+    actions = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
+    kinds = tuple(
+        kind if kind.block_actions != (BlockAction.PLAIN,) else replace(kind, block_actions=actions)
+        for kind in profile.kinds
+    )
+    return simulate_checkpointed(replace(profile, kinds=kinds))
 
 
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:

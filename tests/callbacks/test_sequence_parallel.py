@@ -4,6 +4,10 @@ import json
 
 import pytest
 from deepspeed_runs import needs_deepspeed, run_script
+from transformers import LlamaConfig
+
+from adacc_hf.estimate.devices import find_device
+from adacc_hf.estimate.fake_model import PRECISIONS, Workload, fake_model
 
 pytestmark = needs_deepspeed
 
@@ -19,10 +23,7 @@ num_ranks = int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=512,
-    max_position_embeddings=64, attn_implementation="sdpa", bos_token_id=0, eos_token_id=0,
-))
+model = LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[4]), attn_implementation="sdpa"))
 rows = torch.randint(0, 512, (16, 64))
 # Under ZeRO 3 all parameters of this small model are below the threshold from which they are released after use.
 zero = {"stage": stage, "reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
@@ -49,16 +50,21 @@ if os.environ["RANK"] == "0":
     for callback in callbacks:
         counts = callback.policy.action_counts()
         result |= {"num_recomputed": counts["recompute"], "num_compressed": counts["compress"]}
+        result |= {"plain_stored_bytes": callback.profile.plain_stored_bytes}
         result |= {"fallback_steps": logged[-1]["adacc/fallback_steps"]}
     with open(os.path.join(folder, "result.json"), "w") as file:
         json.dump(result, file)
 """
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 LOSSLESS = {"actions": ["retain", "recompute"], "memory_budget": 0.5}
 
 
 def train(num_ranks: int, stage: int, settings: dict | None) -> dict:
     """Return losses, gradient norms and facts on the policy of a run on `num_ranks` ranks, all on one sequence."""
-    return run_script(SCRIPT, num_ranks, str(stage), json.dumps(settings))
+    return run_script(SCRIPT, num_ranks, str(stage), json.dumps(settings), json.dumps(SIZES))
 
 
 def steps(result):
@@ -79,3 +85,14 @@ def test_codecs_change_losses_little():
     # INT4 changes gradients by some percent, and a learning rate of 5e-5 moves the loss by 1e-2 in 6 steps.
     assert adacc["loss"] == pytest.approx(plain["loss"], rel=1e-3)
     assert adacc["fallback_steps"] == 0
+
+
+def test_the_stored_bytes_are_those_that_the_planner_predicts():
+    workload = Workload(
+        config=LlamaConfig(**SIZES), device=find_device("cpu"), precision=PRECISIONS["fp32"], trace="cpu",
+        ranks_per_sequence=2,
+    )  # fmt: skip
+    with fake_model(workload) as model:
+        predicted = model.profile(batch_size=1, seq_len=64).plain_stored_bytes
+    # The planner passes the positions to attention only once.
+    assert predicted == pytest.approx(train(2, 1, LOSSLESS)["plain_stored_bytes"], rel=0.005)
