@@ -77,6 +77,17 @@ def test_the_launchers_files_are_read(tmp_path: Path) -> None:
         assert load_config_from_file(str(path)).num_processes == 8
 
 
+@pytest.mark.parametrize(("multiple", "sizes"), [(None, {13, 15}), (16, {16})], ids=["joined", "padded"])
+def test_packed_batches_have_one_size_only_if_they_are_padded(multiple: int | None, sizes: set[int]) -> None:
+    """The page on LoRA recommends `pad_to_multiple_of` = batch size x max_length, here 2 x 8."""
+    language_modeling = pytest.importorskip("trl.trainer.sft_trainer", reason="the sft extra installs trl")
+    collator = language_modeling.DataCollatorForLanguageModeling(
+        pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple
+    )
+    batches = [[{"input_ids": [1] * length} for length in lengths] for lengths in ((8, 7), (8, 5))]
+    assert {collator(batch)["input_ids"].numel() for batch in batches} == sizes
+
+
 def test_every_page_says_what_to_look_at_and_what_can_go_wrong() -> None:
     assert len(PAGES) == 9
     for page in PAGES:
