@@ -10,6 +10,8 @@ pytest.importorskip("trl", reason="the sft extra installs trl")
 from chat_datasets import load_splits
 from trl import DatasetMixtureConfig, ScriptArguments, SFTConfig
 
+from adacc_hf.torch_glue.compat import CHECKPOINTING
+
 ONE, TWO = {"text": "One two three."}, {"text": "Four five."}
 
 
@@ -23,7 +25,9 @@ def folder(tmp_path: Path) -> str:
 
 
 def settings(evaluates: bool = False) -> SFTConfig:
-    return SFTConfig("run", bf16=False, use_cpu=True, report_to="none", eval_strategy="steps" if evaluates else "no")
+    evaluation = "steps" if evaluates else "no"
+    checkpointing = {CHECKPOINTING: False}  # TRL's default sets it by its older name, with a warning
+    return SFTConfig("run", bf16=False, use_cpu=True, report_to="none", eval_strategy=evaluation, **checkpointing)
 
 
 def test_without_a_name_the_recipes_chats_are_loaded():
