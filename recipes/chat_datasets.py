@@ -13,7 +13,7 @@ DEMO_CHATS = str(Path(__file__).parent / "data" / "chats.jsonl")
 def load_splits(
     chats: str | None, script: ScriptArguments, mixture: DatasetMixtureConfig, training: SFTConfig
 ) -> tuple[Any, Any]:
-    """Load the data of `--chats`, of `datasets` or `--dataset_name` as `trl sft` does, or, by default, the demo's chats.
+    """Load the data of `--chats`, or of `datasets` or `--dataset_name` as `trl sft` does; by default the demo's chats.
 
     Return the training split, and the evaluation split or None if `--eval_strategy` is "no". Raises ValueError or
     OSError that names the setting.

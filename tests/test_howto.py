@@ -25,6 +25,8 @@ PROMISED = {
     "run": ("'adacc/compression_rate': '0.49", "'train_loss'"),
 }
 """Parts of a page's output that do not depend on times."""
+PRINTED = re.compile(r"prints?(?:, on a CPU)?:\n\n```text\n(.*?)```", re.DOTALL)
+"""Output that a page shows in full."""
 ADACC = "import sys; from adacc_hf.cli import main; sys.exit(main())"
 
 
@@ -51,6 +53,11 @@ def run(folder: Path, *arguments: str) -> str:
     return process.stdout
 
 
+def without_numbers(line: str) -> str:
+    """Return the line without what depends on times: numbers, and whether masks are stored as bits."""
+    return re.sub(r"[0-9]+(\.[0-9]+)?", "N", re.sub(r", [0-9]+ masks? as bits", "", line))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_its_code_runs(page: Path, tmp_path: Path) -> None:
     """Run all Python code of the page in one process, then each `adacc` command."""
@@ -66,6 +73,9 @@ def test_its_code_runs(page: Path, tmp_path: Path) -> None:
         assert name == "adacc", "the tests run no other command"
         output += run(tmp_path, ADACC, *arguments)
     assert all(word in output for word in PROMISED.get(page.stem, ("overhead",)))
+    shown = [line for text in PRINTED.findall(page.read_text(encoding="utf-8")) for line in text.splitlines()]
+    printed = {without_numbers(line) for line in output.splitlines()}
+    assert [line for line in shown if without_numbers(line) not in printed] == []
 
 
 def test_the_launchers_files_are_read(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ ONE, TWO = {"text": "One two three."}, {"text": "Four five."}
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """Return a folder that `datasets` loads as three training rows and one test row."""
+    folder = tmp_path / "data"  # tmp_path itself contains the cache of `datasets`
+    folder.mkdir()
     for name, rows in (("train", [ONE] * 3), ("test", [TWO])):
         lines = (json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return str(tmp_path)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return str(folder)
 
 
 def settings(evaluates: bool = False) -> SFTConfig:

@@ -111,7 +111,8 @@ def test_a_command_line_of_trl_sft_trains_and_evaluates(tiny_run: list[str], tmp
     folder.mkdir()
     for split in ("train", "test"):
         jsonl([CHATS["messages"]] * 8, folder / f"{split}.jsonl")
-    settings = sft_lora.parse_settings(with_setting(tiny_run, dataset_name=folder, eval_strategy="steps", eval_steps=2))
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}
+    settings = sft_lora.parse_settings(with_setting(tiny_run, dataset_name=folder, **evaluation))
     callback = sft_lora.make_callback(settings[0])
     trainer = sft_lora.train(sft_lora.make_trainer(settings, [callback]), callback)
     assert len(losses(trainer)) == 5
@@ -128,7 +129,6 @@ def test_every_setting_of_trl_sft_is_accepted():
 
 
 def test_a_saved_model_is_taken_and_all_its_weights_can_be_trained(tiny_run: list[str], tmp_path: Path):
-    settings = sft_lora.parse_settings(tiny_run)
     tokenizer = sft_lora.demo_tokenizer(chat_files.load_chats(sft_lora.DEMO_CHATS, "text"), tmp_path / "cache")
     sft_lora.demo_model(tokenizer, 64, seed=0).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
