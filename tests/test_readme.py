@@ -27,7 +27,7 @@ def test_its_code_prints_what_it_shows_and_no_warning(tmp_path):
     )
     assert process.returncode == 0, process.stderr
     lines = re.split(r"\n(?! )", output.strip())  # a long line goes on with spaces
-    assert len(lines) == 4
+    assert len(lines) == 3
     printed = without_numbers(process.stderr + process.stdout)
     assert [line for line in lines if without_numbers(line) not in printed] == []
     assert "4 blocks" in process.stdout
