@@ -1,17 +1,18 @@
-"""Train a GPT under a memory budget, by one of the paper's methods.
+r"""Train a GPT under a memory budget, by one of the paper's methods.
 
     accelerate launch recipes/gpt2_pile.py                      the demo: a small GPT-2 on Python's standard library
     accelerate launch recipes/gpt2_pile.py --method compare     the demo by every method, and one table
     accelerate launch recipes/gpt2_pile.py --model gpt2-345m --dataset pile --tokenizer gpt2 --bf16 \
         --per_device_train_batch_size 32 --memory_budget 20GiB
 
-Invalid settings end the run with one message and exit status 2.
+The recipe's own settings come first in the list below, then all of Transformers' TrainingArguments. Invalid settings
+end the run with one message and exit status 2.
 """
 
 import sys
 
 from demo_comparison import compare_methods
-from recipe_arguments import parse_arguments
+from recipe_arguments import RecipeArguments, parse_arguments
 from training_run import FinishedRun, PreparedRun, prepare_run, save_report, train_once
 
 from adacc_hf.artifacts.errors import AdaccError
@@ -20,7 +21,12 @@ from adacc_hf.artifacts.units import format_bytes
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the recipe with the settings in `argv` (default: the command line), and return the final metrics."""
-    return train(prepare_run(parse_arguments(sys.argv[1:] if argv is None else argv)))
+    return train(prepare_run(parse_settings(sys.argv[1:] if argv is None else argv)))
+
+
+def parse_settings(argv: list[str]) -> RecipeArguments:
+    """Parse the command line. Raises ValueError for an invalid setting."""
+    return parse_arguments(argv, __doc__)
 
 
 def train(run: PreparedRun) -> dict[str, float]:
@@ -53,7 +59,7 @@ def closing_line(run: PreparedRun, finished: FinishedRun) -> str:
 def command_line() -> int:
     """Run the recipe, and return the exit status: 2 after an invalid setting, which is reported in one message."""
     try:
-        run = prepare_run(parse_arguments(sys.argv[1:]))
+        run = prepare_run(parse_settings(sys.argv[1:]))
     except (ValueError, OSError) as error:
         return _print_error(error)
     try:

@@ -1,4 +1,4 @@
-"""Train a LLaMA-like model on long sequences: print the plan first, then train within the planned budget.
+r"""Train a LLaMA-like model on long sequences: print the plan first, then train within the planned budget.
 
     python recipes/long_context.py                              the demo: 1024 tokens, under a minute on a CPU
     python recipes/long_context.py --model llama-1b --seq_len 65536 --device h100 --bf16 --plan_only
@@ -7,7 +7,7 @@
 
 The plan is the same as of `adacc plan`, which needs neither the device nor weights. Documents are concatenated and cut
 into sequences of full length. Invalid settings, and a plan that does not fit, end the run with one message and exit
-status 2.
+status 2. The recipe's own settings come first in the list below, then all of Transformers' TrainingArguments.
 """
 
 import sys
@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from planned_run import Run, plan_run
+from recipe_help import parser_settings
 from text_documents import load_documents
 from text_packing import encode_documents, pack_documents, stack_sequences
 from text_tokenizer import load_tokenizer, trained_tokenizer
@@ -105,7 +106,7 @@ DEMO_DEFAULTS = {
 
 def parse_settings(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments]:
     """Parse the command line. Raises ValueError for an invalid setting."""
-    parser = HfArgumentParser((RecipeArguments, TrainingArguments), description=__doc__, allow_abbrev=False)
+    parser = HfArgumentParser((RecipeArguments, TrainingArguments), **parser_settings(__doc__))
     is_demo = not any(text.partition("=")[0] == "--model" for text in argv)
     parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
     return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from recipe_help import parser_settings
 from transformers import HfArgumentParser, TrainingArguments
 
 from adacc_hf.estimate.presets import PRESETS
@@ -154,13 +155,13 @@ _PRETRAINING_DEFAULTS = {
 }
 
 
-def parse_arguments(argv: list[str]) -> RecipeArguments:
-    """Parse the command line, with the defaults of the chosen model.
+def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArguments:
+    """Parse the command line, with the defaults of the chosen model. `docstring` is the recipe's, for `--help`.
 
     Raises ValueError for a setting out of range. If argparse cannot parse a setting, it exits with status 2.
     """
     parser = HfArgumentParser(
-        (ModelArguments, DataArguments, MethodArguments, TrainingArguments), description=__doc__, allow_abbrev=False
+        (ModelArguments, DataArguments, MethodArguments, TrainingArguments), **parser_settings(docstring)
     )
     parser.set_defaults(**_defaults_for(argv))
     model, data, method, training = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)

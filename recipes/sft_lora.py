@@ -1,23 +1,39 @@
-"""Fine-tune a language model on chats by LoRA or QLoRA under a memory budget: TRL's SFTTrainer with one more callback.
+r"""Fine-tune a language model on chats by LoRA or QLoRA under a memory budget: TRL's SFTTrainer with one more callback.
 
-    python recipes/sft_lora.py                                  the demo: a tiny LLaMA, under a minute on a CPU
+    python recipes/sft_lora.py                                  the demo: a tiny LLaMA, about a minute on a CPU
     accelerate launch recipes/sft_lora.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 \
         --chats my_chats.jsonl --max_length 4096 --per_device_train_batch_size 4 --memory_budget 24GiB
+    accelerate launch recipes/sft_lora.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara \
+        --output_dir Qwen2-0.5B-SFT --memory_budget auto
 
-`--load_in_4bit` selects QLoRA, `--use_peft false` trains all weights. All settings of TRL's SFTConfig and ModelConfig
-are accepted, on the command line or with `--config settings.yaml`. Invalid settings end the run with one message and
-exit status 2. The recipe needs pip install 'adacc-hf[recipes,sft]', and bitsandbytes for QLoRA.
+The recipe accepts all settings of `trl sft`, on the command line or with `--config settings.yaml`, and in addition
+`--chats`, `--memory_budget`, `--actions` and `--cache_dir`, which come first in the list below. Three defaults differ
+from those of `trl sft`: LoRA and packing are on, gradient checkpointing is off. `--use_peft false` trains all weights,
+`--load_in_4bit` selects QLoRA. Invalid settings end the run with one message and exit status 2. The recipe needs
+pip install '.[recipes,sft]' in a checkout, and bitsandbytes for QLoRA.
 """
 
 import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import torch
-from chats import ROWS, demo_model, demo_tokenizer, load_chats
+from chat_datasets import DEMO_CHATS, load_splits
+from chats import ROWS, demo_model, demo_tokenizer
+from recipe_help import parser_settings
 from transformers import TrainerCallback
-from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 
 from adacc_hf import AdaccCallback
 from adacc_hf.artifacts.config import parse_budget
@@ -30,9 +46,12 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 class RecipeArguments:
     """Settings of the recipe, in addition to TRL's."""
 
-    chats: str = field(
-        default=str(Path(__file__).parent / "data" / "chats.jsonl"),
-        metadata={"help": f"A jsonl file with rows {ROWS}."},
+    chats: str | None = field(
+        default=None,
+        metadata={
+            "help": f"A jsonl file with rows {ROWS}. Without it and without --dataset_name: {Path(DEMO_CHATS).name} of "
+            "the recipes."
+        },
     )
     memory_budget: str = field(
         default="auto",
@@ -48,7 +67,7 @@ class RecipeArguments:
     cache_dir: str = field(default="runs/cache", metadata={"help": "Folder for the demo's tokenizer; safe to delete."})
 
 
-Settings = tuple[RecipeArguments, SFTConfig, ModelConfig]
+Settings = tuple[RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig]
 DEFAULTS = {
     "output_dir": "runs/sft-lora",
     "use_peft": True,
@@ -74,7 +93,7 @@ DEMO_DEFAULTS = {
 
 def parse_settings(argv: list[str]) -> Settings:
     """Parse the command line and the file of `--config`. Raises ValueError for an invalid setting."""
-    parser = TrlParser((RecipeArguments, SFTConfig, ModelConfig), description=__doc__, allow_abbrev=False)
+    parser = TrlParser(get_args(Settings), **parser_settings(__doc__))
     is_demo = not any(text.partition("=")[0] in ("--model_name_or_path", "--config") for text in argv)
     parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
     return parser.parse_args_and_config(argv)
@@ -86,13 +105,13 @@ def make_callback(recipe: RecipeArguments) -> AdaccCallback:
 
 
 def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTrainer:
-    """Build TRL's trainer on the chats. Raises ValueError or OSError for invalid settings, before training starts."""
-    recipe, training, model = settings
+    """Build TRL's trainer on the data. Raises ValueError or OSError for invalid settings, before training starts."""
+    recipe, script, training, model, mixture = settings
     check_quantization(model)
-    chats = load_chats(recipe.chats, training.dataset_text_field)
+    train_data, test_data = load_splits(recipe.chats, script, mixture, training)
     if model.model_name_or_path is None:
         with training.main_process_first(desc="training the tokenizer"):
-            tokenizer = demo_tokenizer(chats, Path(recipe.cache_dir))
+            tokenizer = demo_tokenizer(train_data, Path(recipe.cache_dir))
         start = {
             "model": demo_model(tokenizer, training.max_length or 1024, training.seed),
             "processing_class": tokenizer,
@@ -109,7 +128,12 @@ def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTra
         start = {"model": model.model_name_or_path}
     try:
         return SFTTrainer(
-            **start, args=training, train_dataset=chats, peft_config=get_peft_config(model), callbacks=callbacks
+            **start,
+            args=training,
+            train_dataset=train_data,
+            eval_dataset=test_data,
+            peft_config=get_peft_config(model),
+            callbacks=callbacks,
         )
     except OSError as error:
         raise ValueError(f"--model_name_or_path={model.model_name_or_path} could not be loaded: {error}") from error
@@ -135,6 +159,8 @@ def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
     checkpoint = trainer.args.resume_from_checkpoint
     seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
     trainer.save_model()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
     if trainer.is_world_process_zero():
         print(closing_line(trainer, callback, seconds))
     return trainer

@@ -17,7 +17,7 @@ SAVED = re.compile(r"<!-- saved by the tests as (\S+) -->\n\n```python\n(.*?)```
 BLOCK = re.compile(r"(<!--[^>]*-->\n\n)?```(python|bash)\n(.*?)```", re.DOTALL)
 YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 PROMISED = {
-    "compile": ("5.",),
+    "compile": ("5.562\n5.443\n5.339\n",),
     "explain": ("GPT2Block, transformer.h.0", "retain", "recompute", "compress("),
     "long-context": ("chunked head", "of plain training's bytes"),
     "plan": ('"fits": true',),
@@ -25,6 +25,8 @@ PROMISED = {
     "run": ("'adacc/compression_rate': '0.49", "'train_loss'"),
 }
 """Parts of a page's output that do not depend on times."""
+PRINTED = re.compile(r"prints?(?:, on a CPU)?(?: \(numbers [a-z ]*\))?:\n\n```text\n(.*?)```", re.DOTALL)
+"""Output that a page shows in full."""
 ADACC = "import sys; from adacc_hf.cli import main; sys.exit(main())"
 
 
@@ -47,7 +49,13 @@ def run(folder: Path, *arguments: str) -> str:
         [sys.executable, "-c", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
+    assert "the least possible" not in process.stderr, "a page's budget can be met"
     return process.stdout
+
+
+def without_numbers(line: str) -> str:
+    """Return the line without what depends on times: numbers, and whether masks are stored as bits."""
+    return re.sub(r"[0-9]+(\.[0-9]+)?", "N", re.sub(r", [0-9]+ masks? as bits", "", line))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -65,6 +73,9 @@ def test_its_code_runs(page: Path, tmp_path: Path) -> None:
         assert name == "adacc", "the tests run no other command"
         output += run(tmp_path, ADACC, *arguments)
     assert all(word in output for word in PROMISED.get(page.stem, ("overhead",)))
+    shown = [line for text in PRINTED.findall(page.read_text(encoding="utf-8")) for line in text.splitlines()]
+    printed = {without_numbers(line) for line in output.splitlines()}
+    assert [line for line in shown if without_numbers(line) not in printed] == []
 
 
 def test_the_launchers_files_are_read(tmp_path: Path) -> None:
@@ -75,6 +86,17 @@ def test_the_launchers_files_are_read(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.yaml"
         path.write_text(text, encoding="utf-8")
         assert load_config_from_file(str(path)).num_processes == 8
+
+
+@pytest.mark.parametrize(("multiple", "sizes"), [(None, {13, 15}), (16, {16})], ids=["joined", "padded"])
+def test_packed_batches_have_one_size_only_if_they_are_padded(multiple: int | None, sizes: set[int]) -> None:
+    """The page on LoRA recommends `pad_to_multiple_of` = batch size x max_length, here 2 x 8."""
+    language_modeling = pytest.importorskip("trl.trainer.sft_trainer", reason="the sft extra installs trl")
+    collator = language_modeling.DataCollatorForLanguageModeling(
+        pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple
+    )
+    batches = [[{"input_ids": [1] * length} for length in lengths] for lengths in ((8, 7), (8, 5))]
+    assert {collator(batch)["input_ids"].numel() for batch in batches} == sizes
 
 
 def test_every_page_says_what_to_look_at_and_what_can_go_wrong() -> None:

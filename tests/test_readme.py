@@ -1,5 +1,7 @@
-"""The README's code runs unchanged, and all links have targets."""
+"""The README's code runs unchanged and prints what the page shows, its facts are the package's, and all links have
+targets."""
 
+import configparser
 import os
 import re
 import subprocess
@@ -13,14 +15,41 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_its_code_runs(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def without_numbers(text: str) -> str:
+    return re.sub(r"[0-9]+(\.[0-9]+)?", "N", " ".join(text.split()))
+
+
+def test_its_code_prints_what_it_shows_and_no_warning(tmp_path):
+    ((code, output),) = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", README, re.DOTALL)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
+    lines = re.split(r"\n(?! )", output.strip())  # a long line goes on with spaces
+    assert len(lines) == 3
+    printed = without_numbers(process.stderr + process.stdout)
+    assert [line for line in lines if without_numbers(line) not in printed] == []
     assert "4 blocks" in process.stdout
+    assert [word for word in ("Warning", "[transformers]", "WARNING") if word in process.stderr] == []
+
+
+def test_its_requirements_and_extras_are_those_of_the_package():
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg", encoding="utf-8")
+    minimum = dict(re.findall(r"^(\w+)>=([0-9.]+)$", options["options"]["install_requires"], re.MULTILINE))
+    python = options["options"]["python_requires"].removeprefix(">=")
+    assert (
+        f"Python {python}, torch {minimum['torch']}, Transformers {minimum['transformers']} and Accelerate "
+        f"{minimum['accelerate']}, or newer"
+    ) in " ".join(README.split())
+    rows = re.findall(r"^\| (`.*?`) \|", README.split("| extra | for |")[1].split("\n\n")[0], re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(options["options.extras_require"])
+
+
+def test_it_says_that_nothing_was_measured_on_a_gpu_while_limits_say_so():
+    limits = (ROOT / "docs" / "LIMITS.md").read_text(encoding="utf-8")
+    assert ("Not yet measured on a GPU" in README) == ("## Not yet measured on a GPU" in limits)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

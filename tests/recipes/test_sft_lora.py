@@ -1,5 +1,8 @@
+import importlib
 import json
+import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -103,9 +106,30 @@ def test_a_file_of_ones_own_is_taken(kind: str, tiny_run: list[str], tmp_path: P
         assert callback.policy is not None
 
 
+def test_a_command_line_of_trl_sft_trains_and_evaluates(tiny_run: list[str], tmp_path: Path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "test"):
+        jsonl([CHATS["messages"]] * 8, folder / f"{split}.jsonl")
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}
+    settings = sft_lora.parse_settings(with_setting(tiny_run, dataset_name=folder, **evaluation))
+    callback = sft_lora.make_callback(settings[0])
+    trainer = sft_lora.train(sft_lora.make_trainer(settings, [callback]), callback)
+    assert len(losses(trainer)) == 5
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][:2] == [2, 4]
+    assert callback.policy is not None
+
+
+def test_every_setting_of_trl_sft_is_accepted():
+    usage = importlib.import_module("trl.scripts.sft").make_parser().format_usage()
+    trl_settings = {name.removeprefix("no_") for name in re.findall(r"\[--(\w+)", usage)}
+    assert {"dataset_name", "model_name_or_path", "max_length", "lora_r"} <= trl_settings
+    settings = sft_lora.parse_settings([])
+    assert trl_settings <= {field.name for group in settings for field in fields(group)}
+
+
 def test_a_saved_model_is_taken_and_all_its_weights_can_be_trained(tiny_run: list[str], tmp_path: Path):
-    settings = sft_lora.parse_settings(tiny_run)
-    tokenizer = sft_lora.demo_tokenizer(sft_lora.load_chats(settings[0].chats, "text"), tmp_path / "cache")
+    tokenizer = sft_lora.demo_tokenizer(chat_files.load_chats(sft_lora.DEMO_CHATS, "text"), tmp_path / "cache")
     sft_lora.demo_model(tokenizer, 64, seed=0).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     argv = with_setting(tiny_run, model_name_or_path=tmp_path / "model", use_peft=False, memory_budget="0.5")
@@ -118,6 +142,8 @@ def test_a_saved_model_is_taken_and_all_its_weights_can_be_trained(tiny_run: lis
     ("setting", "message"),
     [
         ({"chats": "gone.jsonl"}, "--chats=gone.jsonl: no such file"),
+        ({"chats": "a.jsonl", "dataset_name": "b"}, "--chats=a.jsonl cannot be combined with --dataset_name"),
+        ({"dataset_name": "no-such/data"}, "no-such/data"),
         ({"chats": ["no row"]}, "is not a jsonl file"),
         ({"chats": []}, "is not a jsonl file"),
         ({"chats": [{"question": "One?"}]}, "has rows with the keys ['question']; write rows {\"messages\""),
