@@ -96,7 +96,7 @@ test-others: $(FETCHED) ## Run others' scripts and tests with the callback and w
 eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eval
 	HF_HUB_OFFLINE=1 $(BIN)/adacc eval all $(EVAL_OPTIONS)
 
-tables: $(INSTALLED) ## Write the tables of README and docs/, and those beside the records, from the JSON in eval/results
+tables: $(INSTALLED) ## Write the tables of README and docs/, and tables and plots next to records, from the JSON in eval/results
 	$(BIN)/python -m adacc_hf.eval.repository.tables
 
 # What makes the site comes on top of what trains. The tree of pages has them where the repository has them. That of
@@ -115,7 +115,8 @@ docs: $(SITE) ## Build the site from docs/ and the docstrings, into build/site; 
 	@ln -s $(CURDIR)/adacc_hf/* $(CURDIR)/callbacks build/api/adacc_hf
 	@ln -s $(CURDIR)/kernels/* build/api/adacc_hf/kernels
 	@touch build/api/adacc_hf/kernels/__init__.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@REPOSITORY="$$(sed -n '/^\[repository\]/,/^\[/ s/^url = *//p' setup.cfg)" NO_MKDOCS_2_WARNING=1 \
+		$(BIN)/mkdocs build --strict
 	@! grep -rnoE '(src="|<link [^>]*href=")https?://[^"]*' build/site --include='*.html' || \
 		{ echo 'the site would load these from elsewhere: keep them in docs/'; exit 1; }
 
