@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all slow-tests test-breaks test-gpu test-emulated test-others gpu-bundle eval tables docs style check types clean
+.PHONY: help venv demo test test-all slow-tests test-breaks test-python test-gpu test-emulated test-others gpu-bundle eval tables docs style check types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -53,6 +53,26 @@ slow-tests: $(INSTALLED) ## Run all tests, and write down which ones are slow (t
 
 test-breaks: $(INSTALLED) ## Break the product in 32 places: do the fast tests notice? (an hour)
 	@$(BIN)/python tests/breakages
+
+# Another Python than that of the pins, with the newest releases that pip finds for it, as a user's own `pip install`
+# takes them. TORCH=torch==2.13.0 takes another release of torch. The core needs neither TRL, PEFT nor Lightning.
+OTHER := build/$(notdir $(PYTHON))
+TORCH ?= torch
+CORE := tests/test_imports.py tests/kernels tests/callbacks \
+	$(addprefix tests/adacc_hf/,artifacts torch_glue tape head run solve)
+$(OTHER)/.installed: setup.cfg
+	rm -rf $(OTHER)
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet setuptools $(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --no-build-isolation --editable '.[plot]' \
+		pytest pytest-timeout pytest-xdist hypothesis
+	$(OTHER)/bin/python -W ignore -m compileall -qq -j 0 $(OTHER)/lib || true
+	@touch $@
+
+test-python: $(OTHER)/.installed ## Run the core of the fast tests with PYTHON=python3.13 and the newest releases for it
+	@$(OTHER)/bin/python -W error -m compileall -qq -f adacc_hf callbacks eval kernels recipes
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OTHER)/bin/python -m pytest -q -n $(WORKERS) \
+		--dist worksteal -m "not slow and not gpu and not others" $(CORE)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu
