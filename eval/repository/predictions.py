@@ -315,7 +315,7 @@ def _source_cells() -> list[dict[str, str]]:
 def save_plot(ledger: Ledger) -> None:
     """Plot predicted against measured bytes, one point per row."""
     held_out_names = held_out(rows())
-    halves = "open half: used to improve the planner", "held-out half: not looked at meanwhile"
+    halves = ("open half: used to improve the planner", "held-out half: not looked at meanwhile")
     series: dict[str, list[tuple[float, float]]] = {name: [] for name in halves}
     for error in errors(ledger, second=True):
         measured = error.row.measured_bytes / 2**30
