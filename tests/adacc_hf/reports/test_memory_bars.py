@@ -37,23 +37,23 @@ def test_parts_add_up_to_the_peak(gpt2_like_profile, seed) -> None:
 
 
 def test_a_peak_in_the_loss_holds_what_all_blocks_store(gpt2_like_profile) -> None:
-    profile = replace(gpt2_like_profile(num_blocks=3), loss_peak_bytes=GIB)
+    profile = replace(gpt2_like_profile(num_blocks=3), loss_peak_bytes=100 * GIB)
     policy = uniform_policy(profile, "retain")
     assert parts_of(profile, policy).stored_bytes == sum(stored_bytes(profile, policy))
 
 
 def test_a_peak_in_a_block_holds_what_earlier_blocks_store(gpt2_like_profile) -> None:
     profile = gpt2_like_profile(num_blocks=3)
-    second = replace(profile.blocks[1], backward_base_bytes=GIB)
+    second = replace(profile.blocks[1], backward_base_bytes=100 * GIB)
     profile = replace(profile, blocks=(profile.blocks[0], second, profile.blocks[2]))
     policy = uniform_policy(profile, "retain")
     assert parts_of(profile, policy).stored_bytes == stored_bytes(profile, policy)[0]
 
 
 def test_a_peak_in_the_optimizer_holds_nothing_for_backward(gpt2_like_profile) -> None:
-    profile = replace(gpt2_like_profile(num_blocks=3), optimizer_peak_bytes=GIB)
+    profile = replace(gpt2_like_profile(num_blocks=3), optimizer_peak_bytes=100 * GIB)
     bar = parts_of(profile, uniform_policy(profile, "retain"))
-    assert (bar.stored_bytes, bar.peak_bytes) == (0, GIB)
+    assert (bar.stored_bytes, bar.peak_bytes) == (0, 100 * GIB)
 
 
 @pytest.mark.parametrize(
