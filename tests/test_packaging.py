@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from configparser import ConfigParser
 from email import message_from_string
 from email.message import Message
 from pathlib import Path
@@ -200,6 +201,13 @@ def test_the_address_of_the_repository_is_the_base_of_all_links(source: Path, tm
         kind, path = target.removeprefix(start).split(tag)
         assert kind == ("raw/" if path.endswith((".svg", ".png")) else "blob/"), target
         assert (ROOT / path.partition("#")[0]).is_file(), target
+
+
+def test_install_page_lists_every_extra() -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    page = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == set(config["options.extras_require"])
 
 
 def test_citation_names_the_version_and_the_paper() -> None:
