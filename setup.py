@@ -15,6 +15,8 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\[\]]*)\]\((?P<target>[^()\s]+)\)")
+PLACEHOLDER = "<URL of this repository>"
+"""Text of README.md in the place of the repository's address."""
 PAPER = "https://arxiv.org/abs/2508.00806"
 
 
@@ -30,7 +32,7 @@ def long_description(readme: str, url: str, version: str) -> str:
         kind = "raw" if link["picture"] else "blob"
         return f"{link['picture']}[{link['text']}]({url}/{kind}/v{version}/{target})"
 
-    return LINK.sub(absolute, readme)
+    return LINK.sub(absolute, readme).replace(PLACEHOLDER, url or PLACEHOLDER)
 
 
 def project_urls(url: str, version: str) -> dict[str, str]:

@@ -195,6 +195,7 @@ def test_the_address_of_the_repository_is_the_base_of_all_links(source: Path, tm
     assert labels >= {"Repository", "Documentation", "Changelog", "Issues", "Paper"}
     targets = [target for target in link_targets(metadata.get_payload()) if target.startswith(start)]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<URL of" not in metadata.get_payload()
     relative = [target for target in link_targets(readme) if not target.startswith(("https://", "#"))]
     assert len(targets) == len(relative)
     for target in targets:

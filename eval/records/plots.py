@@ -129,14 +129,15 @@ def curves(
 
 def styles_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return the colour and the marker of each series: those in STYLES, else the next ones of SPARE_STYLES."""
+    names = list(names)
     styles: dict[str, tuple[str, str]] = {}
     for name in names:
         known_names = [known for known in STYLES if name.replace(",", "").startswith(known)]
         if known_names:
             styles[name] = STYLES[max(known_names, key=len)]
-        else:
-            spare_styles = [style for style in SPARE_STYLES if style not in styles.values()] or SPARE_STYLES
-            styles[name] = spare_styles[0]
+    for name in names:
+        spare_styles = [style for style in SPARE_STYLES if style not in styles.values()] or SPARE_STYLES
+        styles.setdefault(name, spare_styles[0])
     return styles
 
 
