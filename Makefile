@@ -63,7 +63,7 @@ CORE := tests/test_imports.py tests/kernels tests/callbacks \
 $(OTHER)/.installed: setup.cfg
 	rm -rf $(OTHER)
 	$(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/python -m pip install --quiet setuptools $(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet 'setuptools>=70.1' $(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --no-build-isolation --editable '.[plot]' \
 		pytest pytest-timeout pytest-xdist hypothesis
 	$(OTHER)/bin/python -W ignore -m compileall -qq -j 0 $(OTHER)/lib || true
