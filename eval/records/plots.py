@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,10 +99,10 @@ def curves(
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    colors = {f"{name}.color": INK for name in ("text", "xtick", "ytick", "grid")}
+    colored = ("text.color", "xtick.color", "ytick.color", "grid.color", "axes.edgecolor", "axes.labelcolor")
     # Text stays searchable, and the file is equal from run to run.
-    files = {"svg.fonttype": "none", "svg.hashsalt": "adacc"}
-    with rc_context({**colors, "axes.edgecolor": INK, "axes.labelcolor": INK, **files}):
+    settings: dict[Any, Any] = {**dict.fromkeys(colored, INK), "svg.fonttype": "none", "svg.hashsalt": "adacc"}
+    with rc_context(settings):
         figure = Figure(figsize=(9.0, 5.0), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
@@ -142,8 +142,8 @@ def styles_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _plot_points(points: Points) -> list[PlotPoint]:
-    points = [point if isinstance(point, PlotPoint) else PlotPoint(x=point[0], y=point[1]) for point in points]
-    return sorted(points, key=lambda point: (point.x, point.y))
+    plot_points = [point if isinstance(point, PlotPoint) else PlotPoint(x=point[0], y=point[1]) for point in points]
+    return sorted(plot_points, key=lambda point: (point.x, point.y))
 
 
 def _from_top(points: Mapping[str, Sequence[PlotPoint]], joined: bool) -> list[str]:
