@@ -12,7 +12,7 @@ PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip 
 INSTALL := $(PIP) --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all slow-tests test-breaks test-gpu test-emulated test-others gpu-bundle eval tables docs style check types clean
+.PHONY: help venv demo test test-all slow-tests test-breaks test-python test-gpu test-emulated test-others gpu-bundle eval tables docs style check types clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -60,6 +60,26 @@ slow-tests: $(INSTALLED) ## Run all tests, and write down which ones are slow (t
 test-breaks: $(INSTALLED) ## Break the product in 32 places: do the fast tests notice? (an hour)
 	@$(BIN)/python tests/breakages
 
+# Another Python than that of the pins, with the newest releases that pip finds for it, as a user's own `pip install`
+# takes them. TORCH=torch==2.13.0 takes another release of torch. The core needs neither TRL, PEFT nor Lightning.
+OTHER := build/$(notdir $(PYTHON))
+TORCH ?= torch
+CORE := tests/test_imports.py tests/kernels tests/callbacks \
+	$(addprefix tests/adacc_hf/,artifacts torch_glue tape head run solve)
+$(OTHER)/.installed: setup.cfg
+	rm -rf $(OTHER)
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet 'setuptools>=70.1' $(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --no-build-isolation --editable '.[plot]' \
+		pytest pytest-timeout pytest-xdist hypothesis
+	$(OTHER)/bin/python -W ignore -m compileall -qq -j 0 $(OTHER)/lib || true
+	@touch $@
+
+test-python: $(OTHER)/.installed ## Run the core of the fast tests with PYTHON=python3.13 and the newest releases for it
+	@$(OTHER)/bin/python -W error -m compileall -qq -f adacc_hf callbacks eval kernels recipes
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OTHER)/bin/python -m pytest -q -n $(WORKERS) \
+		--dist worksteal -m "not slow and not gpu and not others" $(CORE)
+
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu
 
@@ -102,7 +122,7 @@ test-others: $(FETCHED) ## Run others' scripts and tests with the callback and w
 eval: $(INSTALLED) ## Run everything in eval/ at the demo's scale, into runs/eval
 	HF_HUB_OFFLINE=1 $(BIN)/adacc eval all $(EVAL_OPTIONS)
 
-tables: $(INSTALLED) ## Write the tables of README and docs/, and those beside the records, from the JSON in eval/results
+tables: $(INSTALLED) ## Write the tables of README and docs/, and tables and plots next to records, from the JSON in eval/results
 	$(BIN)/python -m adacc_hf.eval.repository.tables
 
 # What makes the site comes on top of what trains. The tree of pages has them where the repository has them. That of
@@ -121,7 +141,8 @@ docs: $(SITE) ## Build the site from docs/ and the docstrings, into build/site; 
 	@ln -s $(CURDIR)/adacc_hf/* $(CURDIR)/callbacks build/api/adacc_hf
 	@ln -s $(CURDIR)/kernels/* build/api/adacc_hf/kernels
 	@touch build/api/adacc_hf/kernels/__init__.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@REPOSITORY="$$(sed -n '/^\[repository\]/,/^\[/ s/^url = *//p' setup.cfg)" NO_MKDOCS_2_WARNING=1 \
+		$(BIN)/mkdocs build --strict
 	@! grep -rnoE '(src="|<link [^>]*href=")https?://[^"]*' build/site --include='*.html' || \
 		{ echo 'the site would load these from elsewhere: keep them in docs/'; exit 1; }
 

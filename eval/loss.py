@@ -59,9 +59,19 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
 
 
 def save_plot(ledger: Ledger) -> None:
-    """Plot the validation losses over the steps."""
-    series = {PAPER_METHODS[n].title: p["curve"] for n, p in ledger.points.items() if "curve" in p}
-    curves(ledger.settings.output.with_suffix(".svg"), series, "step", "validation loss")
+    """Plot the gap of each method's validation loss to plain training's over the steps. The losses themselves would be
+    one line. Without plain training, plot the losses."""
+    losses = {PAPER_METHODS[n].title: dict(p["curve"]) for n, p in ledger.points.items() if "curve" in p}
+    path = ledger.settings.output.with_suffix(".svg")
+    plain = losses.get(PAPER_METHODS["none"].title)
+    if plain is None:
+        curves(path, {name: list(curve.items()) for name, curve in losses.items()}, "step", "validation loss")
+        return
+    gaps = {
+        name: [(step, 100 * (loss / plain[step] - 1)) for step, loss in curve.items() if step in plain]
+        for name, curve in losses.items()
+    }
+    curves(path, gaps, "step", "validation loss, gap to plain in %")
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
-from adacc_hf.eval.records.plots import curves
+from adacc_hf.eval.records.plots import PlotPoint, curves, speed_point
 from adacc_hf.eval.records.records import Figures, Status, describe
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.limits import add_limit, budget_bytes, limit_bytes
@@ -130,17 +130,17 @@ def _table(ledger: Ledger, cell: str) -> str:
 
 def save_plot(ledger: Ledger) -> None:
     """Plot tokens per second against batch size."""
-    series: dict[str, list[tuple[float, float]]] = {}
+    series: dict[str, list[PlotPoint]] = {}
     missing: dict[str, list[float]] = {}
     for method in ledger.run_info["methods"]:
         title = METHODS[method].title
         for batch in ledger.run_info["batches"]:
             point: dict[str, Any] = ledger.points[point_key(method, batch)]
             if "tokens_per_second" in point:
-                series.setdefault(title, []).append((batch, point["tokens_per_second"]["median"]))
+                series.setdefault(title, []).append(speed_point(batch, point["tokens_per_second"]))
             elif point["status"] == Status.OUT_OF_MEMORY.value:
                 missing.setdefault(title, []).append(batch)
-    curves(ledger.settings.output.with_suffix(".svg"), series, "batch size", "tokens/s", missing)
+    curves(ledger.settings.output.with_suffix(".svg"), series, "batch size", "tokens/s", missing, from_zero=True)
 
 
 if __name__ == "__main__":

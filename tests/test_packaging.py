@@ -1,15 +1,19 @@
-"""Wheel, editable install and source checkout have the same import names, in any working directory."""
+"""Wheel, editable install and source checkout have the same import names. The wheel's metadata is complete."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from configparser import ConfigParser
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -56,7 +60,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     return copy
 
@@ -140,6 +144,79 @@ def test_wheel_names_its_console_script_and_license(wheel: Path) -> None:
     scripts = next(name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
     assert "adacc = adacc_hf.cli:main" in archive.read(scripts).decode()
     assert any(name.endswith("/LICENSE") for name in archive.namelist())
+
+
+def metadata_of(folder: Path, target: Path) -> Message:
+    """Return the metadata that a wheel of the source tree `folder` has."""
+    command = f"from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel({str(target)!r}))"
+    name = run_in(folder, "-c", command).splitlines()[-1]
+    return message_from_string((target / name / "METADATA").read_text(encoding="utf-8"))
+
+
+def link_targets(description: str) -> list[str]:
+    return re.findall(r"\]\(([^()\s]+)\)", description)
+
+
+def test_wheel_has_complete_metadata(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = message_from_string(archive.read(name).decode())
+    for field in ("Summary", "Author", "Keywords", "Project-URL", "Requires-Python"):
+        assert metadata[field], field
+    assert "Apache-2.0" in (metadata["License"] or metadata["License-Expression"])
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    classifiers = metadata.get_all("Classifier") or []
+    pythons = {c.rpartition(" ")[2] for c in classifiers if re.search(r"Python :: 3\.\d+$", c)}
+    assert metadata["Requires-Python"] == f">={min(pythons, key=lambda text: int(text[2:]))}"
+    assert "Typing :: Typed" in classifiers
+    assert any(url.startswith("Paper, https://arxiv.org/") for url in metadata.get_all("Project-URL") or [])
+    assert {"recipes", "sft", "plot"} <= set(metadata.get_all("Provides-Extra") or [])
+
+
+def test_description_has_no_link_that_breaks_outside_of_the_repository(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    description = message_from_string(archive.read(name).decode()).get_payload()
+    assert "# adacc_hf" in description
+    assert [target for target in link_targets(description) if not target.startswith("https://")] == []
+
+
+def test_the_address_of_the_repository_is_the_base_of_all_links(source: Path, tmp_path: Path) -> None:
+    """With an address in setup.cfg, each link leads to a file of the repository at the version's tag."""
+    copy = shutil.copytree(source, tmp_path / "source")
+    settings = (copy / "setup.cfg").read_text(encoding="utf-8")
+    filled, count = re.subn(r"(?m)^url =.*$", "url = https://example.org/team/adacc_hf", settings)
+    assert count == 1
+    (copy / "setup.cfg").write_text(filled, encoding="utf-8")
+    metadata = metadata_of(copy, tmp_path)
+    start = "https://example.org/team/adacc_hf/"
+    tag = f"v{metadata['Version']}/"
+    labels = {url.partition(",")[0] for url in metadata.get_all("Project-URL") or []}
+    assert labels >= {"Repository", "Documentation", "Changelog", "Issues", "Paper"}
+    targets = [target for target in link_targets(metadata.get_payload()) if target.startswith(start)]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<URL of" not in metadata.get_payload()
+    relative = [target for target in link_targets(readme) if not target.startswith(("https://", "#"))]
+    assert len(targets) == len(relative)
+    for target in targets:
+        kind, path = target.removeprefix(start).split(tag)
+        assert kind == ("raw/" if path.endswith((".svg", ".png")) else "blob/"), target
+        assert (ROOT / path.partition("#")[0]).is_file(), target
+
+
+def test_install_page_lists_every_extra() -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    page = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == set(config["options.extras_require"])
+
+
+def test_citation_names_the_version_and_the_paper() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    source = (ROOT / "adacc_hf" / "artifacts" / "files.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [version]
+    assert "arXiv:2508.00806" in citation
 
 
 def test_plain_install_resolves_every_module(plain_install: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adacc_hf.adapt.fallback_stats import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
@@ -21,6 +21,7 @@ from adacc_hf.reports.explain import (
     format_shape,
     plan_groups,
 )
+from adacc_hf.reports.memory_bars import draw_memory_bars, peak_memory
 from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
 from adacc_hf.reports.timeline import timeline_parts
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -58,7 +59,10 @@ def policy_report(
     Raises PolicyMismatchError if policy and profile do not belong together, and ImportError without matplotlib.
     """
     check_belongs(policy, profile)
-    outcomes = _outcomes(profile, policy)
+    steps = _steps(profile, policy)
+    outcomes = {name: step.outcome for name, step in steps.items()}
+    bars = {name: peak_memory(step.profile, step.plans, step.outcome) for name, step in steps.items()}
+    bars_png = draw_memory_bars(bars, profile.available_bytes, _peak_budget(policy))
     figures = [
         Figure("policy_map.png", "Action of every activation in every block", draw_policy_map(profile, policy)),
         Figure("memory.png", "Live memory over one training step", _memory_png(profile, policy, outcomes, history)),
@@ -67,6 +71,9 @@ def policy_report(
     overview = (
         *(Paragraph(remark) for remark in remarks),
         *_summary(profile, policy, outcomes),
+        Figure("memory_bars.png", "Memory at the peak of the step, by purpose", bars_png),
+        Paragraph(f"Available on {profile.device}: {format_bytes(profile.available_bytes)}."),
+        *_solver(policy),
         *_comparison(comparison),
         Heading("Policy map"),
         Paragraph(
@@ -106,21 +113,29 @@ def write_report(
     return report.save(folder)
 
 
-def _outcomes(profile: Profile, policy: Policy) -> dict[str, Outcome]:
-    """Simulate the memory of a step under plain training, full recomputation and the policy. Return the results by
-    name."""
-    from adacc_hf.artifacts.memory_simulator import simulate, simulate_policy
+class SimulatedStep(NamedTuple):
+    """Simulated step with the profile and the blocks' plans that it was simulated from."""
+
+    profile: Profile
+    plans: list[Plan]
+    outcome: Outcome
+
+
+def _steps(profile: Profile, policy: Policy) -> dict[str, SimulatedStep]:
+    """Simulate a step of plain training, of full recomputation and of the policy. Return the results by name."""
+    from adacc_hf.artifacts.memory_simulator import simulate
 
     plain = {
         kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
         for kind in profile.kinds
     }
     full = uniform_policy(profile, Action.RECOMPUTE)
-    return {
-        "plain": simulate(profile, [plain[profile.kind_of(block).digest] for block in profile.blocks]),
-        "full recomputation": simulate(profile, [full.plan_of(block.name) for block in profile.blocks]),
-        "this policy": simulate_policy(profile, policy),
+    plans = {
+        "plain": (profile, [plain[profile.kind_of(block).digest] for block in profile.blocks]),
+        "full recomputation": (profile, [full.plan_of(block.name) for block in profile.blocks]),
+        "this policy": (profile.with_head(policy.head), [policy.plan_of(block.name) for block in profile.blocks]),
     }
+    return {name: SimulatedStep(*inputs, simulate(*inputs)) for name, inputs in plans.items()}
 
 
 def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome], history: Sequence[Record]) -> bytes:
@@ -139,8 +154,8 @@ def _peak_budget(policy: Policy) -> int | None:
 
 def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
     counts = policy.action_counts()
-    actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
-    plain_bytes = outcomes["plain"].stored_bytes
+    plain, ours = outcomes["plain"], outcomes["this policy"]
+    plain_bytes = plain.stored_bytes
     rows = [
         (
             name,
@@ -155,15 +170,24 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
     headers = ("predicted", "stored", "of plain", "peak of the step", "overhead ms", "of the profiled step")
     parts: list[Part] = [
         Paragraph(
-            f"{profile.model_class} on {profile.device}: {len(profile.blocks)} blocks, activations: {actions}; "
-            f"{describe_head(policy, profile)}."
+            f"{profile.model_class} on {profile.device}, {len(profile.blocks)} blocks. This policy retains "
+            f"{counts['retain']} activations, compresses {counts['compress']} and recomputes {counts['recompute']}. A "
+            f"step is predicted to peak at {format_bytes(ours.peak_bytes)}, "
+            f"{percent(ours.peak_bytes, plain.peak_bytes)} of plain training's {format_bytes(plain.peak_bytes)}, and "
+            f"to take {ours.overhead_ms:.2f} ms ({percent(ours.overhead_ms, profile.step_ms)}) longer."
         ),
         Table(headers, rows, numbers=frozenset(headers[1:])),
         Paragraph(
             "Stored is the size of the tensors that forward stores for backward. Peak is the most live tensor bytes, "
             "with parameters, gradients and optimizer state. Overhead is the time for replay, encoding and decoding."
         ),
+        Paragraph(f"{_capitalized(describe_head(policy, profile))}."),
     ]
+    return parts
+
+
+def _solver(policy: Policy) -> list[Part]:
+    parts: list[Part] = []
     if policy.facts:
         parts.append(Table(("solver", "value"), [(_header(name), _cell(name, value)) for name, value in policy.facts]))
     if "gap" in dict(policy.facts):
@@ -171,6 +195,10 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
             Paragraph("The gap is the part of the overhead that a better policy could still save; 0 proves optimality.")
         )
     return parts
+
+
+def _capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def percent(part: float, total: float) -> str:
@@ -198,7 +226,7 @@ def _actions(profile: Profile, policy: Policy) -> list[Part]:
             continue
         rows = [_action_cells(row) for row in activation_rows(kind, plan)]
         parts += [
-            *(Paragraph(f"{note[0].upper()}{note[1:]}.") for note in describe_block(kind, plan)),
+            *(Paragraph(f"{_capitalized(note)}.") for note in describe_block(kind, plan)),
             Table(ACTION_HEADERS, rows, ACTION_NUMBERS),
         ]
     return parts

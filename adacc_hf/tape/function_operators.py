@@ -361,9 +361,10 @@ Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
 result."""
 
 
-_PATCHED: Any = SingleLevelFunction
-"""Base class of `Function` whose `apply` is patched. Calls through an `apply` that was looked up before the patch are
-intercepted too."""
+_PATCHED: Any = SingleLevelFunction if isinstance(vars(Function)["apply"], classmethod) else Function
+"""Class whose `apply` is patched. Until torch 2.13 it is the base class of `Function`, whose `apply` the `apply` of
+`Function` calls. So calls through an `apply` that was looked up before the patch are intercepted too. Since torch 2.14,
+`Function.apply` is a C function, and these calls are not intercepted."""
 
 
 def _patch_apply() -> Callable[[], None]:
@@ -378,8 +379,13 @@ def _patch_apply() -> Callable[[], None]:
             return run(*args, **kwargs)
         return watcher(function, args, lambda: run(*args))
 
+    before = vars(_PATCHED).get("apply")
+
     def undo() -> None:
-        del _PATCHED.apply
+        if before is None:
+            del _PATCHED.apply
+        else:
+            _PATCHED.apply = before
 
     _PATCHED.apply = classmethod(apply)
     return undo

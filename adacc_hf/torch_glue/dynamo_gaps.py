@@ -80,10 +80,12 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
         yield
         return
 
-    def guarded(original: Callable[..., Any], num_objects: int, by_value: bool = True) -> Callable[..., Any]:
+    def guarded(original: Callable[..., Any], places: Sequence[int], by_value: bool = True) -> Callable[..., Any]:
+        """Return `original` with guards on its arguments at `places`, which are Dynamo's variables."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            for variable in args[:num_objects]:
-                _guard_identity(variable, by_value)
+            for place in places:
+                _guard_identity(args[place], by_value)
             return original(*args, **kwargs)
 
         return call
@@ -100,14 +102,17 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
         return example(node, *args)
 
     patches: list[tuple[Any, str, Any]] = [
-        (object_protocol, "vt_identity_compare", guarded(compare, 2, by_value=False)),
-        (builtin, "vt_identity_compare", guarded(compare, 2, by_value=False)),
-        (UserDefinedObjectVariable, "is_python_equal", guarded(UserDefinedObjectVariable.is_python_equal, 2)),
-        (UserDefinedObjectVariable, "hash_impl", guarded(UserDefinedObjectVariable.hash_impl, 1)),
+        (object_protocol, "vt_identity_compare", guarded(compare, (0, 1), by_value=False)),
+        (builtin, "vt_identity_compare", guarded(compare, (0, 1), by_value=False)),
         (builtin, "extract_fake_example_value", tensor_to_compare),
         # Otherwise a key that Dynamo has not realized yet would be hashed without any guard.
         (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
     ]
+    # `==` calls is_python_equal(self, other) in torch 2.13, and tp_richcompare_impl(self, tx, other, op) since 2.14.
+    for name, places in (("is_python_equal", (0, 1)), ("tp_richcompare_impl", (0, 2)), ("hash_impl", (0,))):
+        if name in vars(UserDefinedObjectVariable):
+            original = vars(UserDefinedObjectVariable)[name]
+            patches.append((UserDefinedObjectVariable, name, guarded(original, places)))
     with _patched(patches):
         yield
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.eval.records.plots import curves
+from adacc_hf.eval.records.plots import PlotPoint, curves, speed_point
 from adacc_hf.eval.records.records import describe
 from adacc_hf.reports.run_record import markdown_table
 
@@ -121,11 +121,17 @@ def _slower_points(within: list[Mapping[str, Any]], titles: Mapping[str, str]) -
 
 
 def save_plot(ledger: Ledger) -> None:
-    """Plot tokens per second against peak. Points of one method at several settings are joined."""
-    series: dict[str, list[tuple[float, float]]] = {}
+    """Plot tokens per second against peak, with the spread. Points of Adacc have their budget next to them, in percent
+    of plain training's stored bytes."""
+    series: dict[str, list[PlotPoint]] = {}
     for key, title in ledger.summary["titles"].items():
         point = ledger.points[key]
         if "tokens_per_second" in point:
             name = next((group for prefix, group in GROUPS.items() if key.startswith(prefix)), title)
-            series.setdefault(name, []).append((point["peak_bytes"] / MIB, point["tokens_per_second"]["median"]))
-    curves(ledger.settings.output.with_suffix(".svg"), series, "peak of a step, MiB", "tokens/s")
+            budget = title.rpartition(" ")[2]
+            label = budget if budget.endswith("%") else ""
+            series.setdefault(name, []).append(
+                speed_point(point["peak_bytes"] / MIB, point["tokens_per_second"], label)
+            )
+    path = ledger.settings.output.with_suffix(".svg")
+    curves(path, series, "peak of a step, MiB", "tokens/s", joined=False, from_zero=True)

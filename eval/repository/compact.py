@@ -196,7 +196,7 @@ def save_plot(ledger: Ledger) -> None:
         for method, peak in peaks.items():
             if method != "plain":
                 series.setdefault(TITLES[method], []).append((SHAPES[name].width, peak / peaks["plain"]))
-    curves(ledger.settings.output.with_suffix(".svg"), series, "width", "peak over AdamW's")
+    curves(ledger.settings.output.with_suffix(".svg"), series, "width of the model", "peak, x AdamW's", from_zero=True)
 
 
 if __name__ == "__main__":

@@ -295,7 +295,8 @@ def save_plot(ledger: Ledger) -> None:
         for key, point in ledger.points.items()
         if "trials" in point
     }
-    curves(ledger.settings.output.with_suffix(".svg"), series, "budget, of torch.compile's bytes", "peak of a step")
+    path = ledger.settings.output.with_suffix(".svg")
+    curves(path, series, "budget, x torch.compile's bytes", "peak, x torch.compile's")
 
 
 log = logging.getLogger(__name__)

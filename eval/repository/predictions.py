@@ -315,15 +315,14 @@ def _source_cells() -> list[dict[str, str]]:
 def save_plot(ledger: Ledger) -> None:
     """Plot predicted against measured bytes, one point per row."""
     held_out_names = held_out(rows())
-    series: dict[str, list[tuple[float, float]]] = {"open half": [], "held-out half": []}
+    halves = ("open half: used to improve the planner", "held-out half: not looked at meanwhile")
+    series: dict[str, list[tuple[float, float]]] = {name: [] for name in halves}
     for error in errors(ledger, second=True):
         measured = error.row.measured_bytes / 2**30
-        series["held-out half" if error.row.name in held_out_names else "open half"].append(
-            (measured, measured * (1 + error.value))
-        )
+        series[halves[error.row.name in held_out_names]].append((measured, measured * (1 + error.value)))
     nonempty_series = {name: points for name, points in series.items() if points}
     path = ledger.settings.output.with_suffix(".svg")
-    curves(path, nonempty_series, "measured GiB", "predicted GiB", line="", diagonal=True)
+    curves(path, nonempty_series, "measured, GiB", "predicted, GiB", joined=False, diagonal=True)
 
 
 if __name__ == "__main__":

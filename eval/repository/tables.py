@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/, and the reports next to committed records, from the JSON in eval/results.
+"""Write tables of README.md and docs/, and reports and plots next to committed records, from the JSON in eval/results.
 
     python -m adacc_hf.eval.repository.tables
     python -m adacc_hf.eval.repository.tables --check
@@ -37,15 +37,19 @@ class TableError(AdaccError, ValueError):
 
 
 def main(argv: Sequence[str] | None = None, root: Path | None = None) -> int:
-    """Write the changed files. With --check write nothing, and return 1 if a file is out of date."""
+    """Write the changed files, and draw the plots again. With --check write nothing, and return 1 if a file is out of
+    date."""
     parser = argparse.ArgumentParser(prog="adacc_hf.eval.repository.tables", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file is out of date")
     check = parser.parse_args(argv).check
-    stale = {path: text for path, text in texts(root or checkout()) if not path.is_file() or path.read_text() != text}
+    root = root or checkout()
+    stale = {path: text for path, text in texts(root) if not path.is_file() or path.read_text() != text}
     for path, text in stale.items():
         print(f"{'out of date' if check else 'writing'}: {path}")
         if not check:
             path.write_text(text, encoding="utf-8")
+    if not check:
+        draw_plots(root / "eval" / "results")
     return 1 if check and stale else 0
 
 
@@ -77,6 +81,14 @@ def reporter(runner: str) -> Callable[[Ledger], str]:
     """Return the function that renders a runner's record as Markdown."""
     module = ELSEWHERE.get(runner) or RUNNERS[runner.replace("_", "-")][0]
     return import_module(f"adacc_hf.eval.{module}").report_text
+
+
+def draw_plots(results: Path) -> None:
+    """Draw the plot next to each record that has one."""
+    for path in sorted(results.rglob("*.svg")):
+        ledger = Ledger.load(path.with_suffix(".json"))
+        module = RUNNERS[ledger.run_info["runner"].replace("_", "-")][0]
+        import_module(f"adacc_hf.eval.{module}").save_plot(ledger)
 
 
 def with_tables(text: str, results: Path) -> str:

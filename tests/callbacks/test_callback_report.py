@@ -19,7 +19,7 @@ def run_callback(train, lossless):
 def test_a_finished_run_shows_its_pictures(run_callback, tmp_path):
     report = run_callback.report()
     names = [figure.file_name for figure in report.figures]
-    assert names == ["policy_map.png", "memory.png", "frontier.png", "timeline.png"]
+    assert names == ["memory_bars.png", "policy_map.png", "memory.png", "frontier.png", "timeline.png"]
     assert report._repr_html_().count("data:image/png;base64,") == len(names)
     text = str(report)
     assert text.startswith("# Adacc report")
@@ -58,7 +58,7 @@ def test_a_policy_without_a_profile_has_no_report(train, run_callback):
 def test_a_policy_made_from_a_profile_has_a_report(train):
     callback = AdaccCallback(policy=lambda profile: uniform_policy(profile, "recompute"))
     train([callback])
-    assert [figure.file_name for figure in callback.report().figures][:2] == ["policy_map.png", "memory.png"]
+    assert [figure.file_name for figure in callback.report().figures][:2] == ["memory_bars.png", "policy_map.png"]
 
 
 # Importing Inductor raises torch's own deprecation warnings. Tracing a loss after another graph does so, too.

@@ -29,7 +29,7 @@ def test_gaps_by_hand(tmp_path: Path) -> None:
     expected = {"final_percent": -1.0, "largest_percent": 10.0, "mean_drift_percent": 4.5}
     assert gaps["quantization"] == pytest.approx(expected)
     assert "0.46 to 0.5 %" in output.with_suffix(".md").read_text()
-    assert output.with_suffix(".svg").is_file()
+    assert ">validation loss, gap to plain in %<" in output.with_suffix(".svg").read_text()
 
 
 @pytest.mark.parametrize(

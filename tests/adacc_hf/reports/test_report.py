@@ -11,10 +11,12 @@ import pytest
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.memory_simulator import simulate
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.report import write_report
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
-FILES = {"report.md", "report.html", "policy_map.png", "memory.png", "frontier.png"}
+PICTURES = ("policy_map.png", "memory_bars.png", "memory.png", "frontier.png")
+FILES = {"report.md", "report.html", *PICTURES}
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -38,11 +40,11 @@ def test_report_leaves_whole_files(tmp_path: Path, profile, policy) -> None:
     path = write_report(tmp_path / "new" / "folder", profile=profile, policy=policy)
     assert path == tmp_path / "new" / "folder" / "report.md"
     assert {file.name for file in path.parent.iterdir()} == FILES
-    for name in ("policy_map.png", "memory.png", "frontier.png"):
+    for name in PICTURES:
         assert (path.parent / name).read_bytes().startswith(PNG_SIGNATURE)
         assert f"({name})" in path.read_text()
     page = (path.parent / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == len(PICTURES)
     assert "http" not in page, "the page must not need the network"
 
 
@@ -63,6 +65,16 @@ def test_summary_gives_the_simulated_figures(tmp_path: Path, profile, policy) ->
     assert f"| {policy.predicted_overhead_ms:.2f} |" in row
     plain = next(line for line in text.splitlines() if line.startswith("| plain |"))
     assert "| 100.0 % |" in plain
+
+
+def test_the_first_paragraph_compares_the_policy_with_plain_training(tmp_path: Path, profile, policy) -> None:
+    text = write_report(tmp_path, profile=profile, policy=policy).read_text()
+    paragraph = text.split("\n\n")[1]
+    peak, plain_peak = policy.predicted_peak_bytes, uniform_policy(profile, "retain").predicted_peak_bytes
+    counts = policy.action_counts()
+    assert f"retains {counts['retain']} activations, compresses {counts['compress']} and" in paragraph
+    assert f"peak at {format_bytes(peak)}, {100 * peak / plain_peak:.1f} % of plain training's" in paragraph
+    assert "head" not in paragraph
 
 
 def test_units_keep_their_capitals(tmp_path: Path, profile, policy) -> None:

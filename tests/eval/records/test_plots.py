@@ -1,4 +1,4 @@
-"""Plots are deterministic, and need only some of the points."""
+"""Plots are deterministic, need only some of the points, and are readable on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from pathlib import Path
 import pytest
 
 from adacc_hf.eval.records import plots
+
+RESULTS = Path(__file__).parents[3] / "eval" / "results"
+DARK_PAGE = "#1e2129"
+"""Background of the site's dark pages."""
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(color: str, background: str) -> float:
+    """Return the contrast ratio as WCAG defines it."""
+    low, high = sorted((luminance(color), luminance(background)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_plot_names_its_series_and_repeats_itself(tmp_path: Path) -> None:
@@ -30,3 +46,48 @@ def test_without_matplotlib_it_says_what_to_install(
     plots.curves(tmp_path / "none.svg", {"fast": [(1, 2)]}, "x", "y")
     assert "pip install 'adacc-hf[plot]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("page", ["#ffffff", DARK_PAGE])
+def test_colours_are_readable_on_light_and_dark_pages(page: str) -> None:
+    """WCAG asks for a contrast of 3 for graphics."""
+    colors = {color for color, _ in (*plots.STYLES.values(), *plots.SPARE_STYLES)}
+    assert {color: contrast(color, page) for color in colors if contrast(color, page) < 3} == {}
+    assert contrast(plots.INK, page) > 3.9
+
+
+def test_a_method_has_one_style_whatever_else_is_drawn() -> None:
+    for others in ([], ["plain", "gpt2"], ["Adacc in torch.compile"]):
+        styles = plots.styles_of([*others, "Adacc", "Adacc, lossless", "Adacc lossless, 50% of plain"])
+        assert styles["Adacc"] == plots.STYLES["Adacc"]
+        assert styles["Adacc, lossless"] == styles["Adacc lossless, 50% of plain"] != styles["Adacc"]
+
+
+def test_series_of_one_plot_differ() -> None:
+    styles = plots.styles_of(["gpt2", "plain", "llama", "t5", "Adacc"])
+    assert len(set(styles.values())) == 5
+
+
+def test_points_with_a_spread_and_a_label(tmp_path: Path) -> None:
+    """Unjoined points have no line, the axis starts at 0, and the highest series is the first of the legend."""
+    points = {
+        "slow": [plots.PlotPoint(x=1, y=10, low=9, high=11, label="25%")],
+        "fast": [plots.PlotPoint(x=2, y=30), plots.PlotPoint(x=3, y=8)],
+    }
+    plots.curves(tmp_path / "points.svg", points, "x", "tokens/s", joined=False, from_zero=True)
+    text = (tmp_path / "points.svg").read_text()
+    assert ">25%<" in text
+    assert text.index(">fast<") < text.index(">slow<")
+    plots.curves(tmp_path / "joined.svg", points, "x", "tokens/s", from_zero=True)
+    joined = (tmp_path / "joined.svg").read_text()
+    assert joined.index(">slow<") < joined.index(">fast<"), "joined: the end of the line counts"
+    assert joined.count("stroke-width: 1.5") > text.count("stroke-width: 1.5")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.svg")), ids=lambda path: path.stem)
+def test_saved_plots_are_transparent(path: Path) -> None:
+    """If this test fails, run `make tables`."""
+    text = path.read_text()
+    assert plots.INK in text
+    assert "#ffffff" not in text
+    assert "#000000" not in text

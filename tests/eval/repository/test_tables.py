@@ -73,6 +73,17 @@ def test_what_is_out_of_date_is_told_and_written(tmp_path: Path, capsys: pytest.
     assert (folder / "demo_comparison.md").read_text() in readme.read_text()
 
 
+def test_plots_are_drawn_from_their_records(tmp_path: Path) -> None:
+    folder = tmp_path / "eval" / "results" / "cpu"
+    folder.mkdir(parents=True)
+    (tmp_path / "README.md").write_text("")
+    for suffix in (".json", ".svg"):
+        shutil.copy(RESULTS / "cpu" / f"loss{suffix}", folder)
+    (folder / "loss.svg").write_text("old")
+    assert main([], tmp_path) == 0
+    assert ">Adacc w/o outlier<" in (folder / "loss.svg").read_text()
+
+
 def test_there_is_nothing_to_write_outside_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables.adacc_hf, "__file__", str(tmp_path / "adacc_hf" / "__init__.py"))
     with pytest.raises(TableError, match="run from a source checkout"):
