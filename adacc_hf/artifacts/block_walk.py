@@ -1,4 +1,4 @@
-"""Simulation of one block's forward and backward under a plan per activation: live bytes at each moment."""
+"""Simulation of one block's forward and backward under a plan with an action per activation: live bytes at each moment."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class BlockWalk:
         return self.kind.values[value].nbytes
 
     def _closure(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return (roots read, operators run) in a replay of `value` from stored values."""
+        """Return (stored values read, operators run) when the simulated backward replays the activation `value`."""
         roots: set[int] = set()
         operators: set[int] = set()
         pending = [value]
@@ -278,7 +278,9 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return, for each event of backward, the bytes of decoded values and copies during it and after it."""
+        """Return, for each event of the backward, the bytes of decoded values and copies: (during the event, after the
+        event).
+        """
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):

@@ -27,7 +27,7 @@ def numbered_names(names: Iterable[str]) -> list[str]:
 
 
 def block_of_call(name: str) -> str:
-    """Return the module path of the block of the call `name`."""
+    """Return the module path of the block that the call `name` runs."""
     return split_call(name)[0]
 
 
@@ -38,7 +38,7 @@ def split_call(name: str) -> tuple[str, int]:
 
 
 def calls_per_block(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of calls of each block in a step whose calls have `names`, by the block's module path."""
+    """Return the number of calls of each block, by module path, in a step with the calls `names`."""
     counts: dict[str, int] = {}
     for name in names:
         block, number = split_call(name)

@@ -51,9 +51,9 @@ class AdaccConfig:
     outliers: bool = True
     """True to store outlier channels uncompressed. False is the paper's "Adacc w/o outlier"."""
     compiled_outliers: float = 0.0
-    """Share of the channels, 0 to 0.5, stored uncompressed in compiled graphs, whose shapes are fixed before any data
-    is seen. Each step selects the outlier channels again, which reads an activation two more times. `adacc plan`
-    assumes 0.01."""
+    """Share of the channels, 0 to 0.5, that compiled graphs store uncompressed. The share is a setting, because the
+    shapes of a compiled graph are fixed before any data is seen. Each step selects the outlier channels again, which
+    reads an activation two more times. `adacc plan` assumes 0.01."""
     zscore_threshold: float = 3.0
     """Channels whose absolute sum is this many standard deviations above the mean are outliers (equation 1). Large
     values, up to 1e6, select no channel. 0 selects every channel above the mean."""
@@ -92,8 +92,8 @@ class AdaccConfig:
     lossless codecs only."""
     solver_gap: float = 0.0
     """Relative optimality gap of the integer programs, 0 to 1, as a part of the overhead. 0 requires a proof of
-    optimality, 0.05 stops at five percent. `Policy.facts` has the remaining gap of the policy as "gap", and as "status"
-    "optimal" if the remaining gap is within this limit, else "feasible"."""
+    optimality, 0.05 stops at five percent. In `Policy.facts`, "gap" is the policy's remaining gap, and "status" is
+    "optimal" if that gap is within this limit, else "feasible"."""
     solver_seconds: float = 60.0
     """Time limit of one integer program, 0.001 to 86400 seconds. A program usually takes 10 to 30 ms. If a program ends
     at the limit, the policy depends on the machine's load."""
@@ -112,10 +112,10 @@ class AdaccConfig:
     `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are spikes."""
     takeover_steps: int = 1
     """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from the step's
-    measurements. 0 waits for the solver at once. Large values train longer under the old policy."""
+    measurements. With 0, the switch waits for the solver at once. Large values train longer under the old policy."""
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
-    logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
+    logs a warning and trains with the minimum memory. "error" raises InfeasibleBudgetError."""
     length_buckets: bool | None = None
     """Deprecated, without effect: each size class of batches has its own policy."""
     retry_out_of_memory: bool = True
@@ -209,7 +209,10 @@ def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_B
 
 
 def budget_hint(num_bytes: int) -> str:
-    """Return a hint for the error message if the budget is too small to train in, else ""."""
+    """Return a hint for the error message about a budget that is too small for training.
+
+    Return "" for any other budget.
+    """
     if not 0 < num_bytes < MIN_BUDGET_BYTES:
         return ""
     size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'

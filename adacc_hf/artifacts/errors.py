@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def as_sentence(text: object) -> str:
-    """Return `text`, such as another library's error message, with a full stop at the end, to append a sentence."""
+    """Return `text` with a full stop at the end, so that a sentence can follow. Used for messages of other libraries."""
     stripped = str(text).rstrip()
     return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
 
@@ -67,7 +67,7 @@ class TapeMismatchError(AdaccError, RuntimeError):
 
 
 class SavedTensorMismatchError(TapeMismatchError):
-    """In a block call, autograd saved another tensor than recorded on the block's tape."""
+    """In a block call, autograd saved a tensor that differs from the one recorded on the block's tape."""
 
 
 class ProfilerConflictError(AdaccError, RuntimeError):
@@ -80,7 +80,7 @@ class ConcurrentCallError(AdaccError, RuntimeError):
 
 
 class UnrestorableError(AdaccError, RuntimeError):
-    """Forward changed state that cannot be restored after a run for measurement."""
+    """The forward changed state that cannot be restored after a measurement run."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):
