@@ -1,4 +1,4 @@
-"""Simulation of one block's forward and backward under a plan with an action per activation: live bytes at each moment."""
+"""Simulation of one block's forward and backward under a plan with one action per activation: live bytes over time."""
 
 from __future__ import annotations
 
@@ -278,9 +278,7 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return, for each event of the backward, the bytes of decoded values and copies: (during the event, after the
-        event).
-        """
+        """Return the bytes of decoded values and copies (during, after) each event of the backward."""
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):

@@ -209,10 +209,7 @@ def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_B
 
 
 def budget_hint(num_bytes: int) -> str:
-    """Return a hint for the error message about a budget that is too small for training.
-
-    Return "" for any other budget.
-    """
+    """Return a hint for the error message about a budget that is too small for training, else ""."""
     if not 0 < num_bytes < MIN_BUDGET_BYTES:
         return ""
     size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'

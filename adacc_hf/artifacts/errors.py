@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def as_sentence(text: object) -> str:
-    """Return `text` with a full stop at the end, so that a sentence can follow. Used for messages of other libraries."""
+    """Return `text`, such as another library's message, with a full stop at the end, so that a sentence can follow."""
     stripped = str(text).rstrip()
     return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
 

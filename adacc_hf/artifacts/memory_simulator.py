@@ -86,9 +86,7 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes live in (forward, backward) of block `index`, the next block, without the bytes of that
-        block.
-        """
+        """Return the bytes live in (forward, backward) of block `index`, the next block, without that block's bytes."""
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
@@ -101,7 +99,7 @@ class EarlierBlocks(NamedTuple):
         return max(peak, backward + outcome.working_bytes) if outcome.moments else peak
 
     def head_peaks(self, profile: Profile) -> tuple[int, int]:
-        """Return the peak bytes of (forward, backward) of the head and the loss, which run after all blocks' forwards."""
+        """Return the peak bytes of (forward, backward) of the head and the loss, which run after all blocks."""
         outside, loss = profile.head_peaks(self.shared)
         return outside + self.live_bytes, loss + self.stored_bytes
 

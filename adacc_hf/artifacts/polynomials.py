@@ -77,9 +77,7 @@ class Basis:
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
 
     def share_of_full_products(self, polynomial: Polynomial, sizes: Sizes) -> float:
-        """Return the fraction of the polynomial's value at `sizes` that products with every size as a factor
-        contribute.
-        """
+        """Return the fraction of the polynomial's value at `sizes` from products that have every size as a factor."""
         products = self.products(sizes)
         full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
         return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
