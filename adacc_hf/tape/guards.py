@@ -128,8 +128,8 @@ class BlockPrograms:
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no program. None if it has one, or if the block's tensors are fake (in an
-        estimate)."""
+        """The reason why the latest call has no program. None if the call has a program, or if the block's tensors are
+        fake (in an estimate)."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
         """Return (number of the traced program for the call `fn(*args)`, values of the program's input numbers).

@@ -67,7 +67,7 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 def block_layout(block: nn.Module) -> Hashable:
     """Return the geometry, dtype and storage number of each of the block's own tensors.
 
-    Tensors that share a storage have the same number. The views of a tape depend on all of these.
+    Tensors that share a storage have the same number. The views of a tape depend on all these properties.
 
     A layout can change: DeepSpeed moves the parameters of all blocks into one storage, and attached tensors
     (`attached_tensors`) may be tables that grow.

@@ -144,8 +144,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, because compiled code must stay compiled in recorded calls. By default torch disables it under a
-        dispatch mode."""
+        """Return True, because compiled code must stay compiled in recorded calls.
+
+        By default, torch disables compiled code under a dispatch mode.
+        """
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
@@ -252,7 +254,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         if func in _NO_OPERATORS or not all(map(self._has_memory, arguments)):
             return func(*args, **kwargs)
         if func is TO_COPY and self._autocast_keeps(args[0], kwargs):
-            return func(*args, **kwargs)  # recorded at its first read, as a cast cached by an earlier call is
+            return func(*args, **kwargs)  # recorded at its first read, like a cast that an earlier call cached
         if func is _CONSTANT and self._is_new_number(args[0]):
             return self._note_number(func(*args, **kwargs))
         recorded_args = map_tensors(args, torch.Tensor, self.refer)

@@ -228,8 +228,8 @@ class ReplayProgram:
 def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
     """Return (operators, inputs) for recomputing `value` of a tape.
 
-    `operators` are the indices of the operators to run, in order. `inputs` are the values from which they start: values
-    that are available, or that no operator computes.
+    `operators` are the indices of the operators to run, in order. `inputs` are the values from which the operators
+    start: values that are available, or that no operator computes.
     """
     operators: set[int] = set()
     leaves: dict[int, None] = {}

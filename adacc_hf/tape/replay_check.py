@@ -166,7 +166,7 @@ def _is_buffer(tape: Tape, value: int) -> bool:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors have the same dtype, layout and bits."""
+    """Return True if two tensors, such as a recorded tensor and its replay, have the same dtype, layout and bits."""
     if first.dtype is not second.dtype or first.shape != second.shape or first.stride() != second.stride():
         return False
     if first.numel() == 0:
@@ -224,7 +224,7 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
     """
     producers: dict[Any, TapeOperator] = {}
     first: dict[int, int] = {}
-    """First equal value, by duplicate value."""
+    """Map from each duplicate value to the first value with the same bits."""
     for operator in tape.operators:
         if not _is_comparable(tape, operator, recomputable):
             continue

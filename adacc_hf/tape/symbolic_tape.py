@@ -284,7 +284,8 @@ class SizeClassRecords:
 
     def __init__(self) -> None:
         self.records: list[RecordedCall] = []
-        """Recorded calls of different sizes, without calls whose tape equals the symbolic tape's at their size."""
+        """Recorded calls of different sizes. A call is left out if its tape equals the symbolic tape evaluated at its
+        size."""
         self._digest_without_numbers: str | None = None
         """`TapeNumbers.digest_without_numbers` of the recorded tapes."""
         self.symbolic_tape: SymbolicTape | None = None
@@ -292,11 +293,11 @@ class SizeClassRecords:
         """True if no symbolic tape will be fitted, because operators vary with the size or numbers follow no
         polynomial."""
         self.untrusted: Tape | None = None
-        """An untrusted tape, if all recorded sizes so far, two or more, had untrusted tapes. None otherwise."""
+        """An untrusted tape if at least two sizes were recorded and all their tapes were untrusted. None otherwise."""
         self._num_untrusted = 0
 
     def add(self, record: RecordedCall, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add a recorded call, and fit the symbolic tape again if the call adds information.
+        """Add a recorded call to this size class, and fit the symbolic tape again if the call adds information.
 
         `fit(records)` returns a symbolic tape, or None if no polynomials fit.
         """
@@ -320,7 +321,10 @@ class SizeClassRecords:
                 self._give_up()
 
     def take(self, other: SizeClassRecords, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add the recorded calls of `other`. `fit(records)` returns a symbolic tape, or None if no polynomials fit."""
+        """Add the recorded calls of `other` to this size class.
+
+        `fit(records)` returns a symbolic tape, or None if no polynomials fit.
+        """
         for record in other.records:
             self.add(record, fit)
         if other.has_failed:
@@ -338,7 +342,8 @@ class SizeClassRecords:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the sizes of `record` were recorded before, or if the symbolic tape agrees with its tape."""
+        """Return True if the sizes of `record` were recorded before, or if the symbolic tape agrees with the record's
+        tape."""
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()

@@ -170,8 +170,8 @@ class TapeOperator:
 
     @property
     def may_run_again(self) -> bool:
-        """True if replay may run the operator: its random numbers can be drawn again, and it is no collective (rules
-        R5, R13)."""
+        """True if replay may run the operator: its random numbers can be drawn again, and the operator is not a
+        collective (rules R5, R13)."""
         return (not self.random or self.generator is not None) and not self.is_collective
 
     def inputs(self) -> tuple[int, ...]:

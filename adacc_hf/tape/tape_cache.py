@@ -146,7 +146,7 @@ class TapeCache:
             self._of_calls[_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment, self._latest = CUDA_ALIGNMENT, None
-        if all(isinstance(data, tuple) for data in tape.reads.values()):  # other data follows no rule of the sizes
+        if all(isinstance(data, tuple) for data in tape.reads.values()):  # other data is not a function of the sizes
             sizes = self._sizes_of(key._replace(data=key.data or tuple(tape.reads.values())))
             self._records_of(block, sizes).add(RecordedCall(sizes, tape), self._symbolic_tape_of)
 
@@ -168,7 +168,7 @@ class TapeCache:
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
         """Return an untrusted tape from another size, if all recorded tapes of this size class were untrusted.
 
-        Else None.
+        Return None otherwise.
         """
         return self._records_of(block, self._sizes_of(key)).untrusted
 
@@ -249,7 +249,7 @@ class TapeCache:
     def forget(self, kind: str, key: CallKey) -> None:
         """Forget which tapes blocks of `kind` ran in calls with this key.
 
-        Used if a call with this key has run other operators than the expected tape.
+        Used if a call with this key has run operators that differ from the expected tape.
         """
         for call in list(self._of_calls):
             if call[:2] == (_structure(kind), key):
@@ -308,8 +308,10 @@ class TapeCache:
         return execution_plan
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
-        """Warn once for each kind that its blocks run plainly or under torch's checkpoint, because `tape` is
-        untrusted."""
+        """Warn that the blocks of a kind run plainly or under torch's checkpoint, because `tape` is untrusted.
+
+        Warn once for each kind.
+        """
         self._warn_once(
             tape,
             "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s",
@@ -318,7 +320,7 @@ class TapeCache:
         )
 
     def warn_varying(self, name: str, tape: Tape, reason: str) -> None:
-        """Warn once for each kind that its operators vary from call to call."""
+        """Warn that the operators of the block `name` vary from call to call. Warn once for each kind."""
         self._warn_once(
             tape,
             "Adacc: block %s and others of its kind %s: their operators, or the operators' numbers, vary from call to "
@@ -329,7 +331,7 @@ class TapeCache:
         )
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
-        """Warn that a block runs other operators than its plan was made for, and how to avoid this.
+        """Warn that a block runs operators for which its plan was not made. Say how to avoid this.
 
         Only the first warning has level WARNING. Further kinds and shapes are logged at level INFO.
         """
@@ -343,7 +345,7 @@ class TapeCache:
         )
 
     def warn_unrecorded(self, kind: str, name: str, arguments: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Warn that a call of block `name` is not recorded, because the budget has no room, and how to avoid this.
+        """Warn that a call of block `name` is not recorded, because the budget has no room. Say how to avoid this.
 
         `arguments` contains (path, tensor) for each tensor among the call's arguments. Warn once for each kind.
         """
