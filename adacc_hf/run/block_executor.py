@@ -89,7 +89,8 @@ class BlockExecutor:
         """Known shapes of the block, shared by all its plans."""
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """Function of (value, codec) that returns the coder to use in place of the codec, for measurements, or None."""
+        """For measurements: function of (value, codec) that returns the coder to use in place of the codec. None
+        otherwise."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
 
@@ -185,8 +186,8 @@ class BlockExecutor:
     ) -> Any:
         """Run a call in which the block's own tensors differ from the tape.
 
-        If their layout changed, the call gets another key. If they are gone, for example because an adapter was merged
-        for this call, the call runs without a tape.
+        If the layout of these tensors changed, the call gets another key. If the tensors are gone, for example because
+        an adapter was merged for this call, the call runs without a tape.
         """
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
@@ -202,8 +203,8 @@ class BlockExecutor:
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
-        torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
-        not, and the ranks would wait for each other (rule R13).
+        torch's checkpoint would run collectives again in backward. A rank that has a tape for its call would not run
+        them again, and the ranks would wait for each other (rule R13).
         """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
@@ -340,7 +341,10 @@ class BlockExecutor:
         return not self.tape_cache.may_record()
 
     def _end_expected_call(self, key: CallKey, expected_entry: Entry, call: ValidatedCall) -> None:
-        """Keep `expected_entry` for the key if the validated first call ran the operators of its tape. Else drop it."""
+        """Keep `expected_entry` for the key if the validated first call ran the operators of the entry's tape.
+
+        Else drop the entry.
+        """
         if call.divergence is None:
             expected_entry.unpacked_slots = call.unpacked_slots
             self.tape_cache.remember(expected_entry.known_shape.tape, key, self.name)
@@ -352,7 +356,7 @@ class BlockExecutor:
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if a block with this tape must run under torch's checkpoint, whatever its plan is (rule R13).
+    """Return True if every plan must run a block with this tape under torch's checkpoint (rule R13).
 
     This holds for untrusted tapes with collectives, because other ranks may have another plan.
     """

@@ -1,8 +1,8 @@
-"""Search for a model's transformer blocks, and removable functions around the blocks.
+"""Search for a model's transformer blocks, and installation of removable functions that run the blocks' calls.
 
 The functions use an entry point of Transformers: a GradientCheckpointingLayer whose flag is set passes its forward to a
 function. Each block gets its own function object, which therefore knows its block. For classes that the user names in
-`AdaccConfig.block_classes`, the function is put around `forward` instead, even if other code replaced the `forward`.
+`AdaccConfig.block_classes`, the function wraps `forward` instead, even a `forward` that other code has replaced.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class CallThread:
 
 
 class BlockFunction:
-    """Function around one block, which runs each call of the block under a strategy.
+    """Function that is installed around one block, and runs each call of the block under a strategy.
 
     The object can be pickled and copied with its model. A copy runs its block plainly.
     """
@@ -205,7 +205,8 @@ class BlockFunction:
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:
-        """Set the number of calls in a step after the first. New calls start with the first call's strategy."""
+        """Set how many calls follow the block's first call in a step. New calls start with the first call's
+        strategy."""
         self.step.reset()
         names = [call_name(self.name, 2 + place) for place in range(number)]
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
@@ -388,7 +389,7 @@ class WrappedForward:
 
 
 class Reinstaller:
-    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions again when enabled.
+    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions when enabled.
 
     TRL switches checkpointing off around reference forwards and on again, which would silently drop the functions.
     """

@@ -42,7 +42,7 @@ from adacc_hf.torch_glue.tensors import (
 PackedSlot = tuple[int, Any, "int | None", Any]
 
 _NOTHING = ReplayProgram((), (), (), ())
-"""Replay program of a slot whose saved tensor autograd keeps: nothing to run."""
+"""Empty replay program, for slots whose saved tensor autograd keeps."""
 
 
 class Cell:
@@ -54,8 +54,8 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """The tensor that autograd saved, whose version counts changes in place. For a DTensor, `tensor` is the local
-        part instead, whose version does not count these changes."""
+        """The tensor that autograd saved. Its version counts changes in place. For a DTensor, `tensor` is the local
+        part, and the local part's version does not count these changes."""
         self.version = 0
 
 
@@ -105,7 +105,10 @@ class Call:
         self._in_order = True
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward and return `fn(*args)`. Store the tensors that autograd saves as the plan says."""
+        """Run the block's forward and return `fn(*args)`.
+
+        Store the tensors that autograd saves in the form that the plan requires.
+        """
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = fn(*args)
         self.finish()
@@ -157,7 +160,7 @@ class Call:
         self._cells = {}
 
     def has(self, value: int) -> bool:
-        """Return True if the cell of `value` is filled."""
+        """Return True if this call has already filled the cell of `value`."""
         cell = self._cells[value]
         return cell.tensor is not None or cell.payload is not None
 
@@ -223,7 +226,8 @@ class Call:
         """Run a replay program, and return the tensor of the slot. `cells` hold the stored values that the program
         reads."""
         environment = self._environment
-        # Check only these: an optimizer may step inside backward, on weights that are no longer needed.
+        # Check only the tensors of this program: an optimizer may step inside backward, on weights that are no longer
+        # needed.
         for value in program.reads:
             self._check_unchanged(value)
         for step in program.steps:

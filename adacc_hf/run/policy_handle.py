@@ -32,7 +32,7 @@ R7  Replay is verified: a value is replayed only if its replay had the original 
     (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of all its operators gave the
     original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
 R8  A call runs on a tape only if there is evidence that it runs the tape's operators. Usually Dynamo's guards provide
-    it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that depends on. The
+    it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that path depends on. The
     call's key adds properties that guards leave out: the numbers that are inputs of the traced graph, offsets and
     shared storages of the arguments. The block's own tensors must have the layout of the tape. Otherwise the call is
     another shape, which is recorded separately. A block that Dynamo cannot trace completely is validated at each call:
@@ -126,8 +126,9 @@ class PolicyHandle:
             self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
-        """Return the executors for `policy`, for a later `follow`. They share known shapes with the executors in
-        `earlier`.
+        """Return the executors for `policy`, for a later `follow`.
+
+        These executors share known shapes with the executors in `earlier`.
 
         Raise PolicyMismatchError if the policy was made for other blocks.
         """
@@ -151,7 +152,7 @@ class PolicyHandle:
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
             function.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
-        if plans is not None:  # else keep the head: a plain head is safer at no batch size
+        if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy
 
@@ -252,8 +253,8 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
-    checkpointing. Each block's first call is recorded. It raises PolicyMismatchError if its operators differ from the
-    profile's, and NestedHooksError inside other saved-tensor hooks.
+    checkpointing. Each block's first call is recorded. This call raises PolicyMismatchError if its operators differ
+    from the profile's, and NestedHooksError inside other saved-tensor hooks.
     """
     remove_policy(model)
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
@@ -265,7 +266,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 def remove_policy(model: nn.Module) -> bool:
     """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on it.
 
-    Return False if there was none.
+    Return False if there was neither.
     """
     applied = model.__dict__.get(APPLIED)
     if applied is None or applied.remove is None:

@@ -190,7 +190,7 @@ class TapePosition:
             self._stored_bases[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:
-        """Forget the value of the storage with key `storage`. The storage is new, and reuses the key of a freed one."""
+        """Forget the value noted for the key `storage`, because a new storage reuses a freed storage's key."""
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ class TapePosition:
         return owner == ref.value
 
     def _has_unknown_source(self, value: int) -> bool:
-        """Return True if the tape does not know where the value comes from. Replay never reads these values."""
+        """Return True if the tape lists the source of `value` as unknown. Replay never reads these values."""
         source = self.values[value].source
         return source is not None and source.place == "unknown"
 
