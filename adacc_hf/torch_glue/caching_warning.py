@@ -53,7 +53,7 @@ class CachingWarning(logging.Filter):
         return True
 
     def remove(self) -> None:
-        """Remove the filter from Transformers' logger. Further calls have no effect."""
+        """Remove this log filter from Transformers' logger. Further calls have no effect."""
         _LOG.removeFilter(self)
         if CachingWarning._has_dropped:
             # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.

@@ -165,7 +165,7 @@ def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class, without the subclass that FSDP2 puts in front."""
+    """Return the name of a module's class. For a class that FSDP2 derived, return the name of the original class."""
     cls = type(module)
     bases = [base.__name__ for base in cls.__bases__]
     return bases[-1] if bases[0] == "FSDPModule" else cls.__name__
@@ -186,7 +186,7 @@ def is_compiled_around() -> bool:
 
 
 class _Identity(torch.autograd.Function):
-    """Identity as an `autograd.Function`, to test how torch owns its graph node."""
+    """Identity function as an `autograd.Function`, to test how torch owns its graph node."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,8 @@ def graph_owner(tensor: torch.Tensor) -> Any:
 
 
 def cast_source(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the leaf tensor, usually a parameter, that `tensor` is a cast of. Return None if `tensor` is no cast."""
+    """Return the leaf tensor, usually a parameter, that `tensor` is a cast of. Return None if `tensor` is not a
+    cast."""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -291,7 +292,7 @@ def checkpoint_call(
                 for states in states_to_restore:
                     stack.enter_context(states.temporarily_restored())
                 function, arguments = calls[0]()
-                # Under autocast the cache would outlive this call, if backward runs under autocast.
+                # If backward runs under autocast, autocast's cache would otherwise outlive this call.
                 stack.callback(torch.clear_autocast_cache)
                 return function(*arguments)
         try:
@@ -329,8 +330,8 @@ def switch_checkpointing(
 ) -> None:
     """Switch Transformers' own gradient checkpointing of `model` on or off.
 
-    `torch_options` go to torch's checkpoint. `options` are further arguments of Transformers' method that switches it
-    on.
+    `torch_options` go to torch's checkpoint. `options` are further arguments of Transformers' method that switches
+    checkpointing on.
     """
     if on:
         getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)

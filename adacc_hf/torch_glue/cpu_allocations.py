@@ -23,7 +23,7 @@ _ERROR = 2
 
 
 def _c10_variable(name: str, kind: type[Any]) -> Any:
-    """Return c10's variable `name` as an object of the ctypes class `kind`; None in a build without it."""
+    """Return c10's variable `name` as an object of the ctypes class `kind`, or None in a build without the variable."""
     try:
         return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def _c10_variable(name: str, kind: type[Any]) -> Any:
 all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
 """Flag that makes all threads report their allocations and frees to the profiler."""
 log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
-"""Least level of messages that c10 writes to stderr. The level does not affect Python warnings."""
+"""Minimum level of messages that c10 writes to stderr. The level does not affect Python warnings."""
 
 
 @contextmanager

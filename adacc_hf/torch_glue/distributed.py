@@ -153,8 +153,8 @@ def broadcast_from_first_rank(make: Callable[[], T]) -> T:
 
 
 SentError = tuple[type[Exception], tuple[Any, ...], dict[str, Any]]
-"""Class, arguments and attributes of an error. The error itself cannot be unpickled if its constructor has other
-arguments than `args`, and a failed message would leave the other ranks waiting forever."""
+"""Class, arguments and attributes of an error. The error itself cannot be unpickled if its constructor's arguments
+differ from `args`, and a failed message would leave the other ranks waiting forever."""
 
 
 def _picklable_parts(error: Exception) -> SentError:

@@ -24,7 +24,7 @@ _CALL_METHODS = ("__call__", "_call_impl")
 class ClassReads:
     """Guard on the methods, properties and attributes that Dynamo looked up on classes during a trace.
 
-    `reads` are (class, name) of each lookup.
+    `reads` has the (class, name) of each lookup.
     """
 
     def __init__(self, reads: Iterable[tuple[type, str]]) -> None:

@@ -106,7 +106,7 @@ _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDi
 def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
     """While open, watch the state of `block` and of `call`, the called function and its arguments.
 
-    Yield a list. At the end of the context, it receives snapshots with the earlier values of all state that has
+    Yield a list. At the end of the context, the list receives snapshots with the earlier values of all state that has
     changed. Raise UnrestorableError if a change cannot be undone.
     """
     changes: list[ModelState] = []
@@ -130,7 +130,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
     `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step in
     backward, are not called inside. Filled tables, such as cached rotary embeddings, stay filled (`Tables`), because a
-    run that fills them calls other operators than later runs. Raise UnrestorableError for a change that cannot be
+    run that fills them calls operators that later runs do not call. Raise UnrestorableError for a change that cannot be
     undone.
     """
 
@@ -171,7 +171,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self._first_states.have_advanced()
 
     def continue_random_states(self) -> None:
-        """Restore the model's state, but not the random generators. Later runs start from their present states."""
+        """Restore the model's state, but not the random generators.
+
+        Later runs start from the generators' present states.
+        """
         self._first_states = self._take_random_states()
         self._state.restore(self._tables)
 

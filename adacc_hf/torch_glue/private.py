@@ -170,7 +170,7 @@ def attention_operator(kind: str) -> Any:
 # State of the running process: Dynamo, torch.func, profilers, GPU stream.
 
 eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Function that returns the callback which Dynamo has Python call for each function; None or False if inactive."""
+"""Function that returns the callback that Dynamo makes Python call for each function; None or False if inactive."""
 
 
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
@@ -180,7 +180,7 @@ _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_pre
 transform_level = torch._C._functorch.maybe_current_level
 """Function that returns the nesting depth of torch.func transforms (grad, vmap, jvp), or None if none is active.
 
-Tensors inside of a transform have no storage."""
+Tensors inside a transform have no storage."""
 
 
 def is_profiling() -> bool:

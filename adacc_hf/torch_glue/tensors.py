@@ -168,9 +168,9 @@ def calling_node(node: Any) -> Iterator[None]:
 
 
 def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaf tensors to which a backward from `outputs` accumulates gradients.
+    """Return the leaf tensors into whose `.grad` a backward from `outputs` accumulates.
 
-    Leaves that are only reached by a backward inside of an autograd function are not included.
+    Leaves that only a nested backward, within an autograd Function, reaches are not included.
     """
     queue: list[Any] = [output.grad_fn for output in outputs]
     visited, leaves = set(queue), []
@@ -196,8 +196,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """While open, disable the gradient hooks of `parameters`.
 
-    With its hooks, DeepSpeed's ZeRO 1 and 2 would send the gradients to other ranks, and an optimizer that steps per
-    layer (GaLore) or per parameter (LOMO) would change the weights.
+    In such hooks, DeepSpeed's ZeRO 1 and 2 send the gradients to other ranks, and an optimizer that steps per layer
+    (GaLore) or per parameter (LOMO) changes the weights.
     """
     # The same dicts are emptied and refilled, because handles that remove a hook refer to them.
     saved_hooks = [
@@ -259,7 +259,7 @@ def _double_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into parts of the same elements. Do not split if layouts differ or have gaps."""
+    """Split tensors of one shape into parts with matching elements. Do not split if layouts differ or have gaps."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):
