@@ -82,7 +82,8 @@ def _measure_once(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int
 def _raise_errors(
     backward: _Backward | _Product | None, values: Sequence[int], stand_ins: _StandIns, worst_errors: GradientErrors
 ) -> None:
-    """Update the maxima in `worst_errors` with the errors of `backward` for each stand-in for `values`."""
+    """Raise the maxima in `worst_errors` to the errors that `backward` has with the `stand_ins` for each of
+    `values`."""
     if backward is None:
         return
     for value in values:
@@ -97,7 +98,8 @@ def _raise_error(errors: dict, key: object, error: float) -> None:
 
 
 class _StandIns:
-    """Tensors that may replace a tape's saved values: decoded values and replayed values, one operator after the other.
+    """Tensors that may replace a tape's saved values: decoded values and replayed values, computed operator by
+    operator.
 
     A replayed value is computed from decoded activations right before it, because replay may start anywhere.
     """

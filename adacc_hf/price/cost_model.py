@@ -113,12 +113,18 @@ def price_call(run: Callable[[], object], device: torch.device) -> Prices:
 
 
 def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> float | None:
-    """Return the host's milliseconds to launch a block's forward in training. None on a CPU, or if `run` is None."""
+    """Return the milliseconds that the host takes to launch a block's forward in training.
+
+    None on a CPU, or if `run` is None.
+    """
     return None if run is None or device.type != "cuda" else host_ms_of(run, device)
 
 
 def host_ms_of(run: Callable[[], object], device: torch.device) -> float:
-    """Return the host's milliseconds for `run` with gradients enabled. Tensors saved for backward are dropped."""
+    """Return the milliseconds that the host takes for `run` with gradients enabled.
+
+    Tensors saved for backward are dropped.
+    """
     drop_saved_tensors = torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward)
     with torch.enable_grad(), drop_saved_tensors:
         return time_of(run, device).host_ms

@@ -29,7 +29,7 @@ class ExecutedBlocks:
         ]
 
     def remove(self) -> None:
-        """Stop recording. Further calls have no effect."""
+        """Stop recording which blocks run. Further calls have no effect."""
         for hook in self._hooks:
             hook.remove()
 

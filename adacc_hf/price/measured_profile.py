@@ -1,4 +1,4 @@
-"""The profile of a batch, measured in a few passes over it.
+"""The profile of a batch, measured in a few passes.
 
 One forward records every block's tape, verifies replay and measures prices. Further passes measure memory: one forward,
 and one forward and backward under full recomputation for each group of kinds, in which one block of each kind is

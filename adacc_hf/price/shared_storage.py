@@ -86,8 +86,8 @@ class SharedTensors:
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
         """Assign each shared tensor to an owner.
 
-        The other arguments are sets of storage addresses: `outside` is saved by the rest of the model, `state` is the
-        model's parameters and buffers, `batch` is the model's input.
+        `outside`, `state` and `batch` are sets of storage addresses: of the tensors that the rest of the model saves,
+        of the model's parameters and buffers, and of the model's input.
         """
         readers: dict[int, set[str]] = {}
         for block in blocks:

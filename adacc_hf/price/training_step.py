@@ -55,5 +55,5 @@ class TrainingStep:
         return 0 if self.optimizer is None else coming_state_bytes(self.optimizer, trained)
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
-        """Return the bytes of the batches on the device without the profiled one. Each batch has `batch_bytes`."""
+        """Return the bytes of all batches on the device except the profiled batch. Each batch has `batch_bytes`."""
         return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes
