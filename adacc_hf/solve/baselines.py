@@ -30,11 +30,11 @@ class Bandwidths:
     value: int
     recompute_ms: float | None
     recompute: float | None
-    """Bytes per ms: the paper's Band_recomp."""
+    """Bytes freed per ms by recomputing the activation: the paper's Band_recomp."""
     store: StoredForm | None
-    """The codec with the highest bandwidth."""
+    """The stored form with the highest bandwidth."""
     compress: float | None
-    """Bytes per ms: the paper's Band_comp."""
+    """Bytes freed per ms by compressing the activation: the paper's Band_comp."""
 
     @property
     def best(self) -> float | None:

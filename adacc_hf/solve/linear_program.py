@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pulp
 
 MAX_NODES = 200
-"""Maximum number of branch-and-bound nodes of an integer program. GPT-2's programs take below ten. A time limit alone
-would make the policy depend on the machine's load."""
+"""Maximum number of branch-and-bound nodes of an integer program. GPT-2's programs take fewer than ten. A time limit
+alone would make the policy depend on the machine's load."""
 TOLERANCE = 1e-9
 """Feasibility tolerance. With HiGHS's default of 1e-6, stored bytes could exceed the budget by kilobytes."""
 
@@ -48,7 +48,8 @@ class LinearProgram:
         return len(self.variables) - 1
 
     def constrain(self, terms: Terms, low: float = -math.inf, high: float = math.inf) -> int:
-        """Add a row, and return its number: the sum of `terms` is at least `low`, at most `high`, or equal to both."""
+        """Add a row that keeps the sum of `terms` between `low` and `high`, or equal to both. Return the row's
+        number."""
         import pulp
 
         total = combine(terms)
@@ -103,7 +104,7 @@ class SolverLog:
 
 
 class Solver:
-    """HiGHS model of a linear or integer program. `minimize` can be called repeatedly, with other costs or bounds."""
+    """HiGHS model of a linear or integer program. `minimize` can be called repeatedly, with changed costs or bounds."""
 
     def __init__(self, program: LinearProgram, log: SolverLog, *, integer: bool) -> None:
         import numpy

@@ -158,7 +158,7 @@ def _codec_forms(value: Value, config: AdaccConfig) -> list[StoredForm]:
 
 
 def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]) -> bool:
-    """Return True if a replayed operator can read `value`, when `runnable` are the earlier operators to replay."""
+    """Return True if a replayed operator can read `value`, if replay may run the earlier operators `runnable`."""
     is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
     return _is_always_readable(value) or value.index in menus or is_recomputable
 
@@ -236,7 +236,7 @@ class BlockVariables:
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
                 program.constrain([*self._stored(value), *self._recomputed(value), (run, -1.0)], low=0.0)
-        # [Exactness] a value that must not be recomputed from a lossy one is stored if the other is stored with loss.
+        # [Exactness] if a value is stored with loss, the values that must not be recomputed from it are stored too.
         for value, others in self.model.kind.exactness_dependents.items():
             for other in others if self._recomputed(value) else ():
                 lossy = [
