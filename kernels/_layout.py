@@ -82,8 +82,8 @@ def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Return the tensor as a contiguous matrix [R, C], whose rows are its last dimension: a view if possible, else a
-    copy.
+    """Return the tensor as a contiguous matrix [R, C], whose rows run along the last dimension: a view if possible,
+    else a copy.
 
     The rows are in the order of `as_flat` with `keep_rows`.
     """
@@ -92,7 +92,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
-    """Return a new tensor with the dtype, size and stride of the encoded one, whose elements `fill` writes.
+    """Return a new tensor with the dtype, size and stride of the encoded tensor. `fill` writes the elements.
 
     `fill(out)` gets a contiguous tensor: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C] in the order of
     `as_matrix`.

@@ -190,7 +190,7 @@ def encode(
 
 
 def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float) -> None:
-    """Decode the tensors of `encode` into `out_N`, a contiguous tensor on a GPU."""
+    """Decode the results of `encode` (asymmetric_int4) into `out_N`, a contiguous tensor on a GPU."""
     rows, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(

@@ -291,7 +291,7 @@ def encode(
 
 
 def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
-    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
+    """Decode the results of `encode` (outlier_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, group_size = codes.shape
     channels = out_RC.shape[1]
     tile = groups_per_program(group_size)

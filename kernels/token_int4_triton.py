@@ -204,7 +204,7 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
+    """Decode the results of `encode` (token_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, columns = out_RC.shape
     pairs = codes.shape[0]
     block = min(max(next_power_of_2(columns), LEAST_BLOCK), TILE_ELEMENTS)
