@@ -246,7 +246,7 @@ class CompiledRun:
         else:
             self._note(step, "memory", measured_peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         free_bytes = budget_bytes - peak_bytes
-        # Memory left by a small batch is needed by larger batches, by whose peak the share was set.
+        # Memory left by a small batch is needed by larger batches. Their peak has determined the share.
         is_full = free_bytes <= SLACK * budget_bytes or modelled_bytes >= plain_bytes or is_smaller
         fits = free_bytes >= 0 and is_full
         self._num_rounds += 1
@@ -307,10 +307,10 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """Return a lower share with which all regions together store the fraction `budget`.
+    """Return a lower share, at which all regions together store `budget`, a fraction of torch.compile's stored bytes.
 
-    Some regions cannot keep to the current share. These store as much as now, so the new share is computed for all
-    other regions. Return None if no share is low enough, or if the regions store the least possible already.
+    Regions that cannot keep to the current share continue to store as many bytes as now, so the new share is computed
+    for the other regions. Return None if no share is low enough, or if the regions store the least possible already.
     """
     if policy.share is None:
         return None

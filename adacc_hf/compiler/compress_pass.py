@@ -47,7 +47,7 @@ def compress_saved(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a tensor, ordered from the outermost to the innermost in memory."""
+    """Return the dimensions of a saved tensor from the outermost to the innermost in memory, the order of encoding."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda d: (-hint(strides[d]), d))
 
@@ -137,9 +137,9 @@ aten = torch.ops.aten
 def prevent_addmm_fusion(backward: fx.GraphModule) -> None:
     """Rewrite gradient sums in the backward graph to keep Inductor from fusing a product with the addition.
 
-    Inductor fuses a product and an added term to one `addmm`, which runs only when the term is known. If the head
-    shares its weight with the embedding, the term is known at the end of backward. Until then the logits' gradient and
-    the head's input would stay in memory. Inductor does not fuse a - (-b), which equals a + b bit for bit.
+    Inductor fuses a product and an added term into one `addmm`, which can run only once the term is computed. If the
+    head shares its weight with the embedding, the term is computed at the end of backward. Until then the logits'
+    gradient and the head's input would stay in memory. Inductor does not fuse a - (-b), which equals a + b bit for bit.
     """
     graph = backward.graph
     gradients = {node for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}

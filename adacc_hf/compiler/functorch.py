@@ -37,7 +37,7 @@ __all__ = [
 _FUNCTION = private_name("CompiledFunctionBackward", "_forward_cls")
 """Attribute of an autograd node: the autograd function whose backward the node is."""
 _GRAPH_NUMBER = private_name("CompiledFunction", "_aot_id")
-"""Attribute of a compiled graph's autograd function: the number that AOTAutograd gave to the joint graph."""
+"""Attribute of an autograd node with the autograd function that the node runs backward for."""
 
 op_types = cache(partitioners.get_default_op_list)
 if hasattr(symbolic_shapes, "optimization_hint"):
@@ -92,7 +92,7 @@ def graph_number() -> int | None:
 
 
 def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
-    """Yield (graph number, autograd function) for each call of a compiled graph that `result` was computed by.
+    """Yield (graph number, autograd function) for each compiled-graph call that contributed to `result`.
 
     Each call is one autograd node. The last calls come first.
     """

@@ -182,7 +182,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Kernel:
-    """Replacement for a generated kernel, called directly or by Triton's `run`. Does nothing."""
+    """Replacement for a generated kernel. Does nothing, both when called directly and through Triton's `run`."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None
