@@ -106,7 +106,7 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
 
 
 def matplotlib_module():
-    """Return the matplotlib module. Raises ImportError that names the extra to install."""
+    """Return the matplotlib module. Raises an ImportError that names the extra to install."""
     try:
         import matplotlib
     except ImportError as error:
