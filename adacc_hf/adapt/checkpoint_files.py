@@ -86,7 +86,7 @@ class SavedSizePolicy:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Write the profiles and, at last, the policy into `folder`. `number` is part of the file names."""
+        """Write the profiles into `folder`, and the policy last. `number` is part of the file names."""
         for name, prices in ((PRICES_FILE, self.prices), (SEARCHED_FILE, self.searched)):
             if prices is not None:
                 prices.save(folder / _numbered(name, number))
@@ -243,7 +243,7 @@ def _load(folder: Path) -> Saved:
 def _switched_off(record: dict[str, Any], size_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
-    # Older checkpoints have the names of blocks instead, for whose kinds all lossy codecs were switched off.
+    # Older checkpoints list blocks instead. All lossy codecs were switched off for the kinds of these blocks.
     profiles = [size_policy.profile for size_policy in size_policies if size_policy.profile is not None]
     blocks = record["exact_blocks"]
     return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))

@@ -24,8 +24,9 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Fraction of the budget. If a policy of another size class fits at a new size and needs at least this much, it is used
-for good. If it needs less, it is used until enough batches have come to be worth a solver run of 0.1 to 2 seconds."""
+"""Fraction of the budget. A policy of another size class that fits at a new size and needs at least this fraction is
+used permanently. A policy that needs less is used until enough batches have come to be worth a solver run of 0.1 to 2
+seconds."""
 
 FAR_ABOVE = 0.05
 """If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called. The
@@ -118,7 +119,7 @@ class ExtrapolatedPolicies:
             if candidate != with_room:
                 self._warn_uncertain(sizes, policy)
             return policy
-        assert least is not None  # the solver's errors have it
+        assert least is not None  # the solver's errors contain this policy
         text = f"batches of {describe(sizes)} need {floor} bytes at least"
         fitting = self._largest_fitting(sizes, least)
         text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
@@ -200,7 +201,8 @@ class ExtrapolatedPolicies:
         self._context.note_memory(text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """Return the largest size class of shorter sequences than `sizes` for which the policy `least` fits the budget.
+        """Return the largest size class with sequences shorter than those of `sizes` for which policy `least` fits the
+        budget.
 
         Return None if `least` fits the budget for no class of shorter sequences.
         """

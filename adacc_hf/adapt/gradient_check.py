@@ -234,7 +234,7 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
     """Return the peak of live bytes while a block's gradient is compared after a step, by the name of the block.
 
     The exact backward runs first. Its gradients are kept during the backward under the policy, which stores no more
-    activations than the exact one.
+    activations than the exact run.
     """
     peaks = []
     for kind in profile.kinds:

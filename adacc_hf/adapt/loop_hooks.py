@@ -53,7 +53,7 @@ class LoopHooks:
         self.is_on, self._batch, self._num_calls = True, batch, 0
 
     def remove(self) -> None:
-        """Remove the hooks. Further calls have no effect."""
+        """Remove the hooks from the model and the optimizer. Further calls have no effect."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._batch, self.is_on = [], None, False

@@ -149,7 +149,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]
-    except (RuntimeError, NotImplementedError):  # must not take the place of the out-of-memory error
+    except (RuntimeError, NotImplementedError):  # must not replace the out-of-memory error
         return []
 
 

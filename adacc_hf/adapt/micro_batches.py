@@ -18,7 +18,7 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 class MicroBatches:
     """The sizes of the current micro-batch and, while a profile is due, the most recent training batch itself.
 
-    The sizes are read at the micro-batch's start, or at the model's call if there are no tensors before.
+    The sizes are read at the micro-batch's start, or at the model's call if there are no tensors before that.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ class MicroBatches:
     def read_shapes(self, inputs: Any) -> bool:
         """Read the micro-batch's shapes from `inputs`. Return True if these are its first tensors.
 
-        In reinforcement learning the tensors are sampled within the step, so they may be unknown when it begins.
+        In reinforcement learning the tensors are sampled within the step, so they may be unknown when the micro-batch
+        begins.
         """
         if self.has_shapes or not isinstance(inputs, Mapping):
             return False

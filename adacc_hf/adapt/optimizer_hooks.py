@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class InnerSteps:
-    """A detector of optimizer steps within a micro-batch, between `open` and `close`, such as DeepSpeed's."""
+    """A detector of optimizer steps within a micro-batch, such as DeepSpeed's.
+
+    Steps are detected from `open` to `close`.
+    """
 
     def __init__(self) -> None:
         self.has_detected = False

@@ -188,7 +188,7 @@ class PolicyBuilder:
         """Return `profile` with the corrections that earlier steps have shown to be necessary.
 
         The bytes by which a measured step exceeded its profile are added. For values whose codec was switched off, the
-        precise codec is a further option.
+        precise codec (INT8) is a further option.
         """
         corrected = with_missing_bytes(profile, context.missing_bytes)
         return with_finer(corrected, context.switched_off, self._config)

@@ -35,12 +35,13 @@ ENOUGH_SEEN = 8
 A profile takes as long as tens of steps.
 """
 MAX_SIZE_POLICIES = 16
-"""Most size policies of a run. These policies are adapted to the data. Later size classes get fixed plans."""
+"""Maximum number of size policies of a run. These policies are adapted to the data. Later size classes get fixed
+plans."""
 MAX_UNTRACKED = 64
-"""Most size classes with fixed plans. If there are more, the least recently used class is dropped."""
+"""Maximum number of size classes with fixed plans. If there are more, the least recently used class is dropped."""
 MAX_UNPLANNED = 256
-"""Most buckets whose batches are counted. The bucket that occurred least recently is dropped, because the number of
-different buckets is unlimited, and ranks exchange these counts."""
+"""Maximum number of buckets whose batches are counted. The bucket that occurred least recently is dropped, because the
+number of different buckets is unlimited, and ranks exchange these counts."""
 
 
 class PolicyCache:
@@ -51,7 +52,8 @@ class PolicyCache:
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
         """Fixed plans by size class, for classes without a size policy."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
-        """(smallest sizes that all its batches fit in, number of batches) by bucket, for buckets without a policy."""
+        """For each bucket without a policy: (smallest sizes that all batches of the bucket fit in, number of
+        batches)."""
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""
@@ -122,8 +124,8 @@ class PolicyCache:
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
         """Return the policy made for the smallest size in which a batch of `shapes` fits; None if it fits in no size.
 
-        Call this for a batch in no size class. If the batch's bucket has no policy of its own, count the batch for
-        `most_wanted`.
+        Call this for a batch that belongs to no size class. If the batch's bucket has no policy of its own, add the
+        batch to the counts in `unplanned`, which `most_wanted` reads.
         """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)

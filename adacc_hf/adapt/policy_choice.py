@@ -60,7 +60,7 @@ class PolicyChoice:
         self._used: dict[int, SizePolicy | None] = {}
         """Size policies of the step's micro-batches by `id` of their plans; None for plans without a size policy."""
         self._lasts = False
-        """True if the next micro-batch can use the same policy without a new choice, if its shapes are the same."""
+        """True if a next micro-batch of the same shapes can use the same policy without a new choice."""
         self.has_replaced_borrowed = False
         """True if a borrowed policy was replaced since the last step's end."""
         self._is_alone = num_ranks() == 1
@@ -241,7 +241,8 @@ class PolicyChoice:
         self.current, self.plans, self._lasts = size_policy, plans, False
 
     def check_budget(self) -> None:
-        """Compare the predicted peak of the next micro-batch with the budget, even if its shapes are the last one's."""
+        """Compare the predicted peak of the next micro-batch with the budget, even if its shapes equal those of the
+        last one."""
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
@@ -260,7 +261,7 @@ class PolicyChoice:
         if self.plans is None:
             self.diverged.add(0.0)
             return self._fallback_ms(), {NO_POLICY: 1}
-        policy = self.plans.policy if self.current is None else self.current.replanner.policy  # at today's prices
+        policy = self.plans.policy if self.current is None else self.current.replanner.policy  # at the current prices
         planned_ms = policy.predicted_overhead_ms * ratio(
             self.shapes, None if self.current is None else self.current.shapes
         )

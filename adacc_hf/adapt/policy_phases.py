@@ -52,7 +52,10 @@ class FixedPolicyPhase(Phase):
         self.handle = handle
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, and return its result. The policy cannot change for a retry."""
+        """Call `run`, which trains on the micro-batch, and return its result.
+
+        There is no retry, because the policy is fixed.
+        """
         with memory_reported(self._run.memory_report):
             return run()
 

@@ -76,7 +76,7 @@ class ProfileRequests:
         """Decrement `num_tries`. Return True if the most recent batch of every rank is suitable to start over with.
 
         A suitable batch has trained every block that any batch has trained so far. If the reason to start over is
-        OTHER_OPERATORS, the batch must also have run other operators than the profiled batch.
+        OTHER_OPERATORS, the batch must also have run operators that differ from the profiled batch's.
         """
         self.num_tries -= 1
         is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())

@@ -101,7 +101,7 @@ class Replanner:
         self._measurements = Measurements()
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
-        """Number of tracking steps so far. It decides which blocks are sampled next, in turn."""
+        """Number of tracking steps so far. The number decides which blocks are sampled next."""
         self._degraded_blocks: list[str] = []
         """Sampled blocks with degraded gradients, at the latest tracking step that found a degraded gradient."""
         self.lacks_room = False
@@ -174,7 +174,10 @@ class Replanner:
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
-        """Exclude `codecs` from new policies. If the config names no codecs, offer the precise codec in their place."""
+        """Exclude `codecs` from new policies.
+
+        If the config names no codecs, offer the precise codec (INT8) in their place.
+        """
         self.switched_off |= frozenset(codecs)
         if self.switched_off:
             self.profile = with_finer(self.profile, self.switched_off, self.config)

@@ -58,7 +58,7 @@ class RunProfiler:
     def must_wait(self, model: nn.Module) -> bool:
         """Return True if profiling must wait because a profiler of torch's is active on some rank, and warn once.
 
-        Only on a CPU, where a memory profile would end that profiler.
+        This is the case only on a CPU, where a memory profile would end that profiler.
         """
         if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
             return False
@@ -148,7 +148,7 @@ class RunProfiler:
         )
 
     def note_unpredicted(self, why: str, level: int = logging.INFO) -> None:
-        """Log before the first step that the first steps run without a policy, and `why`.
+        """Log, before the first step, that the first steps run without a policy, with the reason `why`.
 
         If the budget is given in bytes, this is a warning, because nothing predicts the peak of these steps.
         """
@@ -167,7 +167,10 @@ class RunProfiler:
         return not isinstance(self._config.memory_budget, float) and self._config.memory_budget != "auto"
 
     def _warn_whole_batch(self, batch: dict[str, Any], why: str) -> None:
-        """Log that a whole batch is about to be profiled, and `why`. If the budget is in bytes, this is a warning."""
+        """Log that a whole batch is about to be profiled, with the reason `why`.
+
+        If the budget is in bytes, this is a warning.
+        """
         budget = self._config.memory_budget
         log.log(
             logging.WARNING if self._has_budget_in_bytes else logging.INFO,

@@ -138,8 +138,8 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. An error within the table must not take the place of
-        the out-of-memory error, and is named in the text instead.
+        Call this while the tensors of the failed step are alive. If building the table fails, the text names that
+        error, so that it does not replace the out-of-memory error.
         """
         self.phase.show()
         try:

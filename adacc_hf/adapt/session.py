@@ -32,10 +32,10 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 log = logging.getLogger(__name__)
 
 UNSEEN_STEPS = 4
-"""Number of steps in a row without an optimizer step at which a warning is logged. GradScaler skips a few optimizer
-steps at the start of training."""
+"""Number of consecutive steps without an optimizer step after which a warning is logged. GradScaler skips a few
+optimizer steps at the start of training."""
 MOST_MICRO = 256
-"""Number of micro-batches without an optimizer step at which a warning is logged."""
+"""Number of micro-batches without an optimizer step after which a warning is logged."""
 NOT_SEEN = (
     "Adacc: %d %s without a step of the optimizer that AdaccSession was given: call optimizer.step() within "
     "session.step(batch), or right after the last session.micro_batch(batch), and make a new session for a new "
@@ -125,7 +125,7 @@ class AdaccSession:
         self._is_explicit = False
         """True inside the context of `step`."""
         self._num_unseen = 0
-        """Number of latest steps in a row in which no optimizer step was observed."""
+        """Number of the latest consecutive steps in which no optimizer step was observed."""
         self._is_one = False
         """True inside `step(batch)` or `run`, where the step has exactly one micro-batch."""
 
@@ -390,7 +390,7 @@ class AdaccSession:
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
         """Return a context that abandons the current step if an error is raised in it. The error is raised again.
 
-        If memory runs out and `may_try` is True, an error message recommends `run`, which can repeat a step.
+        If memory runs out and `may_try` is True, a logged message recommends `run`, which can repeat a step.
         """
         try:
             yield

@@ -83,9 +83,9 @@ class TrainingLoop:
         return int(device.type == "cpu")
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return a function that makes the context of the micro-batches before a step's last one.
+        """Return a function that creates the context of every micro-batch of a step except the last.
 
-        In this context, ranks do not exchange gradients. Return None if ranks exchange them in every micro-batch.
+        In this context, ranks do not exchange gradients. Return None if ranks exchange gradients in every micro-batch.
         """
         return None
 
