@@ -131,7 +131,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
         if checkpoint is not None and not self._is_solved:
-            # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
+            # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
             saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
         session.begin(saved, state.global_step)
 
@@ -158,7 +158,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         try:
             return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
         except BaseException:
-            if self._trainer_run is not None:  # AdaccTrainerMixin, where no method further out is guarded
+            if self._trainer_run is not None:  # AdaccTrainerMixin, which guards no outer method
                 self.detach()  # at once, because `auto_find_batch_size` begins another run, which needs the memory
             raise
 

@@ -36,7 +36,7 @@ def refuse_context_parallel(trainer: Trainer) -> None:
 
 
 def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
-    """Raise RuntimeError if another Trainer begins a run with `callback` while it is in use by a run of `trainer`.
+    """Raise RuntimeError if another Trainer begins a run with `callback` while a run of `trainer` uses the callback.
 
     `trainer` is None if the callback is not in use.
     """
