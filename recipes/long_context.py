@@ -5,7 +5,7 @@
     accelerate launch recipes/long_context.py --model meta-llama/Llama-3.2-1B --from_pretrained \
         --tokenizer meta-llama/Llama-3.2-1B --dataset books/ --seq_len 32768 --bf16
 
-The plan is the same as of `adacc plan`, which needs neither the device nor weights. Documents are concatenated and cut
+The plan is computed as by `adacc plan`, which needs neither the device nor weights. Documents are concatenated and cut
 into sequences of full length. Invalid settings, and a plan that does not fit, end the run with one message and exit
 status 2.
 """

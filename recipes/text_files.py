@@ -51,7 +51,10 @@ def read_file(path: str) -> Iterator[str]:
 
 
 def _txt_documents(path: str) -> Iterator[str]:
-    """Yield the documents. Separators are the lines with only <|endoftext|>, or blank lines in a file without these."""
+    """Yield the documents.
+
+    Separators are the lines with only <|endoftext|>, or blank lines in a file without such lines.
+    """
     has_marks = any(line.strip() == END_OF_TEXT for _, line in _text_lines(path))
     separator = END_OF_TEXT if has_marks else ""
     document: list[str] = []
