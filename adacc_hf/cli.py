@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from adacc_hf.price.profile_cache import ProfileCache, Row
 
 USER_ERROR = 2
-"""Exit status for errors that the user can fix. argparse uses the same one."""
+"""Exit status for errors that the user can fix. argparse uses the same status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the `adacc` command with the arguments `argv`, or of the command line if None. Return the exit status.
+    """Run the `adacc` command with the arguments `argv`, by default those of the command line. Return the exit status.
 
     After an error that the user can fix, the status is 2, and stderr has a message of one line.
     """
@@ -214,7 +214,7 @@ def _policy_file(path: Path) -> Path:
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
     """Return the policy in a file if it is for compiled graphs, else None.
 
-    In the second case, torch's compiler is not imported.
+    For other policies, torch's compiler is not imported.
     """
     record = read_json(path, PolicyMismatchError, "policy")
     if not isinstance(record, dict) or record.get("format") != COMPILED_FORMAT:

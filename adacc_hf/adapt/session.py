@@ -246,7 +246,7 @@ class AdaccSession:
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
-        # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
+        # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
         saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config.memory_budget))
         if saved is not None:
             self.begin(saved, saved.step or 0)
