@@ -19,10 +19,11 @@ def curves(
     line: str = "-",
     diagonal: bool = False,
 ) -> None:
-    """Plot one line with markers per series; `out_of_memory` has the x of points that a series lacks for this reason.
+    """Plot one line with markers per series.
 
-    A cross on the x axis marks each of these. With `line` "" the points are not joined. With `diagonal` the line y = x
-    is drawn. Without matplotlib, print how to draw the plot later from the record.
+    `out_of_memory` has, by series, the x values at which memory ran out. A cross on the x axis marks each of them. If
+    `line` is "", the points are not joined. With `diagonal`, the line y = x is drawn. Without matplotlib, print how to
+    draw the plot later from the record.
     """
     if importlib.util.find_spec("matplotlib") is None:
         print(

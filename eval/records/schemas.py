@@ -82,7 +82,8 @@ def _check(value: Any, kind: Any, place: str) -> None:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True if a value that was read from JSON has a type: a dataclass, a union, a container, or a plain one."""
+    """Return True if `value`, read from JSON, fits the type `kind`: a dataclass, a union, a container or a plain
+    type."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)

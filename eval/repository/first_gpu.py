@@ -33,7 +33,7 @@ BUNDLE = Path("build/gpu-bundle")
 COMMIT = "COMMIT"
 """File of a bundle with the commit, written by `make gpu-bundle`."""
 MINUTES = 9.0
-"""Length of a slice, if a command may take ten minutes."""
+"""Default length of a slice in minutes, for machines on which a command may take ten minutes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,9 +3,9 @@
     adacc eval published
     adacc eval published --half open
 
-The code of `adacc plan` predicts each row of `published`, on tensors without memory; no device is needed. Half of
-the rows, drawn by a fixed seed, are held out. Use `--half open`, which does not predict the held-out rows, while
-changing the planner.
+The code of `adacc plan` predicts each row of `published`, on tensors without memory. No device is needed. Half of the
+rows, drawn by a fixed seed, are held out. Use `--half open`, which does not predict the held-out rows, while changing
+the planner.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None, predicted: Predict = predict, compar
 
 
 def _predict_or_reason(predictor: Predict, row: Row | Pair, *changes: object) -> Figures:
-    """Return a prediction, or the reason why it failed, so that the others go on."""
+    """Return a prediction, or the reason why it failed, so that the other predictions are still made."""
     try:
         return predictor(row, *changes)
     except Exception as error:

@@ -1,6 +1,6 @@
 """Trainings by the recipe, each in a process of its own.
 
-So eval can measure models of recipes without importing recipes.
+Therefore eval can measure models of recipes without importing recipes.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ CASES = (
     Workload(width=64, layers=48, batch=8, tokens=128, family="t5"),
 )
 Solves = tuple[list[float], float | None]
-"""Seconds of each solve of one budget, and the gap of its policy, None if the budget is infeasible."""
+"""Seconds of each solve of one budget, and the gap of the policy: None if the budget is infeasible."""
 Solver = Callable[[Profile, float | int], Solves]
 
 PAPER_SECONDS = 0.5

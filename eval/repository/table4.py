@@ -97,7 +97,7 @@ def _parse_names(text: str, allowed: Sequence[str] | Mapping[str, str], option: 
 
 
 def _recipe_options(arguments: argparse.Namespace, settings: Settings) -> list[str]:
-    """Return the recipe's options that follow from this runner's options."""
+    """Return the recipe's options that this runner's options imply."""
     options = {
         "model": arguments.preset,
         "seed": settings.seed,

@@ -103,8 +103,9 @@ def score(model: HFLM, task: ConfigurableTask, limit: int | None = None) -> Task
 
 
 def accuracy_stderr(acc: float, num_samples: int) -> float | None:
-    """Return the standard error of a share of `num_samples` rows, from the sample variance as in lm-eval; None for one
-    row.
+    """Return the standard error of a share of `num_samples` rows, from the sample variance as in lm-eval.
+
+    Return None for one row.
 
     Example: 1 of 4 rows is right: the variance is 0.25 * 0.75 * 4/3 = 1/4, the standard error sqrt(1/4 / 4) = 1/4.
     """

@@ -1,7 +1,7 @@
 """Gradient check before timing: a method must train with the gradients that it promises.
 
-The reference gradients are plain training's on the same model and batch. If plain training does not fit into memory,
-they are HF gradient checkpointing's; if that does not fit either, the batch is reduced to fewer sequences.
+The reference gradients are plain training's on the same model and batch. If plain training does not fit into memory, HF
+gradient checkpointing gives the reference. If that does not fit either, the batch is reduced to fewer sequences.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def check(subject: Subject, model: nn.Module, installed: InstalledMethod, refere
 def _step_error(
     subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, step: int
 ) -> float:
-    """Return the gradient error of one step. Raise WrongResultError.
+    """Return the gradient error of one step. Raise WrongResultError if the error breaks the method's promise.
 
     The step's gradients are freed before the next step.
     """
@@ -148,7 +148,7 @@ def _check_own_loss(
     squared_norm = float(sum(gradient.double().square().sum() for gradient in gradients.by_name.values()))
     step = LOSS_CHANGE / squared_norm
     losses = []
-    for sign in (1.0, -2.0):  # one step to one side, from there two to the other side, and below back again
+    for sign in (1.0, -2.0):  # one step to one side, then two to the other; below, one step back
         _move(model, gradients, sign * step)
         torch.manual_seed(subject.seed)
         losses.append(float(subject.loss(installed.call, reference.batch).detach()))

@@ -34,8 +34,8 @@ from adacc_hf.torch_glue.memory import StepMemory, measure_step
 PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"
 
 GATE_STEPS = 3
-"""Steps whose gradients are checked: the first records the blocks, the second learns the order of backward, the
-third is steady. They also serve as warm-up."""
+"""Steps whose gradients are checked: the first records the blocks, the second learns the order of backward, and the
+third is steady. These steps also serve as warm-up."""
 
 
 class Contender:
@@ -85,12 +85,12 @@ def uses_lossy_codec(policy: Policy) -> bool:
 
 
 def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
-    """Return each contender's relative gradient error against the first contender, the largest of the first GATE_STEPS
+    """Return the largest relative gradient error of each contender against the first one, over the first GATE_STEPS
     steps.
 
     Raise WrongResultError if a lossless contender is not bit-equal, except for the noise between runs of the first
-    contender and the rounding of another order of sums, or if a lossy contender's error is larger than its codecs
-    explain.
+    contender and the rounding of another order of sums. Raise it also if a lossy contender's error is larger than its
+    codecs explain.
     """
     worst = dict.fromkeys((contender.name for contender in contenders), 0.0)
     for seed in range(GATE_STEPS):

@@ -100,7 +100,7 @@ def _exit_reason(code: int, errors: str) -> str:
 
 
 def main(order_file: str, result_file: str, parent: str) -> None:
-    """Run the order of a file, and write its figures."""
+    """Run the order in `order_file`, and write its figures to `result_file`."""
     _exit_with_parent(int(parent))
     order = json.loads(Path(order_file).read_text(encoding="utf-8"))
     module, _, name = order["function"].partition(":")
@@ -122,4 +122,4 @@ def _exit_with_parent(parent: int) -> None:
 if __name__ == "__main__":
     from adacc_hf.eval.trials import isolation
 
-    isolation.main(*sys.argv[1:])  # so that the functions raise the imported module's classes, not those of __main__
+    isolation.main(*sys.argv[1:])  # so that functions raise the imported module's classes, not __main__'s

@@ -10,7 +10,8 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.units import parse_bytes
 
 CPU_LIMIT = "256MiB"
-"""Default limit on a CPU, whose own memory is no useful limit: plain training of the demo fits up to batch 2."""
+"""Default limit on a CPU, because the machine's memory is not a useful limit: plain training of the demo fits up to
+batch 2."""
 
 ROUNDING_SHARE = {"cpu": 0.0, "cuda": 0.01}
 """Bytes that a GPU's allocator may count beyond the tensors' bytes, as a fraction: it allocates in blocks."""

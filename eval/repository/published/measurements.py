@@ -137,7 +137,7 @@ class Source:
     title: str
     url: str
     code: str
-    """Origin of the measured model code: Transformers, or another one, which may save other tensors."""
+    """Origin of the measured model code: Transformers, or other code, which may save different tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def model_config(name: str, changes: dict[str, Any] | None = None) -> Pretrained
 
 
 def held_out(names: Collection[str]) -> frozenset[str]:
-    """Return half of `names`, drawn by a fixed seed. These are not looked at while the planner is changed."""
+    """Return half of `names`, drawn by a fixed seed. These rows are not looked at while the planner is changed."""
     return frozenset(random.Random(HELD_OUT_SEED).sample(sorted(names), len(names) // 2))
 
 

@@ -1,4 +1,4 @@
-"""Behaviours of earlier versions of torch and Transformers, for predictions of runs that were measured with these."""
+"""Behaviours of earlier versions of torch and Transformers, for predictions of runs that were measured with them."""
 
 from __future__ import annotations
 
