@@ -68,7 +68,7 @@ def _encode_half(
     tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
     steps = (x * 0.5 - (widened(offset) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
     shifted = steps + rounding_offset(first + local, seed, zero, STOCHASTIC)
-    # The rounded middle may lie far outside of a narrow range, so codes are clipped. No element is below the minimum.
+    # The rounded middle may lie far outside a narrow range, so codes are clipped. No element is below the minimum.
     return clipped_codes(shifted, 0.0, 15.0) if MIDDLE else codes_up_to(shifted, 15.0)
 
 

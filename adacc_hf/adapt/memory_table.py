@@ -93,7 +93,7 @@ class LiveMemory:
 
 
 def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | None) -> str:
-    """Return the table as text. `policy` and `profile` belong to the failed step; None if the step had none."""
+    """Return the table as text. `policy` and `profile` belong to the failed step, or None if the step had none."""
     rows = [
         ("parameters and buffers", live.parameter_bytes),
         ("gradients", live.gradient_bytes),
@@ -180,7 +180,8 @@ def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
 
 
 def _what_would_fit(limit: int, profile: Profile) -> str | None:
-    """Return a line on the largest batches that fit into `limit` bytes; None if `profile` predicts no other sizes."""
+    """Return a line on the largest batches that fit into `limit` bytes, or None if `profile` predicts no other
+    sizes."""
     sizes = profile.sizes
     if sizes is None:
         return None

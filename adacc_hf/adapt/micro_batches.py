@@ -37,7 +37,7 @@ class MicroBatches:
 
     @property
     def known_shapes(self) -> BatchShapes | None:
-        """Shapes of the current or last micro-batch; None before its tensors are known."""
+        """Shapes of the current or last micro-batch, or None before its tensors are known."""
         return self.shapes if self.has_shapes else None
 
     def begin(self) -> None:

@@ -98,7 +98,7 @@ class PeakCheck:
         return has_changed
 
     def _measured_step(self) -> _MeasuredStep | None:
-        """Return the measurement of this rank's step; None if nothing predicts the step's peak."""
+        """Return the measurement of this rank's step, or None if nothing predicts the step's peak."""
         used, peak = self._choice.used(), self._meter.peak_bytes
         comparable = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
         if len(comparable) != len(used) or peak is None:

@@ -162,7 +162,8 @@ class PolicyBuilder:
     def for_all_blocks(
         self, choice: PolicyChoice, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy]:
-        """Return (profile, policy) for the step's batch, which trains more blocks or runs other operators than before.
+        """Return (profile, policy) for the step's batch, which trains more blocks, or runs operators that earlier
+        batches did not run.
 
         Raises RefusedSizeError if the batch cannot be profiled, or if no policy fits the budget.
         """

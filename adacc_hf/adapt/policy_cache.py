@@ -91,7 +91,7 @@ class PolicyCache:
 
     @property
     def measured(self) -> SizePolicy | None:
-        """Latest size policy whose profile can predict the profiles of other sizes; None if there is none."""
+        """Latest size policy whose profile can predict the profiles of other sizes, or None if there is none."""
         candidates = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]
         return candidates[-1] if candidates else None
 
@@ -107,14 +107,14 @@ class PolicyCache:
         return measured, sizes
 
     def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
-        """Return the size class of a batch of `shapes`; None if no profile predicts batches of this size."""
+        """Return the size class of a batch of `shapes`, or None if no profile predicts batches of this size."""
         if self.measured is None:
             return None
         size_class = self.size_model()[1].size_class(to_profile_shapes(shapes))
         return None if size_class is None else from_profile_shapes(size_class)
 
     def at(self, sizes: BatchShapes) -> SizePolicy | None:
-        """Return the policy that was made for exactly `sizes`; None if there is none."""
+        """Return the policy that was made for exactly `sizes`, or None if there is none."""
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
@@ -122,7 +122,8 @@ class PolicyCache:
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the policy made for the smallest size in which a batch of `shapes` fits; None if it fits in no size.
+        """Return the policy made for the smallest size in which a batch of `shapes` fits, or None if it fits in no
+        size.
 
         Call this for a batch that belongs to no size class. If the batch's bucket has no policy of its own, add the
         batch to the counts in `unplanned`, which `most_wanted` reads.

@@ -47,7 +47,7 @@ class PolicyChoice:
         None under torch's checkpoint, and under plans without such a state (`PolicyCache.untracked`).
         """
         self.plans: BlockPlans | None = None
-        """Plans that the blocks follow now; None under torch's checkpoint."""
+        """Plans that the blocks follow now, or None under torch's checkpoint."""
         self.shapes: BatchShapes = ()
         """Sizes of the most recent micro-batch."""
         self.largest: BatchShapes = ()
@@ -58,7 +58,7 @@ class PolicyChoice:
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Size policies of the step's micro-batches by `id` of their plans; None for plans without a size policy."""
+        """Size policies of the step's micro-batches by `id` of their plans, or None for plans without a size policy."""
         self._lasts = False
         """True if a next micro-batch of the same shapes can use the same policy without a new choice."""
         self.has_replaced_borrowed = False

@@ -351,7 +351,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was profiled; None if they are unknown.
+        """Return the sizes of the batch that was profiled, or None if they are unknown.
 
         All ranks use the first rank's profile, and therefore the first rank's sizes.
         """

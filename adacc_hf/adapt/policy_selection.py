@@ -135,7 +135,7 @@ def with_margin(config: AdaccConfig) -> AdaccConfig:
 
 
 def error_bound(config: AdaccConfig) -> float | None:
-    """Return the largest round-trip error that a new policy may have; None if `max_error` is None."""
+    """Return the largest round-trip error that a new policy may have, or None if `max_error` is None."""
     return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
 
 

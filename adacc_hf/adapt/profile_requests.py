@@ -27,11 +27,11 @@ class ProfileRequests:
 
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
         self.sizes: BatchShapes | None = None
-        """Sizes to profile, with the next step's batch resized to these sizes; None if there is no request."""
+        """Sizes to profile, with the next step's batch resized to these sizes, or None if there is no request."""
         self.why = ""
         """Reason to start over."""
         self.num_tries = 0
-        """Steps that remain for the search of a batch to start over with; 0 if there is no search."""
+        """Steps that remain for the search of a batch to start over with, or 0 if there is no search."""
         self._choice, self._installation = choice, installation
         self._tried: set[str] = set()
         """Reasons for which a search was begun."""

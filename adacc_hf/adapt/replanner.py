@@ -107,7 +107,7 @@ class Replanner:
         self.lacks_room = False
         """True if the budget had room for fewer comparisons than `guard_blocks` at the most recent tracking step."""
         self.solver_ms = 0.0
-        """CPU time in ms of the solver run whose result `take_over` returned last; 0 on ranks that do not solve."""
+        """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
         self._solver_profile = profile
         """Profile for which the running solver solves."""
@@ -154,7 +154,7 @@ class Replanner:
         return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
-        """End the tracking step without a result. Has no effect outside of tracking steps."""
+        """End the tracking step without a result. Has no effect outside tracking steps."""
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()

@@ -31,7 +31,7 @@ class RunContext:
     missing_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes by which a measured step exceeded its profile, by moment of the step (see `StepMarker`)."""
     counted_elements: int = 0
-    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`; 0 before this step."""
+    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`, or 0 before this step."""
     step: int = 0
     """Number of the current step, counted from 1."""
     extra_ms: float = 0.0

@@ -122,7 +122,7 @@ class RunState:
         self.profiler = RunProfiler(config, loop)
         self.profiler.inner_steps.expected = optimizer
         self.num_before = 0
-        """Number of finished steps before the checkpoint that this run resumes from; 0 for a new run."""
+        """Number of finished steps before the checkpoint that this run resumes from, or 0 for a new run."""
         self.num_steps = 0
         """Number of finished steps of this run, without `num_before`."""
         self.has_stepped = False

@@ -131,12 +131,13 @@ class AdaccSession:
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy; None before there is one."""
+        """The current policy, or None before there is one."""
         return self.state.policy
 
     @property
     def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
+        """The profile that the current policy was solved for, or None if the policy was passed in as a Policy or
+        file."""
         return self.state.profile
 
     @property
@@ -305,7 +306,7 @@ class AdaccSession:
         self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """Begin a step. `step` is the number of finished steps; None if the training loop does not count them.
+        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count them.
 
         `optimizer` replaces the session's optimizer, unless None.
         """
@@ -340,8 +341,8 @@ class AdaccSession:
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """End a step. This may profile the model, solve a policy, or apply a new policy.
 
-        `step` is the number of finished steps; None if the training loop does not count them. `optimizer` replaces the
-        session's optimizer, unless None.
+        `step` is the number of finished steps, or None if the training loop does not count them. `optimizer` replaces
+        the session's optimizer, unless None.
         """
         if optimizer is not None:
             self.state.optimizer = optimizer
@@ -405,7 +406,7 @@ class AdaccSession:
 
 
 def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
-    """Return the state that `AdaccSession.save` wrote into `folder`; None if it is for other settings.
+    """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.
     """

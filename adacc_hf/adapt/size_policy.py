@@ -31,11 +31,11 @@ class SizePolicy:
     """Policy for one batch size during a run, with its replanner, its plans and measurements of its steps."""
 
     shapes: BatchShapes | None
-    """Sizes of the batch that the policy was made for; None if the sizes are not known."""
+    """Sizes of the batch that the policy was made for, or None if the sizes are not known."""
     replanner: Replanner
     plans: BlockPlans
     due: int | None = None
-    """Step at whose end the solver's result is applied; None if the solver does not run."""
+    """Step at whose end the solver's result is applied, or None if the solver does not run."""
     must_solve: bool = False
     """True if prices changed while the solver ran."""
     is_provisional: bool = False

@@ -49,7 +49,7 @@ class TrainingLoop:
         self.folder = folder
         """Folder for the run's policy, profile and history. None writes no files."""
         self.autocast: tuple[torch.dtype, bool] | None = None
-        """(dtype, True if casts are cached) of the autocast around the model's last call; None without autocast."""
+        """(dtype, True if casts are cached) of the autocast around the model's last call, or None without autocast."""
         self._device_type = "cpu"
 
     @property
@@ -106,12 +106,13 @@ class SessionAdapter:
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy; None before there is one."""
+        """The current policy, or None before there is one."""
         return None if self.session is None else self.session.policy
 
     @property
     def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
+        """The profile that the current policy was solved for, or None if the policy was passed in as a Policy or
+        file."""
         return None if self.session is None else self.session.profile
 
     @property

@@ -45,7 +45,7 @@ class CodecOption:
     encode_ms: float
     decode_ms: float
     error: float
-    """Relative L2 error of the round trip; 0 for a lossless codec."""
+    """Relative L2 error of the round trip, or 0 for a lossless codec."""
     lossless: bool
 
 
@@ -67,7 +67,7 @@ class Value:
     nbytes: int
     """Bytes of the whole storage."""
     producer: int | None
-    """Index of the operator that computes the value; None for a block input."""
+    """Index of the operator that computes the value, or None for a block input."""
     saved: bool
     """True if autograd saves the value in this block."""
     activation: bool

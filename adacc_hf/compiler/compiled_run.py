@@ -55,7 +55,7 @@ class CompiledRun:
 
     All ranks have the same share and compile again at the same steps. The rank with the highest peak sets the share.
     Each rank plans its own graphs within the share, with its own costs and batch sizes. Ranks may store different
-    tensors, because gradients are reduced outside of the graphs.
+    tensors, because gradients are reduced outside the graphs.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def recompile_limit() -> int:
 def compile_number() -> tuple[str, str]:
     """Return Dynamo's numbers of the function being compiled and of this compilation.
 
-    Return ("", "") outside of a compilation.
+    Return ("", "") outside a compilation.
     """
     compiling = CompileContext.current_compile_id()
     return ("", "") if compiling is None else (str(compiling.frame_id), str(compiling))

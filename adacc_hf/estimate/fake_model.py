@@ -157,7 +157,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     """Create the fake model of `workload`, which can be traced while the context is open.
 
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
-    model needs other inputs than input_ids and labels, or if its code depends on the values of tensors.
+    model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
     with fake_tensors(workload.trace):
         try:

@@ -139,7 +139,8 @@ def _refuse_backward(_: object) -> torch.Tensor:
 
 
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
-    """Return the median times of each operator of `tape` on the recorded tensors; 0 for operators that never run again.
+    """Return the median times of each operator of `tape` on the recorded tensors, or 0 for operators that never run
+    again.
 
     If the tape cannot be replayed, all operators are timed, because torch's checkpoint runs all of them again.
     Operators that replace a recorded tensor's storage take negligible time, and are not run.
@@ -151,7 +152,7 @@ def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
 
 
 def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes live at each operator's peak on top of its inputs and results; 0 for operators that never run
+    """Return the bytes live at each operator's peak on top of its inputs and results, or 0 for operators that never run
     again.
 
     The allocator measures them, because an operator may consist of several (a safe softmax also has masks and a second

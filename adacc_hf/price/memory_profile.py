@@ -292,7 +292,7 @@ class _LiveSlots:
 # on the policy. Bytes that one step takes above its prediction therefore occur under other policies too.
 
 FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"
-"""Names of the parts of a step outside of the blocks' backward. A block's backward has the name of the block call."""
+"""Names of the parts of a step outside the blocks' backward. A block's backward has the name of the block call."""
 
 
 class StepMarker:

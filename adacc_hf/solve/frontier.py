@@ -178,7 +178,7 @@ hundred GiB."""
 
 
 def fixed_bytes(profile: Profile) -> int:
-    """Return the bytes that every policy stores: outside of the blocks, and shared tensors that autograd saves."""
+    """Return the bytes that every policy stores: outside the blocks, and shared tensors that autograd saves."""
     return profile.outside_stored_bytes + sum(shared.nbytes for shared in profile.shared if shared.saved)
 
 

@@ -39,7 +39,7 @@ class StoredForm:
     choice: Choice
     nbytes: int
     ms: float
-    """Sum of encode and decode time; 0 for the tensor itself."""
+    """Sum of encode and decode time, or 0 for the tensor itself."""
     is_lossless: bool = True
 
 
@@ -120,7 +120,7 @@ MAX_CODED_INPUTS = 3
 
 
 def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan]:
-    """Return the plans in which torch's checkpoint runs a block of `kind`; [] if recomputation is not allowed."""
+    """Return the plans in which torch's checkpoint runs a block of `kind`, or [] if recomputation is not allowed."""
     if checkpoint_plan(kind) is None or not kind.slots:
         return []
     if Action.RECOMPUTE not in config.parsed_actions and BlockAction.PLAIN in kind.block_actions:
@@ -174,7 +174,7 @@ def _is_always_readable(value: Value) -> bool:
 def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     """Return the plan with `choices`, and its cost in bytes and ms. Unread values are neither replayed nor stored.
 
-    A block input that autograd does not save costs bytes only if a replay reads it, and so does a generator's state.
+    A block input that autograd does not save, or a generator's state, costs bytes only if a replay reads it.
     Activations with the same bits as an earlier activation are recomputed. Activations that must not be recomputed from
     a lossily stored value are retained. If torch's checkpoint must run the block, `choices` are ignored.
     """

@@ -48,7 +48,7 @@ class PeakOracle:
         return step_peak_bytes(self.profile, [self.outcome(block.kind, plan) for block, plan in blocks])
 
     def peak_block(self, plans: Sequence[PricedPlan]) -> int | None:
-        """Return the first block in whose forward or backward the peak occurs; None if the peak occurs outside of
+        """Return the first block in whose forward or backward the peak occurs, or None if the peak occurs outside
         blocks."""
         peak = self.peak_bytes(plans)
         earlier = EarlierBlocks()
@@ -181,7 +181,7 @@ def _plans_to_expand(
 
 
 def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[PricedPlan]:
-    """Yield the plans that differ from `priced_plan` in one activation; none if the whole block is checkpointed."""
+    """Yield the plans that differ from `priced_plan` in one activation, or none if the whole block is checkpointed."""
     if priced_plan.plan.is_checkpointed:
         return
     choices = dict(priced_plan.plan.choices)

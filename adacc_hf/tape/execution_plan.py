@@ -80,7 +80,7 @@ class Schedule:
 class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
-    `choices` has an entry for every activation. `shared` are inputs that code outside of the block keeps alive. If the
+    `choices` has an entry for every activation. `shared` are inputs that code outside the block keeps alive. If the
     plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell of its own. Its
     slots use the cell of the stored value.
     """
@@ -227,7 +227,7 @@ class ExecutionPlan:
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
-        """Return the values that replay reads, except those that exist outside of the block, such as parameters."""
+        """Return the values that replay reads, except those that exist outside the block, such as parameters."""
         runs = [closure(self._merged_tape, value, self.store.__contains__)[0] for value in self.needs]
         values_read = {
             value for run in runs for number in run for value in self._merged_tape.operators[number].inputs()

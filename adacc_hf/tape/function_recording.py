@@ -117,7 +117,7 @@ class FunctionRecorder:
     def __init__(self) -> None:
         super().__init__()
         self.refusal_reasons: dict[str, str] = {}
-        """By a Function's name, the reason why the Function could not become one operator."""
+        """Reason why a Function could not become one operator, by the Function's name."""
         self.function_slots: set[int] = set()
         """Indices of the slots of tensors that Functions saved."""
         self._is_paused = False

@@ -7,7 +7,7 @@ sizes that take the same branches. Nothing is compiled, and no operator runs whi
 
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. Their values are part of
-   a call's key (`Program.numbers`), and so are zeros, tuples that contain a list, and the order of dicts.
+   a call's key (`Program.numbers`). The key also contains the signs of zeros, lists in tuples, and the order of dicts.
 2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
 3. Tensors that have a name in the block, and that the path reaches in another way: a list of layers, a bound method. A
    program is valid for the recorded names (`Program.fits`).
@@ -70,8 +70,8 @@ class Program:
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
         self._aliases = _aliases(guards.tensors(scope), scope)
-        """(index among the guards' tensors, name) of each parameter or buffer that the path reaches by another way than
-        its name in the block."""
+        """(index among the guards' tensors, name) of each parameter or buffer that the path does not reach by its name
+        in the block."""
         self.number = next(_UNUSED)
         """Number of the program, unique in this process."""
 

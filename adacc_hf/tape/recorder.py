@@ -116,11 +116,11 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._modules: list[str] = []
         """Paths of the submodules that are running, the innermost last."""
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
-        """By storage key: (tensor, source) of tensors that existed before the call and that the block may read."""
+        """(tensor, source) of each tensor that existed before the call and that the block may read, by storage key."""
         self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
-        """By storage key: sources and geometries of further tensors on the storage of an entry of `_externals`."""
+        """Sources and geometries of further tensors on the storages of `_externals`, by storage key."""
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
-        """By storage key: (path, tensor) of the arguments of the call."""
+        """(path, tensor) of the call's arguments, by storage key."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
             self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))

@@ -102,8 +102,8 @@ def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
     """Return True if cuDNN selects the operator's kernel by a benchmark whose result is cached per thread.
 
     This holds for convolutions if `torch.backends.cudnn.benchmark` is on (aten/src/ATen/native/cudnn/Conv_v8.cpp:
-    `thread_local benchmark_cache`). Backward's thread may then select another kernel than the thread that compares
-    replay.
+    `thread_local benchmark_cache`). Backward's thread may then select a kernel that differs from the one in the thread
+    that compares replay.
 
     No other cause of different bits in backward's thread is known. torch transfers its thread-local state to backward's
     thread (ATen/ThreadLocalState.h; torch/csrc/autograd/engine.cpp, `Engine::thread_main`), and the stream too. TF32,
@@ -291,7 +291,7 @@ def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
     for number, slot in enumerate(tape.slots):
         first_slot.setdefault(slot.value, number)
     saved: dict[int, int] = {}
-    """By the first value of each group of equal values, the first saved value of the group."""
+    """First saved value of each group of equal values, by the first value of the group."""
     for value in sorted({*first, *first.values()}):
         if value in first_slot:
             saved.setdefault(first.get(value, value), value)

@@ -55,7 +55,7 @@ class CallSizes:
     def of(cls, key: Any, alignment: int) -> CallSizes:
         """Split `key`, a `CallKey`, into sizes and everything else.
 
-        If `alignment` is not 1, multiples of `alignment` are in another size class than other sizes. The first
+        If `alignment` is not 1, multiples of `alignment` and all other sizes are in different size classes. The first
         dimension of a tensor with several dimensions does not count.
         """
         (tensors, plain, *settings), data, block_layout = key

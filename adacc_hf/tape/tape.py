@@ -210,7 +210,7 @@ class Tape:
     untrusted: str | None = None
     """The reason why the tape must not be used (such as data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
-    """By path, the data of the arguments that the block read into Python. The tape is valid only for calls with equal
+    """Data of the arguments that the block read into Python, by path. The tape is valid only for calls with equal
     data."""
     sharing: tuple[tuple[int, Source, Geometry], ...] = ()
     """(value, source, geometry) of each further tensor on the storage of a value, for example flattened or tied

@@ -74,13 +74,13 @@ class TapeCache:
         self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
         """Symbolic tapes that are alive, by the identity of their records (`identity_of`)."""
         self._refused: dict[str, set[int]] = {}
-        """By structure, values that replay did not recompute bit for bit at some size."""
+        """Values that replay did not recompute bit for bit at some size, by structure."""
         self._alignment = 1
         """Alignment that size classes distinguish (`CallSizes.of`)."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest key and its sizes. Consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
-        """By structure, the order in which backward unpacks saved tensors. The order does not depend on sizes."""
+        """Order in which backward unpacks saved tensors, by structure. The order does not depend on sizes."""
         self.preliminary: set[str] = set()
         """Structures of tapes that occur only in a block's first call, because this call fills tables for later
         calls."""

@@ -96,7 +96,7 @@ def block_of(fn: Any) -> nn.Module | None:
 def run_inside_hooks(
     fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 ) -> Any:
-    """Run the call `fn(*args)` of a block, with the block's forward hooks outside of `run`. Return the result.
+    """Run the call `fn(*args)` of a block, with the block's forward hooks outside `run`. Return the result.
 
     `run(forward, args)` gets the block's forward without hooks. Transformers 5.23 passes the forward alone as `fn`, but
     5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because FSDP2's hooks gather the

@@ -215,7 +215,7 @@ def _silenced_stderr() -> Iterator[None]:
 
 
 _peaks_before_reset: dict[torch.device, int] = {}
-"""By device, the highest peak in torch's statistics that a meter has reset since the last `take_peak`."""
+"""Highest peak that a meter has reset in torch's statistics since the last `take_peak`, by device."""
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -376,7 +376,7 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that this process has allocated on `device`; 0 on a CPU, where torch does not count them."""
+    """Return the bytes that this process has allocated on `device`, or 0 on a CPU, where torch does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -428,7 +428,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that `optimizer` holds in its attributes, outside of its state and groups."""
+    """Return the tensors that `optimizer` holds in its attributes, outside its state and groups."""
     leaves = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")])
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 

@@ -2,7 +2,7 @@
 
 A profile, the gradient check and torch's checkpoint run blocks more often than training does, and restore the state
 that these runs change. The search for state starts from modules. It follows attributes, containers and the objects in
-them, class attributes, closures, and the globals that functions outside of libraries name.
+them, class attributes, closures, and the globals that functions outside libraries name.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
 
 
 class ModelState:
-    """Snapshot of all state reachable from `roots`, to restore it after a model was run outside of training.
+    """Snapshot of all state reachable from `roots`, to restore it after a model was run outside training.
 
     Roots are, for example, modules, functions, the arguments of a call, or a Trainer. Tensors of more than
     `largest_copy` bytes are not copied, and their changes are only detected. State that is reachable only through

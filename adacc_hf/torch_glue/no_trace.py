@@ -34,7 +34,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._first_values: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """By (id of the dict, name): the first value of each table, and the versions of its tensors at that time."""
+        """(first value, versions of its tensors at that time) of each table, by (id of the dict, name)."""
         self._changed_keys: set[tuple[int, Any]] = set()
         """Keys of entries that a later run has changed."""
         self.has_copies = False
@@ -99,7 +99,7 @@ UNCHANGED_CALLS = 2
 but only detect their changes."""
 
 _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
-"""By block: (number of consecutive calls that changed no state, training flags of its modules at these calls)."""
+"""(number of consecutive calls that changed no state, training flags of the modules at these calls), by block."""
 
 
 @contextmanager
@@ -121,11 +121,11 @@ def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[M
         _num_unchanged[block] = (0 if changes else num_unchanged + 1), flags
 
 
-# Runs outside of training.
+# Runs outside training.
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """Context manager for runs of a model outside of training. At its end, the state that the runs changed is restored.
+    """Context manager for runs of a model outside training. At its end, the state that the runs changed is restored.
 
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
     `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step in

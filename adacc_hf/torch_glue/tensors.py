@@ -32,7 +32,7 @@ _INDICES = {
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
     torch.sparse_coo: (coo_indices,),
 }
-"""By sparse layout, the methods that return the indices of a tensor's elements."""
+"""Methods that return the indices of a tensor's elements, by sparse layout."""
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Classes of plain tensors. Code that tests hundreds of tensors in a step uses this set without a function call."""
 
@@ -53,7 +53,7 @@ def wait_if_async(tensor: Tensor) -> Tensor:
 
 
 def spec_of(tensor: Tensor) -> Any:
-    """Return the spec of a DTensor (mesh, placements, shape); None for any other tensor."""
+    """Return the spec of a DTensor (mesh, placements, shape), or None for any other tensor."""
     return None if is_plain(tensor) else getattr(tensor, SPEC, None)
 
 
@@ -146,7 +146,7 @@ _called: ContextVar[Any] = ContextVar("adacc_hf_called_node", default=None)
 
 
 def current_node() -> Any:
-    """Return the autograd node whose backward is running in this thread, or None outside of any backward."""
+    """Return the autograd node whose backward is running in this thread, or None outside any backward."""
     node = current_autograd_node()
     return _called.get() if node is None else node
 
@@ -164,7 +164,7 @@ def calling_node(node: Any) -> Iterator[None]:
         _called.reset(token)
 
 
-# Backward passes outside of training steps.
+# Backward passes outside training steps.
 
 
 def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

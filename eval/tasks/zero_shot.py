@@ -25,7 +25,7 @@ class TaskScore:
     """Share of the rows whose correct choice has the highest likelihood; for lambada, whose last word is the greedy
     prediction."""
     acc_stderr: float | None
-    """Standard error of `acc`; None for a single row."""
+    """Standard error of `acc`, or None for a single row."""
     acc_norm: float | None
     """Like `acc`, by log-likelihood per character. None for lambada, which has no choices."""
     perplexity: float | None

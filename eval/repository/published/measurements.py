@@ -146,7 +146,7 @@ class SecondLook:
 
     sources: list[str]
     models: list[str] | None
-    """Models whose rows are corrected; None for all."""
+    """Models whose rows are corrected, or None for all."""
     changes: dict[str, Any]
     """New values of fields of the row, of its `lora.` or of its `model.`."""
     reason: str
