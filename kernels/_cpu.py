@@ -81,7 +81,7 @@ def _functions() -> ctypes.CDLL:
 
 
 def is_usable(tensor: Tensor) -> bool:
-    """Return True if the C++ codec kernels can be used for `tensor`: it is on the CPU, and they are compiled.
+    """Return True if the C++ codec kernels can be used: `tensor` is on the CPU, and the kernels are compiled.
 
     The dtype is not checked, because `Codec.supports` has checked it.
     """

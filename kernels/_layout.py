@@ -1,7 +1,8 @@
 """Conversion of tensors with any strides to flat memory, and back.
 
 A dense tensor (a permutation of a contiguous one) is read and written in memory order without a copy. Any other tensor
-(a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores its strides.
+(a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores the tensor's
+strides.
 """
 
 from __future__ import annotations

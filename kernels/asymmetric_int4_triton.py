@@ -49,7 +49,7 @@ def _encode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups from first_group on. Store their offsets and half ranges, and return int32 codes [T, G].
+    """Encode T groups, starting with first_group. Store their offsets and half ranges, and return int32 codes [T, G].
 
     Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore encodes one half of
     the groups, then the other half.

@@ -124,8 +124,8 @@ class Codec:
     cpu: ClassVar[Kernels | None] = None
     """C++ kernels for CPU tensors, or None."""
     keeps_rows: ClassVar[bool] = False
-    """True if kernels get tensors as matrices [R, C], whose rows are the last dimension. Otherwise kernels get tensors
-    as [N] in memory order."""
+    """True if kernels get tensors as matrices [R, C], whose rows run along the last dimension. Otherwise kernels get
+    tensors as [N] in memory order."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -33,11 +33,9 @@ MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 @triton.jit
 def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Load [T, BLOCK] elements from row `first` and column `start` on.
+    """Load [T, BLOCK] elements, starting at row `first` and column `start`.
 
-    Return them and their indices in the flat tensor.
-
-    Elements beyond the edges of the matrix are 0.
+    Return the elements and their indices in the flat tensor. Elements beyond the edges of the matrix are 0.
     """
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]

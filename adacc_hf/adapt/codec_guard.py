@@ -32,7 +32,7 @@ is saved in checkpoints."""
 WINDOW = 16
 """Number of earlier logged losses with which a new loss is compared."""
 MIN_LOSSES = 4
-"""Fewest earlier losses for a comparison, because the median of fewer is close to a single loss."""
+"""Minimum number of earlier losses for a comparison, because the median of fewer losses is close to a single loss."""
 
 NOISE = 4.0
 """Largest distance of a normal loss from the median, in median absolute deviations. Losses around zero, as in

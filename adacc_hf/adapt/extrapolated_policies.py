@@ -227,6 +227,6 @@ class ExtrapolatedPolicies:
 def _is_for(policy: Policy, profile: Profile) -> bool:
     """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`.
 
-    Blocks may run other operators on a batch of one sample.
+    Blocks may run different operators on a batch of one sample.
     """
     return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)

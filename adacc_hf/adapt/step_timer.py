@@ -85,7 +85,8 @@ COMPARED = 16
 """Number of latest normal steps for the normal time. More would be no better, because a machine's speed drifts."""
 
 ENOUGH = 4
-"""Fewest normal steps for the normal time, because the median of fewer steps is close to a single step's time."""
+"""Minimum number of normal steps for the normal time, because the median of fewer steps is close to a single step's
+time."""
 
 
 class StepTimes:

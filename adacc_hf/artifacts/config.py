@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 TRACKING_NAMES = ("exponential", "off")
 MIN_BUDGET_BYTES = 64 * 1024
-"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is a fraction, or a size without its
-unit."""
+"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is probably a fraction, or a size whose
+unit is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +32,19 @@ class AdaccConfig:
     """Memory budget of training.
 
     A float in (0, 1]: limit on the bytes stored for backward, as a fraction of plain training's
-    (`Profile.plain_stored_bytes`). 1.0 is plain training, small fractions approach full recomputation.
-    An int from 65536, or a string such as "20GiB": limit on the peak of a whole training step in bytes, with
-    parameters, gradients and optimizer state. "auto": limit on the peak, equal to the bytes that this process uses plus
-    the bytes free on the device at the time of profiling, less `memory_margin`. If plain training fits the budget, the
-    blocks are not changed.
-    """
+    (`Profile.plain_stored_bytes`). 1.0 is plain training. Small fractions approach full recomputation. An int from
+    65536, or a string such as "20GiB": limit on the peak of a whole training step in bytes, with parameters, gradients
+    and optimizer state. "auto": limit on the peak, equal to the bytes that this process uses plus the bytes free on the
+    device at the time of profiling, less `memory_margin`. If plain training fits the budget, the blocks are not
+    changed."""
     memory_margin: float = 0.05
     """Fraction, 0 to 0.9, of the available device memory that "auto" leaves free, for rounding and allocations that a
-    profile does not measure. On a GPU another 10 % are reserved for fragmentation of torch's allocator
+    profile does not measure. On a GPU, another 10 % is reserved for fragmentation of torch's allocator
     (`memory.FRAGMENTATION_SHARE`), unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
     """Actions that the solver may choose. Without "compress", training is bit-equal to plain training. Dropout masks
-    may be stored as bits in any case, which is lossless. With "recompute", dropout masks may also be drawn again from
-    the generator's state, and torch's checkpoint may run whole blocks."""
+    may always be stored as bits, which is lossless. With "recompute", dropout masks may also be drawn again from the
+    generator's state, and torch's checkpoint may run whole blocks."""
     codecs: tuple[str, ...] | None = None
     """Names of the allowed codecs (`list_codecs()`). None selects codecs by the kind of layer (paper, section 3.2)."""
     outliers: bool = True
@@ -70,12 +69,13 @@ class AdaccConfig:
     because the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
-    for the same tape, shapes, dtypes, device, versions and settings. The codec errors are then from the data of the
+    for the same tape, shapes, dtypes, device, versions and settings. The codec errors then come from the data of the
     earlier run. False measures again. New measurements are saved to the folder in both cases."""
     tracking: str | int = "exponential"
-    """Schedule of tracking steps, which measure outliers again (paper, section 3.4): "exponential" at 1, 2, 4, ...
-    steps after the policy was set, an int n of 1 or more every n steps, "off" never. Each tracking step adds some KiB
-    to the run's history, which every checkpoint contains: use a small int for short runs only."""
+    """Schedule of tracking steps, which measure outliers again (paper, section 3.4). "exponential" tracks 1, 2, 4, ...
+    steps after the policy was set. An int n of 1 or more tracks every n steps. "off" never tracks. Each tracking step
+    adds some KiB to the run's history, which every checkpoint contains. Therefore use a small int for short runs
+    only."""
     tracked_modules: tuple[str, ...] | None = None
     """Patterns (fnmatch) of module paths inside a block whose activations are tracked. None tracks every activation
     whose codec stores outliers."""
@@ -92,7 +92,7 @@ class AdaccConfig:
     lossless codecs only."""
     solver_gap: float = 0.0
     """Relative optimality gap of the integer programs, 0 to 1, as a part of the overhead. 0 requires a proof of
-    optimality, 0.05 stops at five percent. In `Policy.facts`, "gap" is the policy's remaining gap, and "status" is
+    optimality. 0.05 stops at five percent. In `Policy.facts`, "gap" is the policy's remaining gap, and "status" is
     "optimal" if that gap is within this limit, else "feasible"."""
     solver_seconds: float = 60.0
     """Time limit of one integer program, 0.001 to 86400 seconds. A program usually takes 10 to 30 ms. If a program ends
@@ -119,7 +119,7 @@ class AdaccConfig:
     length_buckets: bool | None = None
     """Deprecated, without effect: each size class of batches has its own policy."""
     retry_out_of_memory: bool = True
-    """True to retry a step that ran out of memory once under a tighter policy, if a retry is possible."""
+    """True to retry a step that ran out of memory under a tighter policy, once and if a retry is possible."""
     block_classes: tuple[str, ...] | None = None
     """Class names of the modules to treat as blocks. None selects every GradientCheckpointingLayer of Transformers."""
 

@@ -30,8 +30,9 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
     `smallest_budget_bytes` is the smallest budget for which the solver found a policy. If the budget was set in bytes,
     this number is the peak bytes of a step. If the budget was set as a fraction, this number is the bytes stored for
-    backward. `bound_bytes` is a lower bound of the budget of any policy. The two numbers are equal if no smaller budget
-    is feasible. `least` is the policy for `smallest_budget_bytes`, or None if the error does not come from the solver.
+    backward. `bound_bytes` is a lower bound on the budget that any policy needs. The two numbers are equal if no
+    smaller budget is feasible. `least` is the policy for `smallest_budget_bytes`, or None if the error does not come
+    from the solver.
     """
 
     def __init__(

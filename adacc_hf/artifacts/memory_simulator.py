@@ -23,7 +23,7 @@ class Outcome:
     """Memory and time of one training step under a policy."""
 
     stored_bytes: int
-    """Bytes stored by forward for backward, with shared tensors and the model outside the blocks."""
+    """Bytes stored by forward for backward, including shared tensors and the model outside the blocks."""
     peak_bytes: int
     """Peak of the step in bytes."""
     overhead_ms: float

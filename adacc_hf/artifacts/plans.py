@@ -66,7 +66,7 @@ def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
 def random_plan(
     kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, checkpoint_share: float
 ) -> Plan:
-    """Return a plan with random actions out of `allowed`. See `random_policy`.
+    """Return a plan with random actions chosen from `allowed`. See `random_policy`.
 
     `checkpoint_share` is the probability that the plan checkpoints a whole block that could be replayed. For a block
     that cannot be replayed, the probability is 0.5.

@@ -281,7 +281,10 @@ class KindProfile:
         return self.untrusted is None and not is_imprecise and not self.index_values(inputs)
 
     def codec_option(self, value: int, choice: Choice) -> CodecOption:
-        """Return the cost of compressing `value` as `choice` says. Raises ValueError if the codec was not measured."""
+        """Return the cost of compressing `value` with the codec of `choice`.
+
+        Raises ValueError if the codec was not measured.
+        """
         for option in self.values[value].codecs:
             if (option.codec, option.options) == (choice.codec, choice.options):
                 return option

@@ -31,8 +31,8 @@ SIZE_CLASS_RATIO = 1.25
 needs more policies."""
 
 MIN_SHARE_FOR_LINES = 0.75
-"""Minimum part of a batch's elements that grows with all independent sizes (samples and length). Below this part,
-memory is not interpolated over the number of elements."""
+"""Minimum fraction of a batch's elements that must grow with all independent sizes (samples and length). Below this
+fraction, memory is not interpolated over the number of elements."""
 
 MAX_EXACT_SIZE = 16
 """Sizes up to this number are not rounded. Each of these sizes is a size class of its own."""

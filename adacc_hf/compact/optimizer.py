@@ -147,7 +147,7 @@ ATTENTION_OUTPUT = re.compile(
     r"attention\.output\.dense|(SelfAttention|EncDecAttention)\.o)"
 )
 """Pattern of the names of attention's output projection in Transformers' models. This layer is not made compact,
-because fused attention saves its input in any case."""
+because fused attention always saves the layer's input."""
 
 
 class CompactFactory:

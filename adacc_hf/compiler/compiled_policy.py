@@ -284,7 +284,7 @@ class PlanStore:
     def load(self, decision_key: str, digest: str) -> RegionPlan | None:
         """Return the stored plan for the graph with this `digest`, or None.
 
-        A plan that was made with other settings has another `decision_key`, and is not returned.
+        A plan that was made with different settings has a different `decision_key`, and is not returned.
         """
         record = self._records.get(_name(decision_key, digest)) if _is_on() else None
         return None if record is None else RegionPlan.from_json(record)

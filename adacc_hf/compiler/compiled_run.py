@@ -39,8 +39,8 @@ compilation."""
 SLACK = 0.03
 """Fraction of the budget that may stay unused before the regions are compiled again for a larger share."""
 MARGIN = 0.01
-"""Safety margin if a step exceeded the budget: the regions then lose the excess, and this fraction of the bytes that
-plain torch.compile stores."""
+"""Safety margin, as a fraction of the bytes that plain torch.compile stores. After a step that exceeded the budget, the
+regions must store less by the excess and this margin."""
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "profile_steps")
 """Fields of `AdaccConfig` that affect a compiled run."""
 
@@ -263,7 +263,7 @@ class CompiledRun:
         self._next_change = _ShareChange(step, next_share, reason)
 
     def _compile_again(self, change: _ShareChange) -> None:
-        """Recompile all regions with the changed share, the fraction of bytes that a graph may store for backward."""
+        """Recompile all regions with the changed share (the fraction of bytes that a graph may store for backward)."""
         step, share, reason = change
         allowed = "the least possible" if share is None else format_bytes(int(share * self.policy.plain_bytes))
         plain = format_bytes(self.policy.plain_bytes)

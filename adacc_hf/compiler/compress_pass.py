@@ -2,7 +2,8 @@
 
 One pass replaces saved values by codec payloads. The codecs are traced into plain operators, so Inductor fuses encoding
 with the operator that computes the value, and decoding with the value's readers. Elements are encoded in memory order,
-and a decoded value has the strides of the original. Another pass keeps products in backward apart from additions.
+and a decoded value has the strides of the original. Another pass keeps Inductor from fusing products in backward with
+additions.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _has_codec(node: Any, codecs: Mapping[str, Codec]) -> bool:
 
 
 def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
-    """Insert the encoding of `node` before `before`. Return the nodes of the payload."""
+    """Insert nodes that encode `node` before the node `before`. Return the nodes of the payload."""
     example = node.meta["val"]
     traced = _traced(lambda tensor: codec.encode_traceable(_in_memory_order(tensor)), [example], example.fake_mode)
     with graph.inserting_before(before):

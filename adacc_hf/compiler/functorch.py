@@ -35,9 +35,9 @@ __all__ = [
 ]  # fmt: skip
 
 _FUNCTION = private_name("CompiledFunctionBackward", "_forward_cls")
-"""Attribute of an autograd node: the autograd function whose backward the node is."""
+"""Attribute of an autograd node: the autograd function whose backward the node runs."""
 _GRAPH_NUMBER = private_name("CompiledFunction", "_aot_id")
-"""Attribute of an autograd node with the autograd function that the node runs backward for."""
+"""Attribute of a compiled graph's autograd function: the number that AOTAutograd gave to the joint graph."""
 
 op_types = cache(partitioners.get_default_op_list)
 if hasattr(symbolic_shapes, "optimization_hint"):

@@ -27,7 +27,8 @@ class _DeviceCosts:
     """Cost of encoding and decoding on one device type, without the traffic of the payloads."""
 
     encode_passes: float
-    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter of this."""
+    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter of this
+    number."""
     is_memory_bound: bool
     """True if re-reading a value costs time, because arithmetic is hidden behind memory traffic."""
     compile_ms: float
@@ -44,7 +45,7 @@ _DEVICES = {
 NUM_STEPS = 10_000
 """Assumed steps of a training run, over which the compile time is spread."""
 REDUCTION_RATIO = 4
-"""Minimum number of input elements per result element, from which an operator counts as a reduction. Operators in gated
+"""Minimum number of input elements per result element for an operator to count as a reduction. Operators in gated
 layers have smaller ratios."""
 
 
@@ -77,8 +78,10 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Return the bytes that a kernel reads to get a value. If the value is fused, the kernel reads its operator's
-    inputs."""
+    """Return the bytes that a kernel reads to get a value.
+
+    If the value is fused, the kernel reads the inputs of the value's operator.
+    """
     inputs = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return nbytes_of(node) if is_materialized(node) or not inputs else min(nbytes_of(node), sum(inputs))
 
@@ -175,7 +178,8 @@ class DeviceSpeed:
     bytes_per_ms: float
     """Bytes per millisecond of a copy, counting both reads and writes."""
     pointwise_fraction: float
-    """Arithmetic of an ordinary operator, as a fraction of its memory traffic's time (see POINTWISE_FRACTION)."""
+    """Arithmetic time of an ordinary operator, as a fraction of the time of its memory traffic (see
+    POINTWISE_FRACTION)."""
 
     def moving_ms(self, nbytes: float) -> float:
         return nbytes / self.bytes_per_ms

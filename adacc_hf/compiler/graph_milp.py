@@ -159,7 +159,7 @@ class _GraphProgram:
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
         """Return the live KiB while a segment is recomputed, as terms of the integer program.
 
-        Values stored up to the end of the segment are live, and the segment's recomputed values.
+        The values stored up to the end of the segment, and the segment's recomputed values, are live.
         """
         of_value = self._graph.segments.of_value
         stored = [
@@ -266,7 +266,7 @@ class Segments:
 
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
-    """Cut a graph where the bytes stored at the boundaries, plus the bytes of the largest segment, are least.
+    """Cut a graph such that the bytes stored at the boundaries, plus the bytes of the largest segment, are least.
 
     `value_bytes` has the bytes that each value takes while its segment is recomputed.
     """

@@ -28,7 +28,7 @@ COLUMNS = 64
 cuBLAS' kernels for Hopper need rows that start at multiples of 16 bytes. Rows of 50257 half-precision numbers, for
 example, would start at any even address."""
 MIN_CHUNK_ROWS = 64
-"""Least number of rows per chunk. With fewer rows the products are slow, because each chunk reads and writes the
+"""Minimum number of rows per chunk. With fewer rows the products are slow, because each chunk reads and writes the
 weight's gradient once."""
 
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
@@ -51,7 +51,7 @@ def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
 def chunk_rows(width: int) -> int:
     """Return the number of rows of logits per chunk, for an output layer whose weight has `width` columns.
 
-    A chunk's float logits then take half the memory of the weight's gradient, which is needed in any case.
+    A chunk's float logits then take half the memory of the weight's gradient, which is always needed.
     """
     return max(MIN_CHUNK_ROWS, width // 2)
 

@@ -66,7 +66,7 @@ class LossCall:
     reduction: str
 
     def on(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> LossCall:
-        """Return a copy of this loss with other rows, weight and bias."""
+        """Return a copy of this loss with these rows, weight and bias."""
         return replace(self, rows=rows, call=replace(self.call, weight=weight, bias=bias))
 
     def chunked(self) -> Tensor:

@@ -26,7 +26,7 @@ LEAST_TOKENS = 8
 FEW_TOKENS = 16
 """Length of the texts in the smallest part, in tokens, unless a quarter of the batch's length is less."""
 ALIGNED = 16
-"""On a GPU, lengths that are multiples of this number and other lengths have separate tapes (see
+"""Alignment of text lengths on a GPU: multiples of this number and other lengths have separate tapes (see
 `symbolic_tape.CallSizes`)."""
 
 MEDIA = ("image", "video", "audio", "speech")

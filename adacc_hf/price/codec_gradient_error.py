@@ -31,8 +31,10 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "grouped_mm", "convoluti
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """Relative L2 errors of operators' gradients. Each is the largest error among all operators that saved the
-    value."""
+    """Relative L2 errors of operators' gradients.
+
+    The error of a value is the largest among all operators that saved the value.
+    """
 
     codecs: dict[tuple[int, str], float] = field(default_factory=dict)
     """Error if a codec stores the value, keyed by (value index, codec name)."""
@@ -152,7 +154,8 @@ class _StandIns:
             self._set_current(value)
 
     def _set_current(self, value: int) -> None:
-        """Store the tensor that later operators read: the coarsest codec's decoded value, else the recorded value."""
+        """Store the tensor that later operators read: the decoded value of the coarsest codec, or else the recorded
+        value."""
         if value in self._codecs:
             self._inexact.add(value)
             self._environment[value] = self.decoded(value)[0][1]

@@ -85,8 +85,10 @@ def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_
 def codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return the codec options of each value of `storable_values`. Encoding and decoding are timed on the recorded
-    tensor, in time of the device or the host (`resource`)."""
+    """Return the codec options of each value of `storable_values`.
+
+    Encoding and decoding are timed on the recorded tensor. Times are those of the device or of the host (`resource`).
+    """
     options = {}
     for value, names in codec_candidates(tape, config).items():
         tensor = view(bases[value], encode_view(tape, value))

@@ -43,8 +43,9 @@ def price_tape(
     outliers: dict[int, int],
     run_block: Callable[[], object] | None = None,
 ) -> Prices:
-    """Return the prices of `tape`, measured on the recorded tensors in the time of the limiting resource, device or
-    host.
+    """Return the prices of `tape`, measured on the recorded tensors.
+
+    Times are those of the limiting resource: device or host.
 
     `run_block` runs the block itself, or is None if the block cannot run again.
     """

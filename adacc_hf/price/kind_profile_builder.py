@@ -121,7 +121,7 @@ class KindProfileBuilder:
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
-        """Return the earlier activation that replay reads in place of this value, by the rule of `ExecutionPlan`.
+        """Return the earlier activation that replay reads in place of this value, by the same rule as `ExecutionPlan`.
 
         Return None if there is no such activation, or if the value must be stored.
         """

@@ -92,7 +92,7 @@ class _Readings:
     step_ms: float
     """Milliseconds of a step under full recomputation."""
     coming_bytes: int
-    """Bytes of state that the optimizer has yet to make."""
+    """Bytes of state that the optimizer has yet to create."""
     chunked_head: tuple[StepLayout, dict[str, float]] | None
     """The step with the chunked head, and the milliseconds of each head. None if the profile has one head."""
 

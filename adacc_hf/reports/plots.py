@@ -37,7 +37,7 @@ SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe 
 """Labels of the sections of a step outside the blocks' forward and backward. The head's section has both its forward
 and its backward."""
 SECTION_SHARE = 0.15
-"""Least width of a section of SECTIONS, as a fraction of all blocks' width. A label then has 0.9 inches or more."""
+"""Minimum width of a section of SECTIONS, as a fraction of all blocks' width. A label then has 0.9 inches or more."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
 ROW_INCHES = 0.24  # height of a line of text

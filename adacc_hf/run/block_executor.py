@@ -80,7 +80,7 @@ class BlockExecutor:
         self.plan = plan
         self._is_plain = plan.is_plain
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
-        """For a checkpointed block: (value, codec) of each input that is stored compressed, by the input's place."""
+        """(value, codec) of each compressed input of a checkpointed block, by the input's place."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
             _is_checkpointed_on_all_ranks(shape.tape) for shape in (known_shapes or {}).values()
         )
@@ -89,8 +89,8 @@ class BlockExecutor:
         """Known shapes of the block, shared by all its plans."""
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """For measurements: function of (value, codec) that returns the coder to use in place of the codec. None
-        otherwise."""
+        """Function of (value, codec) that returns a measuring coder to use in place of the codec. None if nothing is
+        measured."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
 
@@ -275,7 +275,7 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Pass the order in which the last backward unpacked slots to the tape cache."""
+        """Tell the tape cache in which order the last backward unpacked slots."""
         if entry.unpacked_slots:
             self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None
@@ -332,8 +332,8 @@ class BlockExecutor:
     def _is_too_large_to_record(self, key: CallKey) -> bool:
         """Return True if the budget has no room to record the call. Recording keeps all intermediates of a block alive.
 
-        Return False for calls that must be recorded in any case. These are the first call of a block, calls at a size
-        that a symbolic tape covers (rule R7), and calls of a block with collectives (rule R13).
+        Return False for calls that must always be recorded. These are the first call of a block, calls at a size that a
+        symbolic tape covers (rule R7), and calls of a block with collectives (rule R13).
         """
         tapes = self.tapes.values()
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):

@@ -175,7 +175,7 @@ class Call:
             cell.version = version_of(cell.saved)
 
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """Handle a call that diverges from its tape now: store all that replay of the slots packed so far reads.
+        """Handle the call's divergence from its tape: store all values that replay of the slots packed so far reads.
 
         `bases` maps value indices to tensors. These tensors are copied, because no tape describes later changes in
         place. No further slots are packed.
@@ -249,7 +249,7 @@ class Call:
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
         """Put a stored value into the environment of the replay.
 
-        Decode a compressed value, unless it is still decoded.
+        Decode a compressed value, unless its decoded tensor still exists.
         """
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:

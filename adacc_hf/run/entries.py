@@ -109,7 +109,7 @@ class PlanEntries:
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry for a call with this key. Create it if a tape is known for the key.
+        """Return the entry for a call with this key. Create the entry if a tape is known for the key.
 
         Return None if the call must be recorded, or validated against a tape from a profile or another block.
         """
@@ -246,7 +246,7 @@ class PlanEntries:
                 (earlier_tape for earlier_tape in fitted_tapes if earlier_tape.structure.startswith(structure)), None
             )
             recorded_tape = self.tape_cache.tape_of_structure(structure)
-            # A profile in this process was of this model, which may run other operators by now.
+            # A profile in this process was of this model, which may run different operators by now.
             if planned_tape is None and (identity != own_identity or (call == own_call and recorded_tape is None)):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "

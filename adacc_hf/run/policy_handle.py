@@ -157,7 +157,7 @@ class PolicyHandle:
             self.plans, self.policy = plans, plans.policy
 
     def _chunk_head(self, is_on: bool) -> None:
-        """Switch the chunked output layer on or off, as the policy says."""
+        """Switch the chunked output layer on or off, as the policy requires."""
         if self._head is None and is_on:
             try:
                 self._head = ChunkedHead(self.installation.model)
@@ -222,7 +222,7 @@ class PolicyHandle:
 
 
 APPLIED = "_adacc_applied"
-"""Name of a model's attribute with an `Applied`, the reference to its policy handle or session."""
+"""Name of the model attribute that holds an `Applied`: the reference to the model's policy handle or session."""
 
 
 class Applied:

@@ -57,7 +57,7 @@ class TapePosition:
         return self.divergence is not None
 
     def diverge(self, reason: str) -> None:
-        """Mark the call as diverged from its tape, with the reason. Have no effect if it has diverged before."""
+        """Mark the call as diverged from its tape, with the reason. Do nothing if the call has diverged before."""
         if not self.has_diverged:
             self.divergence = reason
             stored_bases, self._stored_bases = self._stored_bases, {}
@@ -184,7 +184,7 @@ class TapePosition:
     # Tensors.
 
     def own(self, value: int, tensor: torch.Tensor) -> None:
-        """Note that the storage of `tensor` now contains the tape's `value`."""
+        """Record that the storage of `tensor` now contains the tape's `value`."""
         self._owners[storage_key(tensor.untyped_storage())] = value
         if value in self._stored:
             self._stored_bases[value] = tensor.detach()
@@ -194,7 +194,8 @@ class TapePosition:
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is a parameter's cast that autocast cached in an earlier call, note the tape's value for it."""
+        """If `tensor` is a parameter's cast that autocast cached in an earlier call, record the tape's value for
+        `tensor`."""
         if self._casts and has_storage(tensor) and storage_key(tensor.untyped_storage()) not in self._owners:
             value = self._casts.get((id(cast_source(tensor)), tensor.dtype))
             if value is not None:

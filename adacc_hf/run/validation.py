@@ -48,7 +48,7 @@ class Validator(TorchDispatchMode):
     """Dispatch mode that compares each operator of a block's call with the tape's next operator before it runs.
 
     At the first difference, `on_divergence` gets the tensors that the plan stores and autograd has not saved yet, as a
-    dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must be
+    dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must run
     inside `paused`.
     """
 
@@ -175,7 +175,7 @@ class Validator(TorchDispatchMode):
     def _register_results(
         self, operator: TapeOperator, results: Sequence[Any], written: Sequence[torch.Tensor]
     ) -> bool:
-        """Compare the results of an operator with the tape, and note their values.
+        """Compare the results of an operator with the tape, and record their values.
 
         `written` contains the tensors that the operator changed in place. If the tape has different results, mark the
         call as diverged and return False.

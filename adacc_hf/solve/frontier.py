@@ -81,7 +81,7 @@ class _PricedMemory:
         return self._solve([*self.block.terms_ms(weight), *self.block.terms_bytes(weight * price)])
 
     def least_bytes(self) -> PricedPlan:
-        """Return the plan that stores the fewest bytes, and the fastest of several such plans."""
+        """Return the plan that stores the fewest bytes. If there are several, return the fastest of them."""
         least = self._solve(self.block.terms_bytes(SCALE / self.total_bytes))
         # Values of an integer solution are integers only within a tolerance, so the limit needs the same slack.
         limit = least.nbytes / self.total_bytes + TOLERANCE

@@ -93,7 +93,7 @@ class SolverLog:
     """Limits of a search, and statistics of its HiGHS runs."""
 
     gap: float = 0.0
-    """Relative optimality gap at which an integer program stops; 0 requires a proof of optimality."""
+    """Relative optimality gap at which an integer program stops. 0 requires a proof of optimality."""
     seconds: float = 60.0
     """Time limit of each run of an integer program. Relaxations have no limit."""
     num_solves: int = 0
@@ -136,7 +136,7 @@ class Solver:
         self._rows = [row.index for row in program.rows]
 
     def bound(self, row: int, low: float = -math.inf, high: float = math.inf) -> None:
-        """Replace the bounds of the row number `row`: its sum is between `low` and `high`."""
+        """Replace the bounds of the row number `row`: the row's sum must be between `low` and `high`."""
         self._highs.changeRowBounds(self._rows[row], low, high)
 
     def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:

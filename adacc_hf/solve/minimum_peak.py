@@ -173,8 +173,8 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return the plans of a kind whose neighbours to compute next: plans of `policy` first, then the least working
-    set."""
+    """Return the plans of a kind whose neighbours are computed next: first the plans of `policy`, then the plans with
+    the least working set."""
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
@@ -211,7 +211,8 @@ def _is_within(needs: _Needs, others: _Needs) -> bool:
 
 
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
-    """Return a lower bound on the peak of all policies: the bytes always live, and the least that blocks can store."""
+    """Return a lower bound on the peak of all policies: the bytes that are always live, plus the least that blocks can
+    store."""
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
     return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
 

@@ -190,7 +190,8 @@ class PolicySearch:
         return Budget(nbytes, nbytes, limits_peak=True)
 
     def bound_ms(self, budget: Budget) -> float:
-        """Return a lower bound on the overhead in ms of any policy within the budget, up to `frontier.SLOPE_TOLERANCE`.
+        """Return a lower bound on the overhead in ms of any policy within the budget, accurate to
+        `frontier.SLOPE_TOLERANCE`.
 
         Return infinity if no policy can fit.
         """

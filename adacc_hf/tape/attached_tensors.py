@@ -22,7 +22,7 @@ PLACES = ("attached", "module")
 """Values of `Source.place` for attached tensors: "attached" for a tensor on a parameter, "module" for one on a
 module."""
 _DEPTH = 2
-"""Search depth: the greatest number of containers and objects between a module or parameter and an attached tensor."""
+"""Search depth: the maximum number of containers and objects between a module or parameter and an attached tensor."""
 _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
@@ -42,7 +42,7 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the tensor attached to `owner`, a parameter or module, detached from its autograd graph.
+    """Return a tensor that is attached to the parameter or module `owner`, outside its autograd graph.
 
     `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
     """

@@ -23,12 +23,12 @@ from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
-"""Greatest number of remembered layouts of a block's own tensors. The least recently used layout is dropped."""
+"""Maximum number of remembered layouts of a block's own tensors. The least recently used layout is dropped."""
 MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
 """The layout of a block's own tensors counts as unstable after MANY_LAYOUTS layouts, if the block was called fewer than
 CALLS_PER_LAYOUT times per layout."""
 MAX_SHAPES = 512
-"""Greatest number of shapes that a block remembers. The least recently used shape is dropped.
+"""Maximum number of shapes that a block remembers. The least recently used shape is dropped.
 
 The limit is high because texts have hundreds of lengths, and recording a shape again takes as long as about ten steps.
 A tape and a plan on it take about 130 KiB of Python objects."""

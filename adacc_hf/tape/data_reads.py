@@ -22,7 +22,7 @@ from adacc_hf.torch_glue.tensors import runs_on_parts
 from adacc_hf.torch_glue.watchers import Watchers
 
 MOST_NUMBERS = 64
-"""Greatest number of elements of an integer tensor whose elements count as sizes, such as the ends of a batch's
+"""Maximum number of elements of an integer tensor whose elements count as sizes, such as the ends of a batch's
 images."""
 MAX_READ_BYTES = 1 << 16
 """Largest argument whose data is compared at each call. Reading 64 KiB takes about 10 us, about 1 % of a small block's
@@ -137,7 +137,8 @@ def data_of(tensor: Any) -> Data | None:
 
     Return None for floats, large tensors and tensors sharded among ranks.
 
-    The rest of the storage is left out, because it may be uninitialized: `unique` allocates for the worst case.
+    Other elements of the storage are left out, because they may be uninitialized: `unique` allocates for the worst
+    case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None

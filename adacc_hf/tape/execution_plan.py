@@ -177,7 +177,7 @@ class ExecutionPlan:
     def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
         """Return True if tensors that shared a storage in the recorded call share one in this call.
 
-        The further tensors on a storage must also have the recorded layout. `find` returns the tensor at a source.
+        Further tensors on a storage must also have the recorded layout. `find` returns the tensor at a source.
         """
         for value, source, geometry in self._sharing:
             first, other = find(self._source_of(value)), find(source)
@@ -386,7 +386,7 @@ def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collect
 
 
 def codec_of(choice: Choice) -> Codec:
-    """Return the codec of a COMPRESS choice. Raise ValueError if the choice names no codec, or an unknown one."""
+    """Return the codec of a COMPRESS choice. Raise ValueError if the choice names no codec or an unknown codec."""
     if choice.codec is None:
         raise ValueError(f"codec=None in the choice {choice}: choose one of {', '.join(list_codecs())}")
     return get_codec(choice.codec, **dict(choice.options))

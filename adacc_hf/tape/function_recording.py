@@ -291,8 +291,8 @@ class FunctionRecorder:
 
         Conversions to numpy arrays do not count as reads, because replay of the Function converts the tensors again.
         Raise NotReplayableError if the Function converts a tensor to a numpy array and also returns numbers, which may
-        come from the array. Raise NotReplayableError also if the Function reads data that does not follow from the
-        arguments.
+        come from the array. Raise NotReplayableError also if the Function reads data that the arguments do not
+        determine.
         """
         reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))

@@ -52,7 +52,7 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 64
-"""Greatest number of traced programs cached for each block class. The least recently used program is dropped."""
+"""Maximum number of traced programs cached for each block class. The least recently used program is dropped."""
 SHORT_LIFE = 16
 """Programs that serve this number of calls or fewer are short-lived. A trace takes as long as about a hundred guard
 checks."""
@@ -114,7 +114,7 @@ class BlockPrograms:
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
         """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
 
-        Each model has its own object, because the keys do not contain everything that can stop a trace.
+        Each model has its own `untraceable`, because the keys do not contain everything that can stop a trace.
         """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable

@@ -98,7 +98,7 @@ def fetch(
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """Return the tensor at `source` in this call of `block`, detached unless it is a parameter.
 
-    Return None if a tensor that was attached to a parameter or module is gone.
+    Return None if a tensor that was attached to a parameter or module no longer exists.
     """
     if source.place == "module":
         return find_attached(block.get_submodule(source.path[0]), source.path[1:])

@@ -136,7 +136,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._generator_state = generator_state(self._device)
         """The generator's state when the last tensor was saved, or when the call began. None if an operator has drawn
-        random numbers since then. A call under a plan captures the state at the same moments, because it sees no
+        random numbers since then. A call under a plan captures the state at the same moments, because this call sees no
         operators."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
@@ -432,7 +432,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
-        """Add a tape value for a storage that `operator`, an index, has made. Return the index of the value."""
+        """Add a tape value for a storage that the operator with the index `operator` has made.
+
+        Return the index of the value.
+        """
         if self.untrusted is None and wraps_others(tensor):
             self.untrusted = WRAPPED
         return self._add(tensor, None, operator, name)

@@ -197,7 +197,7 @@ class StorageMap:
     """Values of a tape that are available without replay under a plan, grouped by storage."""
 
     persistent: frozenset[int]
-    """Parameters, buffers, attached tensors and shared inputs, which exist in any case."""
+    """Parameters, buffers, attached tensors and shared inputs, which always exist."""
     retained: frozenset[int]
     """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times only the
     slots that need the tensor own it."""

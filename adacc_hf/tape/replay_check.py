@@ -16,10 +16,10 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
-    `bases` contains the recorded tensors, indexed by value. If replay of a value gives other bits, the next operators
-    read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend on it are
-    not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd saved no
-    part, only the values that depend on the version are compared.
+    `bases` contains the recorded tensors, indexed by value. If replay of a value gives different bits, the next
+    operators read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend
+    on it are not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd
+    saved no part, only the values that depend on the version are compared.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:
@@ -249,7 +249,7 @@ def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeO
 
 
 def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
-    """Return True if equal arguments imply equal results of the operator, as replay has verified."""
+    """Return True if replay has verified that equal arguments give equal results of the operator."""
     results = operator.results()
     return (
         operator.may_run_again

@@ -30,14 +30,14 @@ ENOUGH_RECORDS = 3
 """Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, a third checks
 it."""
 MOST_RECORDS = 8
-"""Greatest number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
+"""Maximum number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
 rounded up to a multiple of a window, follows no polynomial."""
 AGREED = 16
 """Number of new sizes at which a call is validated. A polynomial is a sum of at most three products of sizes. If it is
 right at this many sizes, it is right at all sizes between the smallest and the largest: a step function, such as
 rounding lengths up, would have differed by then."""
 MOST_SIZES = 32
-"""Greatest number of sizes whose evaluated tapes are cached. Evaluating a tape again takes less than a millisecond."""
+"""Maximum number of sizes whose evaluated tapes are cached. Evaluating a tape again takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class RecordedCall:
 class SymbolicTape:
     """One tape for all sizes of a size class: its numbers are polynomials of the sizes.
 
-    Create with `SymbolicTape.of`.
+    Create it with `SymbolicTape.of`.
     """
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
@@ -337,7 +337,7 @@ class SizeClassRecords:
         return self.symbolic_tape if self.symbolic_tape is not None and self.symbolic_tape.is_active else None
 
     def distrust(self, symbolic_tape: SymbolicTape) -> None:
-        """Discard `symbolic_tape`, because a call ran other operators. From now on, each new size is recorded."""
+        """Discard `symbolic_tape`, because a call ran different operators. From now on, each new size is recorded."""
         if self.symbolic_tape is symbolic_tape:
             self._give_up()
 

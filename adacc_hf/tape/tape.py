@@ -309,7 +309,9 @@ class Tape:
         return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
-        """Match this tape with `other`. Return (dict from own values to matching values, True if all operators match).
+        """Match this tape with `other`.
+
+        Return (dict from this tape's values to matching values, True if all operators match).
 
         Two values match only if the operators that made them match: a product with a mask does not match a product with
         a sigmoid. The saved tensors, and the order in which values were first recorded, may differ.

@@ -33,11 +33,11 @@ from adacc_hf.tape.tape import Tape
 log = logging.getLogger(__name__)
 
 MOST_SIZE_CLASSES = 16
-"""Greatest number of size classes remembered for each block. Calls with and without a padding mask, for example, are
-two size classes."""
+"""Maximum number of size classes remembered for each block. Calls with and without a padding mask, for example, are two
+size classes."""
 CUDA_ALIGNMENT = 16
-"""On a GPU, attention kernels need a mask whose last dimension is a multiple of this number. Other masks are padded by
-extra operators."""
+"""Alignment of masks on a GPU. Attention kernels need a mask whose last dimension is a multiple of this number. Extra
+operators pad other masks."""
 
 
 _OTHER_SIZE = (
@@ -48,7 +48,7 @@ _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",
     "profile and train in the same mode",
 )
-"""(likely cause, remedy) for the warning that a block runs other operators: at a new size, and at a known size."""
+"""(likely cause, remedy) for the warning that a block runs unplanned operators: at a new size, and at a known size."""
 
 
 class TapeCache:
@@ -141,7 +141,8 @@ class TapeCache:
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Note that a call of `block` with this key ran the operators of `tape`, and add the tape to its size class."""
+        """Record that a call of `block` with this key ran the operators of `tape`, and add the tape to its size
+        class."""
         for name in (block, None):
             self._of_calls[_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
@@ -210,7 +211,7 @@ class TapeCache:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
 
     def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Discard `symbolic_tape` and log a warning, because a call of `block` at a new size ran other operators.
+        """Discard `symbolic_tape` and log a warning, because a call of `block` at a new size ran different operators.
 
         From now on, each new size is recorded. `reason` describes the difference.
         """
@@ -399,7 +400,7 @@ class TapeCache:
                 execution_plan.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Note the unpack order for new tapes of `kind`, unless an order of more slots was observed before."""
+        """Record the unpack order for new tapes of `kind`, unless an order of more slots was observed before."""
         structure = _structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 

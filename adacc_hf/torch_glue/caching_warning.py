@@ -28,7 +28,8 @@ class CachingWarning(logging.Filter):
     """
 
     _has_dropped = False
-    """True if any filter has dropped a warning. A class attribute, because only the first filter sees each record."""
+    """True if any filter has dropped a warning. This is a class attribute, because only the first filter sees each
+    record."""
 
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
         super().__init__()

@@ -80,12 +80,10 @@ def keyword_arguments(fn: Any) -> dict[str, Any]:
 
 
 def block_of(fn: Any) -> nn.Module | None:
-    """Return the block that `fn` calls, the function that Transformers passes to a checkpoint function.
+    """Return the block that `fn` calls, or None if `fn` calls no block.
 
-    Return None if `fn` is another function.
-
-    Transformers 5.17 passes a partial of the bound `__call__`, 5.23 a partial of the class's `forward` with the block
-    as its first argument.
+    Transformers passes `fn` to a checkpoint function: in 5.17 a partial of the bound `__call__`, and in 5.23 a partial
+    of the class's `forward` with the block as its first argument.
     """
     if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
         return fn.args[0]
@@ -213,7 +211,7 @@ _PYTHON_OBJECTS_OWN = _python_objects_own()
 
 
 def owns_graph_node(node: Any) -> bool:
-    """Return True if a reference to `node`, an autograd node in Python, keeps the node in the graph alive."""
+    """Return True if a reference to the Python object `node` keeps the autograd node in the graph alive."""
     return _PYTHON_OBJECTS_OWN or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
@@ -316,7 +314,7 @@ def checkpoint_call(
 
 
 def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return one empty tensor for each device, except the CPU, of the tensors among a call's arguments.
+    """Return one empty tensor for each device of the tensors among a call's arguments, except the CPU.
 
     The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
     """

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def num_ranks() -> int:
-    """Return the number of ranks; 1 if torch.distributed is not initialized."""
+    """Return the number of ranks, or 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -78,7 +78,7 @@ class TracedGuards:
             return self._check(scope)
 
     def first_failure(self, scope: Scope) -> str:
-        """Return Dynamo's text of the first guard that rejects a call with these local variables, or "" if none
+        """Return Dynamo's description of the first guard that rejects a call with these local variables, or "" if none
         does."""
         parts = self._manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]).partition("#")[0].strip() if parts else ""
@@ -178,8 +178,8 @@ class _DeadObjects(list[Any]):
 def _compile_getter(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
     """Compile Dynamo's source expressions `names` to one function, which returns the values of the expressions.
 
-    The function's argument is a `Scope`, the variable `L` of the expressions. `variables` contains their other
-    variables.
+    The function's argument is a `Scope`, the variable `L` of the expressions. `variables` contains the expressions'
+    other variables.
     """
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
     return eval(f"lambda L: ({items})", variables)

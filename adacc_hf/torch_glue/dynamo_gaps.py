@@ -114,7 +114,7 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add (class, name) of each attribute that the code looks up on a class to `class_reads`.
+    """While Dynamo traces, add to `class_reads` the (class, name) of each attribute that the code looks up on a class.
 
     Also guard globals of the standard library. For each `__dict__` that is read, add an expression to `numbers` that
     hashes its names.

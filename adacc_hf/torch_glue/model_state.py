@@ -70,7 +70,7 @@ SMALL_COPY = 64 << 10
 """Smaller limit that replaces LARGEST_COPY, for tensors that require a gradient, and for blocks whose calls have
 changed no state so far."""
 MAX_ITEMS = 4096
-"""Greatest length of a container whose items are searched for state. Data sets are longer, and blocks do not change
+"""Maximum length of a container whose items are searched for state. Data sets are longer, and blocks do not change
 their items."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {

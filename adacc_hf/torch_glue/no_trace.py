@@ -26,10 +26,10 @@ from adacc_hf.torch_glue.tensors import gradient_leaves, without_gradient_hooks
 class Tables:
     """Registry of tables: dict entries that a model's runs fill with tensors, such as cached rotary embeddings.
 
-    An entry is a table if a run gave it tensors without gradient, and it was absent, None or a tensor of another shape
-    before. Tables are not restored between runs, because training too fills them in its first step and reads them in
-    later steps. After the last run, a table stays if it was filled once and then only read. An entry that later runs
-    change, such as a counter that starts at None, is restored.
+    An entry is a table if a run gave it tensors without gradient, and before that run it was absent, None or a tensor
+    of a different shape. Tables are not restored between runs, because training too fills them in its first step and
+    reads them in later steps. After the last run, a table stays if it was filled once and then only read. An entry that
+    later runs change, such as a counter that starts at None, is restored.
     """
 
     def __init__(self) -> None:

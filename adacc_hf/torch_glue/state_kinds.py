@@ -209,7 +209,7 @@ A model that returns hidden states (LLaVA's vision tower) registers the hooks pe
 Restoring state does not remove these hooks. If they were removed, each forward would register new hooks, and need new
 guards."""
 CAPTURES = "_output_capturing_hooks_installed"
-"""Name of an attribute that Transformers sets on a model that has registered these hooks."""
+"""Name of an attribute that Transformers sets on a model that has registered the hooks of `CAPTURING`."""
 
 
 def is_capturing(name: Any, value: Any) -> bool:

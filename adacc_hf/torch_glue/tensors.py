@@ -43,12 +43,15 @@ def runs_on_parts(kind: type) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor of a DTensor, after waiting for a pending collective; else `tensor` itself."""
+    """Return this rank's local tensor of a DTensor, after waiting for a pending collective.
+
+    Return any other tensor itself.
+    """
     return tensor if is_plain(tensor) else wait_if_async(getattr(tensor, LOCAL_TENSOR, tensor))
 
 
 def wait_if_async(tensor: Tensor) -> Tensor:
-    """Return the result of an asynchronous collective after waiting for it; any other tensor itself."""
+    """Return the result of an asynchronous collective, after waiting for it. Return any other tensor itself."""
     return tensor if is_plain(tensor) or not hasattr(tensor, "trigger_wait") else tensor.trigger_wait()
 
 
@@ -58,7 +61,7 @@ def spec_of(tensor: Tensor) -> Any:
 
 
 def to_dtensor(local: Tensor, spec: Any) -> Tensor:
-    """Return the DTensor with the local tensor `local`; if `spec` is None, `local` itself."""
+    """Return the DTensor with the local tensor `local`, or `local` itself if `spec` is None."""
     if spec is None:
         return local
     from torch.distributed.tensor import DTensor
@@ -78,7 +81,10 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor's part on this rank; for a sparse or nested tensor, the storage of its values."""
+    """Return the storage of a tensor's part on this rank.
+
+    For a sparse or nested tensor, return the storage of its values.
+    """
     local = local_of(tensor)
     return (local if local.layout is torch.strided else _elements(local)).untyped_storage()
 
@@ -219,7 +225,7 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
 # synchronise.
 
 NUM_PARTS, SMALLEST_PART = 64, 4096
-"""Number of parts of a tensor that are cast to double precision one after the other, and the least number of elements
+"""Number of parts of a tensor that are cast to double precision one after the other, and the minimum number of elements
 in a part."""
 
 
