@@ -34,7 +34,8 @@ from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
-"""Modules that make reports. Imported by name when a report is requested, because callbacks/ must not import them."""
+"""Modules that make reports. They are imported by name when a report is requested, because callbacks/ must not import
+them."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):

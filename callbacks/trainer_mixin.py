@@ -35,8 +35,8 @@ class AdaccTrainerMixin(_Base):
     """
 
     adacc_callback: AdaccCallback
-    """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run. It is the
-    Trainer's first callback. Therefore TensorBoard and the other reporters get its metrics."""
+    """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run. This callback is
+    the Trainer's first one. Therefore TensorBoard and the other reporters get its metrics."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -156,7 +156,7 @@ def measure_case(
 
 
 def policies_of(profile: Profile, budgets: Sequence[float]) -> tuple[dict[str, Policy | None], dict[str, str]]:
-    """Return the methods by name, with their policy if they have one, and the reasons of infeasible budgets."""
+    """Return the methods by name, with their policy if they have one, and the reasons why budgets are infeasible."""
     policies: dict[str, Policy | None] = {PLAIN: None, CHECKPOINTING: None}
     skipped = {}
     for budget in budgets:

@@ -207,7 +207,7 @@ class StepInTurn(TrainerCallback):
 
     def __init__(self, turns: Turns, member: int, clock: Callable[[], float]) -> None:
         self.seconds: list[float] = []
-        """Seconds of each step, with all work of the Trainer and its callbacks since the step before."""
+        """Seconds of each step, with all work of the Trainer and its callbacks since the previous step."""
         self._turns, self._member, self._clock = turns, member, clock
         self._since = self._spent = 0.0
 

@@ -81,7 +81,7 @@ def _measure(ledger: Ledger, name: str) -> Figures:
 
 
 def _loop_points(ledger: Ledger) -> dict[str, Figures]:
-    """Return the points of all cases except the Trainer's, which has other figures."""
+    """Return the points of all cases except the Trainer's, which has different figures."""
     return {name: point for name, point in ledger.points.items() if name != TRAINER}
 
 

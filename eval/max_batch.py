@@ -155,7 +155,7 @@ def largest(trial: Callable[[int], BatchTrial], limit_bytes: int, most: int, fir
 
 
 def _batch_at(limit_bytes: int, last_trial: BatchTrial) -> int | None:
-    """Return the batch at which the bytes of `last_trial`, scaled in proportion, reach the limit."""
+    """Return the batch size at which the bytes of `last_trial`, scaled in proportion, reach the limit."""
     if (
         last_trial.static_bytes is None
         or last_trial.peak_bytes is None

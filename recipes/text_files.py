@@ -68,7 +68,7 @@ def _txt_documents(path: str) -> Iterator[str]:
 
 
 def _jsonl_documents(path: str) -> Iterator[str]:
-    """Yield the "text" of each row. Rows have the Pile's schema, {"text": str, ...}; blank lines are allowed."""
+    """Yield the "text" of each row. Rows have the Pile's schema, {"text": str, ...}. Blank lines are allowed."""
     for number, line in _text_lines(path):
         if line.strip():
             yield _text_of_row(line, f"--dataset={path}, line {number}")

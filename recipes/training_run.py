@@ -54,7 +54,8 @@ class FinishedRun:
     model: PreTrainedModel
     metrics: dict[str, float]
     callback: AdaccCallback | None
-    """Callback with its policy. None for methods without a policy, and for a run that ended before a policy was set."""
+    """Callback of the run, which has the policy. None for methods without a policy, and for a run that ended before a
+    policy was set."""
     checkpointed: bool
     """True if transformers' own checkpointing was enabled."""
 

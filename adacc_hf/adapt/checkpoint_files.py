@@ -121,7 +121,7 @@ class Saved:
     counted_elements: int = 0
     """Number of elements in the largest micro-batch of the step measured for `missing_bytes`."""
     num_ranks: int = field(default_factory=num_ranks)
-    """Number of ranks of the run, which decides on each rank's part of a sharded model."""
+    """Number of ranks of the run, which determines each rank's part of a sharded model."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of all fields, without the policies and profiles, which have files of their own."""
@@ -134,7 +134,7 @@ class Saved:
 
     @classmethod
     def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
-        """Load the state from a checkpoint. `record` is the result of `to_json`; older records lack some keys."""
+        """Load the state from a checkpoint. `record` is the result of `to_json`. Older records lack some keys."""
         size_policies = [
             SavedSizePolicy.load(folder, number, fields) for number, fields in enumerate(record[SIZE_POLICIES], start=1)
         ]

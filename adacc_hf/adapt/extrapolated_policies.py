@@ -29,8 +29,9 @@ used permanently. A policy that needs less is used until enough batches have com
 seconds."""
 
 FAR_ABOVE = 0.05
-"""If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called. The
-share is a margin, because a policy with the least memory at one size may not have the least memory at another size."""
+"""Fraction of the budget. If the least-memory policy of another size exceeds the budget by more, the solver is not
+called. The fraction is a margin, because a policy with the least memory at one size may not have the least memory at
+another size."""
 
 
 class ExtrapolatedPolicies:
@@ -43,7 +44,7 @@ class ExtrapolatedPolicies:
         """Return (profile, policy) for the size class `sizes`, with the fastest policy of another class that fits.
 
         Return None if no policy of another class fits the budget. Also return None if the fastest policy is plain
-        training or uses up the budget. Then `solve` decides at once, without a solver run later.
+        training or uses up the budget. In these cases, `solve` decides at once, and no solver run follows later.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
@@ -157,7 +158,8 @@ class ExtrapolatedPolicies:
             raise
 
     def _others(self, profile: Profile) -> list[Policy]:
-        """Return the policies of other size classes that are allowed here, with the predictions of `profile`."""
+        """Return the policies of other size classes that are allowed at this size, with the predictions of
+        `profile`."""
         allowed = self._allowed(profile)
         policies = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
         return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
@@ -165,7 +167,8 @@ class ExtrapolatedPolicies:
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
         """Raise InfeasibleBudgetError if the least-memory policy of another size far exceeds `budget` with `profile`.
 
-        The solver would need up to seconds to find the least-memory policy of this size, which would differ little.
+        The solver would need up to seconds to find the least-memory policy of this size, and that policy would differ
+        little.
         """
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides

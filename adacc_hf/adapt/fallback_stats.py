@@ -113,7 +113,8 @@ class DivergedBatches:
         self._full: tuple[Profile, Policy] | None = None
         """Cache of `_full_recomputation`: the last profile and its policy."""
         self._reported: set[bool] = set()
-        """Reports made by `_report_excess`: has False after any report, and True after one with a predicted excess."""
+        """Reports made by `_report_excess`: contains False after any report, and True after one with a predicted
+        excess."""
 
     def add(self, share: float) -> None:
         """Record a micro-batch in which a fraction `share` of the block calls diverged."""

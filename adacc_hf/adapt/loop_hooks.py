@@ -76,7 +76,10 @@ class LoopHooks:
             self._is_busy = False
 
     def _refuse_second_call(self) -> None:
-        """Handle a second call of the model in a micro-batch. In the first step raise RuntimeError, later warn once."""
+        """Handle a second call of the model in a micro-batch. In the first step, raise RuntimeError.
+
+        In later steps, warn once.
+        """
         if self._run.num_steps == 0:
             raise RuntimeError(self._run.loop.several_calls)
         text = "Adacc: %s; until then a step may take more than memory_budget"

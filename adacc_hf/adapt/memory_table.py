@@ -51,7 +51,8 @@ class LiveMemory:
     gradient_bytes: int
     optimizer_bytes: int
     other_bytes: int
-    """All other live bytes. On a CPU, whose allocator has no statistics, only tensors that Python code refers to."""
+    """All other live bytes. On a CPU, whose allocator has no statistics, these are only the tensors that Python code
+    refers to."""
     unused_bytes: int | None
     """Bytes that torch's allocator has reserved and does not use, or None on a CPU."""
     largest: tuple[LiveTensor, ...]

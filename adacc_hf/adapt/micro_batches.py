@@ -26,7 +26,7 @@ class MicroBatches:
         self.nbytes = 0
         """Bytes of the tensors in the current or last micro-batch."""
         self.has_shapes = False
-        """True if `shapes` belong to the current or last micro-batch; False before its tensors are known."""
+        """True if `shapes` belong to the current or last micro-batch. False before its tensors are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
         self._last: LastBatch | None = None
 

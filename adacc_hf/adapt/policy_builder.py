@@ -246,7 +246,7 @@ def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_
     """Raise ValueError if the user passed a policy together with a budget that the policy exceeds.
 
     A budget of type float is a fraction of `plain_bytes`, the bytes that plain training stores. If `plain_bytes` is
-    None, they are computed from the facts in the policy. The default budget, "auto", is not checked.
+    None, this number is computed from the facts in the policy. The default budget, "auto", is not checked.
     """
     if memory_budget == "auto":
         return

@@ -77,7 +77,7 @@ class PolicyChoice:
         self.largest, self.batch_bytes = (), 0
 
     def choose(self, shapes: BatchShapes, nbytes: int) -> None:
-        """Apply the policy for a micro-batch of `shapes`, whose tensors have `nbytes` in all."""
+        """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of its tensors."""
         self.batch_bytes = max(self.batch_bytes, nbytes)
         if not self._lasts or shapes != self.shapes:
             self._choose(shapes)

@@ -178,7 +178,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._choose(inputs)
 
     def _choose(self, inputs: Any) -> None:
-        """Apply the policy for the micro-batch if `inputs` are its first tensors, whose shapes decide on the policy."""
+        """Apply the policy for the micro-batch if `inputs` are its first tensors, whose shapes determine the policy."""
         if self._batches.read_shapes(inputs):
             self.choice.choose(self._batches.shapes, self._batches.nbytes)
 
@@ -428,7 +428,8 @@ class AdaptivePhase(FixedPolicyPhase):
 def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
     """Return True if the step that comes `steps_since` steps after the policy was set is a tracking step.
 
-    `tracking` is the setting of AdaccConfig. "exponential" tracks 1, 2, 4, ... steps after, a number N every N steps.
+    `tracking` is the setting of AdaccConfig. "exponential" tracks 1, 2, 4, ... steps after. A number N tracks every N
+    steps.
     """
     if tracking == "off" or steps_since < 1:
         return False

@@ -19,7 +19,7 @@ OTHER_OPERATORS = "most batches run other operators than the profiled one"
 FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
 """Execution of block calls without a plan until the run starts over, keyed by the reason to start over."""
 MOST_TRIES = 64
-"""Number of steps after which the search for a batch to start over with ends. Each step takes a collective."""
+"""Number of steps for which a batch to start over with is searched. Each step takes a collective."""
 
 
 class ProfileRequests:

@@ -70,7 +70,7 @@ class Tracking:
     degrading_codecs: frozenset[OptionKey]
     """Codecs to switch off, because they increase a gradient's error above the bound."""
     reason: str
-    """Reason why the policy has to be solved again, or need not be."""
+    """Reason why the policy has to be solved again, or why this is not necessary."""
     needs_solving: bool
     """True if the policy has to be solved again."""
 
@@ -209,7 +209,7 @@ class Replanner:
     def take_over(self) -> ReplanResult:
         """Wait for the solver that `start_solving` started, and return its result. Errors of the solver are raised.
 
-        If the result has a policy, set the policy to this one.
+        If the result has a policy, this policy becomes the current one.
         """
         assert self._solver is not None, "call start_solving first"
         result = self._solver.result()

@@ -206,11 +206,11 @@ class RunProfiler:
         )
 
     def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
-        """Return 0 to leave out of the profile the state that the optimizer has not created yet, or None to predict it.
+        """Return 0 to leave the optimizer's future state out of the profile, or None to predict this state.
 
-        The result is the value of `TrainingStep.optimizer_state_bytes`. It is 0 if there is no optimizer, if steps of
-        other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted. The plan
-        then includes the state only after the memory of a step has been measured.
+        The result is the value of `TrainingStep.optimizer_state_bytes`. The result is 0 if there is no optimizer, if
+        steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted.
+        The plan then includes the state only after the memory of a step has been measured.
 
         After `profile_steps` steps the optimizer usually has all of its state. In fp16 it may have none, because the
         Trainer skips the updates of steps whose gradients overflow.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
-"""The history is saved once at least one in 64 of its events is unsaved, because each save writes all events."""
+"""Inverse of the fraction of unsaved events at which the history is saved: one in 64. Each save writes all events."""
 
 
 class Phase:
@@ -154,7 +154,7 @@ class RunState:
 
     @property
     def active_policy(self) -> Policy:
-        """The current policy. Use this only in phases with a policy; it fails if `policy` is None."""
+        """The current policy. Use this only in phases with a policy. It fails if `policy` is None."""
         assert self.policy is not None
         return self.policy
 
@@ -190,7 +190,7 @@ class RunState:
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
     def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the history and, if it `changed`, the policy into the run's folder.
+        """Write the history into the run's folder, and also the policy if it `changed`.
 
         A long history is written less often (HISTORY_PARTS), but always if the policy changed or `is_last` is True.
         """

@@ -353,7 +353,10 @@ class AdaccSession:
         self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self) -> bool:
-        """Return True if the step has called the model for training. Warn if forward or optimizer step is missing."""
+        """Return True if the step has called the model for training.
+
+        Warn if the forward or the optimizer's step is missing.
+        """
         if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"

@@ -45,7 +45,8 @@ class TrainingLoop:
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro
-        """Micro-batches per step. In a user's own loop, the number in the previous step; in the first step, a guess."""
+        """Micro-batches per step. In a user's own loop, this is the number in the previous step, and a guess in the
+        first step."""
         self.folder = folder
         """Folder for the run's policy, profile and history. None writes no files."""
         self.autocast: tuple[torch.dtype, bool] | None = None
@@ -132,7 +133,7 @@ class SessionAdapter:
 
 
 def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, Any]) -> AdaccConfig:
-    """Return `config` with `overrides` of its fields. A `config` of None means the defaults.
+    """Return `config` with some fields replaced by `overrides`. A `config` of None means the defaults.
 
     Raises TypeError, whose message names the class `owner`, if `config` is not an AdaccConfig, or if `policy` is not a
     Policy, path or function.

@@ -298,7 +298,8 @@ class FakeMemoryMeter(MemoryMeter):
         """Handle the allocation of a storage. Subclasses override this method. `key` is unique among live storages."""
 
     def _on_free(self, key: int) -> None:
-        """Handle the freeing of a counted storage. Subclasses override this method. `key` is that of the allocation."""
+        """Handle the freeing of a counted storage. Subclasses override this method. `key` is the key of the
+        allocation."""
 
 
 class _StorageObserver(TorchDispatchMode):

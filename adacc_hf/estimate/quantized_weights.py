@@ -1,4 +1,5 @@
-"""Linear layers with 4-bit weights for fake models: memory and operators are bitsandbytes', kernels are not needed.
+"""Linear layers with 4-bit weights for fake models, with the memory and operators of bitsandbytes, but without its
+kernels.
 
 The rules are those of bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
 `integrations/bitsandbytes.py` and PEFT's `tuners/lora/bnb.py`. In forward, bitsandbytes dequantizes the weight if the

@@ -111,7 +111,8 @@ class Ledger:
 def open_ledger(settings: Settings, run_info: dict[str, Any], resume: bool | None) -> Iterator[Ledger]:
     """Open the ledger of `settings.output`, and lock its folder for this run until the end.
 
-    Raise RecordError if another run has locked the folder, or, with `resume`, if the record there has other settings.
+    Raise RecordError if another run has locked the folder, or, with `resume`, if the record there has different
+    settings.
     """
     with lock_folder(settings.output.parent):
         empty = json.loads(json.dumps(make_record(settings, run_info, {"points": {}}, "running")))

@@ -40,7 +40,7 @@ PARTS = {"run_info", "train_info", "meta_info"}
 
 
 def check_record(content: Any) -> None:
-    """Raise RecordError, which names the place, for a record without the structure of runner records."""
+    """Raise a RecordError that names the place, if the record lacks the structure of runner records."""
     # Runners of lm-eval's tasks add `results`.
     if not isinstance(content, dict) or content.keys() - {"results"} != PARTS:
         raise RecordError(f"a record must have exactly {', '.join(sorted(PARTS))}")

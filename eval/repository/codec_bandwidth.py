@@ -142,7 +142,7 @@ def tensors_info(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(ledger: Ledger) -> None:
-    """Measure every codec and its peers, on the activations of each block that the codec is made for."""
+    """Measure every codec and its peers, on those activations of each block for which the codec is made."""
     info = ledger.run_info
     for model in info["model"]:
         for dtype in info["dtype"]:
@@ -188,7 +188,7 @@ def _goal_text(rows: Sequence[Row], card: str) -> list[str]:
 def contenders(
     block: Block, dtype: torch.dtype, tokens: int, with_compile: bool, settings: Settings
 ) -> Iterator[tuple[Contender, Tensor]]:
-    """Yield every codec and its peers, each with an activation of the block that the codec is made for."""
+    """Yield every codec and its peers, each with an activation of the block for which the codec is made."""
     device = torch.device(settings.device)
     generator = torch.Generator(device).manual_seed(settings.seed)
     normal = partial(torch.randn, generator=generator, device=device)

@@ -103,8 +103,8 @@ def compile_twice(order: Figures, timeout_s: float, run: Run) -> Figures:
 
 
 def measure_budgets(family: str, shares: Sequence[float], clock: str, device: str, seed: int, threads: int) -> Figures:
-    """Measure bytes, peak and time of a step under plain torch.compile, and under Adacc at each of the falling
-    budgets."""
+    """Measure bytes, peak and time of a step under plain torch.compile, and under Adacc at each budget, in falling
+    order."""
     torch.set_num_threads(threads)
     model, batch = _model_and_batch(family, device, seed)
     # With a budget in bytes, recomputed values count against the budget. `start_over` sets the share of each region.
@@ -347,7 +347,7 @@ class LowestPeak:
 
 
 def _share(policy: CompiledPolicy) -> float:
-    """Return the fraction that the regions were allowed, 0 for the least possible."""
+    """Return the fraction that the regions were allowed, or 0 if they store the least possible."""
     return 0.0 if policy.share is None else policy.share
 
 

@@ -8,7 +8,7 @@ Each call is a slice of at most --minutes of `adacc eval all --device cuda`, mos
 resumes where the last one stopped. After every point DIR has all results: points.md to read, records.tar.gz to resume
 from. Failed points stay failed, and do not stop the others. The exit status is 3 while points remain.
 
-Missing packages come from the wheels of `make gpu-bundle`, which are unpacked next to the records; nothing is
+Missing packages come from the wheels of `make gpu-bundle`, which are unpacked next to the records. Nothing is
 installed.
 """
 

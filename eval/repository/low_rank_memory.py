@@ -107,7 +107,7 @@ class LowRankTraining:
 def install(shape: LlamaShape, method: str, budget_bytes: int | None, seed: int) -> LowRankTraining:
     """Return a model in its steady state under `method`. With ADACC, `budget_bytes` is the budget.
 
-    Raise CannotRunError if a package is missing, and InfeasibleBudgetError.
+    Raise CannotRunError if a package is missing, and InfeasibleBudgetError if the budget is too small.
     """
     low_rank_method = METHODS["plain" if method == ADACC else method]
     model = shape.model(seed)

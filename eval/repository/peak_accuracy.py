@@ -114,7 +114,7 @@ class Measurement:
 
 
 def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
-    """Measure, print the table and save the record. Return 1 if a budget was exceeded or a prediction is off."""
+    """Measure, print the table and save the record. Return 1 if a budget was exceeded or a prediction is wrong."""
     parser = runner_parser("peak-accuracy", __doc__)
     for name, choices in (("family", tuple(MODELS)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
         parser.add_argument(

@@ -131,7 +131,7 @@ a hanging runner would use up all slices."""
 
 
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
-    """Run the missing stages, print and save the results. Return 1 if a stage failed, 3 if the time ended before."""
+    """Run the missing stages, print and save the results. Return 1 if a stage failed, 3 if the time ended first."""
     parser = runner_parser("all", __doc__)
     parser.add_argument("--runners", nargs="+", choices=NAMES, help="runners, in this order (default: all)")
     parser.add_argument(
@@ -286,7 +286,7 @@ def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, co
 
 
 def _modified_ns(path: Path) -> int | None:
-    """Return the file's time of modification in ns, None if the file does not exist."""
+    """Return the file's time of modification in ns, or None if the file does not exist."""
     return path.stat().st_mtime_ns if path.is_file() else None
 
 

@@ -24,7 +24,7 @@ class TaskSource:
     definition: str
     """lm-eval's file, below its folder `tasks`."""
     split: str
-    """Split that is evaluated. The local file has its name."""
+    """Split that is evaluated. The local file has the split's name."""
     columns: tuple[str, ...]
     """Columns that prompt and target use."""
 

@@ -33,7 +33,8 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
 
 
 def task_info(tasks: Tasks, limit: int | None) -> dict[str, Any]:
-    """Return the conditions of scores other than the model, so that a record of other rows is not continued."""
+    """Return the conditions of scores other than the model, so that a run with other rows does not continue the
+    record."""
     return {
         "tasks": {name: {"version": task.VERSION, "rows_sha256": rows_digest(task)} for name, task in tasks.items()},
         "num_fewshot": 0,

@@ -38,8 +38,8 @@ LOSS_CHANGE = 0.02
 float32 loss (1e-6), and small compared with the loss."""
 
 MAX_SLOPE_ERROR = 0.05
-"""Bound on the relative error of the slope. Third derivatives cause about 0.01 at LOSS_CHANGE; a backward whose
-dropout masks differ from its forward's causes 0.1 and more."""
+"""Bound on the relative error of the slope. Third derivatives cause about 0.01 at LOSS_CHANGE. A backward whose dropout
+masks differ from its forward's causes 0.1 and more."""
 
 MAX_LOSS_DIFFERENCE = 0.02
 """Bound on the relative difference of losses under different dropout masks, whose spread is below 0.01 for a batch
@@ -58,8 +58,10 @@ class Reference:
 
 
 def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:
-    """Return the reference at the largest number of sequences that fits. Raise torch.OutOfMemoryError if one does
-    not fit."""
+    """Return the reference at the largest number of sequences that fits.
+
+    Raise torch.OutOfMemoryError if not even one fits.
+    """
     last: RuntimeError | None = None
     for count in halvings(len(batch["input_ids"])):
         part = first_sequences(batch, count)

@@ -36,8 +36,9 @@ class OverLimitError(AdaccError):
 
 
 def run_here(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
-    """Run `function(**arguments)` in this process. Return its figures with a status, and the reason if it is not
-    MEASURED.
+    """Run `function(**arguments)` in this process.
+
+    Return its figures with a status, and the reason if the status is not MEASURED.
 
     In this process there is no timeout.
     """
@@ -65,7 +66,7 @@ def failure(status: Status, error: Exception | str) -> Figures:
 
 
 def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
-    """Run like `run_here`, in a new process. After `timeout_s` seconds, end the process and its children."""
+    """Do the same as `run_here`, in a new process. After `timeout_s` seconds, end the process and its children."""
     with tempfile.TemporaryDirectory(prefix="adacc-eval-") as folder:
         order, result, errors = (Path(folder, name) for name in ("order.json", "result.json", "errors"))
         name = f"{function.__module__}:{function.__qualname__}"

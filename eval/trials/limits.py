@@ -14,7 +14,7 @@ CPU_LIMIT = "256MiB"
 batch 2."""
 
 ROUNDING_SHARE = {"cpu": 0.0, "cuda": 0.01}
-"""Bytes that a GPU's allocator may count beyond the tensors' bytes, as a fraction: it allocates in blocks."""
+"""Fraction of the tensors' bytes that a GPU's allocator may count in addition, because it allocates in blocks."""
 
 
 def fits_budget(nbytes: int, budget: int, device: str) -> bool:

@@ -113,7 +113,7 @@ def install_policy(
     config: AdaccConfig,
     solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy,
 ) -> InstalledMethod:
-    """Solve a policy for this bench and install it. Raise InfeasibleBudgetError."""
+    """Solve a policy for this bench and install it. Raise InfeasibleBudgetError if no policy fits."""
     with bench.subject.autocast():
         profile = profile_model(bench.model, bench.batch, config, bench.optimizer)
     policy = solve(profile, config.memory_budget if budget is None else budget, config)

@@ -60,7 +60,7 @@ SAVED_OPERATORS = (
     aten._scaled_dot_product_cudnn_attention.default,
 )
 """Operators whose outputs selective checkpointing usually saves: matrix products and fused attention. Attention with
-dropout is recomputed: if a second forward skipped it, later operators would draw other dropout masks."""
+dropout is recomputed: if a second forward skipped it, later operators would draw different dropout masks."""
 
 
 def install_offload(bench: Bench, budget: Budget | None) -> InstalledMethod:
@@ -153,7 +153,10 @@ def install_adacc_compiled(bench: Bench, budget: Budget | None) -> InstalledMeth
 
 
 def _share_within(bench: Bench, call: Callable[..., Any], installed: Any, budget_bytes: int) -> float:
-    """Set the share of the compiler's default bytes whose step peak is closest below the budget, and return it."""
+    """Find and set the share of the compiler's default bytes whose step peak is closest below the budget.
+
+    Return the share.
+    """
     fitting_share, share, peak_bytes = None, 1.0, 0
     for _ in range(MATCH_ROUNDS):
         installed.partitioner.start_over(share)

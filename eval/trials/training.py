@@ -63,7 +63,8 @@ def train_curve(
 ) -> Figures:
     """Train once. Return the validation losses [(step, loss)], and the training losses.
 
-    `folder` has the Trainer's checkpoints, from which an interrupted training resumes. It is deleted at the end.
+    `folder` has the Trainer's checkpoints, from which an interrupted training resumes. The folder is deleted at the
+    end.
     """
     torch.set_num_threads(threads)
     trial_subject = Subject(**subject)

@@ -82,13 +82,15 @@ def _limit_device(device: str, limit_bytes: int | None) -> None:
 
 
 def num_alloc_retries(device: torch.device) -> int:
-    """Return the number of times that a GPU's allocator freed its cached blocks to serve a request. Each takes
-    milliseconds."""
+    """Return the number of times that a GPU's allocator freed its cached blocks to serve a request.
+
+    Each time takes milliseconds.
+    """
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else 0
 
 
 def warm_up(bench: Bench) -> None:
-    """Run one step under checkpointing on one sequence: it creates the optimizer's state with the least memory."""
+    """Run one step under checkpointing on one sequence, which creates the optimizer's state with the least memory."""
     switch_checkpointing(bench.model, on=True)
     try:
         bench.subject.train_step(bench.model, first_sequences(bench.batch, 1), bench.optimizer)

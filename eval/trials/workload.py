@@ -21,7 +21,7 @@ TEXT_BYTES = 4 * 2**20
 class Workload(Size):
     """Model with random weights, and the size of its batches. Other settings are defaults of its configuration.
 
-    Tokens are bytes, so the vocabulary has at least 256.
+    Tokens are bytes, so the vocabulary has at least 256 entries.
     """
 
     attention: str = "sdpa"

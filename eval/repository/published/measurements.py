@@ -47,7 +47,7 @@ class Setting:
     """none, or full: torch's checkpoint around every block. Pairs of speeds have further modes (speed.py)."""
     attention: str
     head: str
-    """plain: the model's own loss; chunked: the whole logits never exist at once."""
+    """plain: the model's own loss. chunked: the whole logits never exist at once."""
     lora: dict[str, Any] | None
     compact_rank: float | None
     accumulates: bool
@@ -107,7 +107,7 @@ class Pair:
     setting: dict[str, Any]
     """Fields of a `Setting`, except those of the runs."""
     unit: str
-    """Unit of the runs' values: s for seconds per step; any other unit is work per time, where more is faster."""
+    """Unit of the runs' values. "s" is seconds per step. Any other unit is work per time, where more is faster."""
     base: Run
     other: Run
     not_said: list[str]
@@ -148,7 +148,8 @@ class SecondLook:
     models: list[str] | None
     """Models whose rows are corrected, or None for all."""
     changes: dict[str, Any]
-    """New values of fields of the row, of its `lora.` or of its `model.`."""
+    """New values by field of the row. A field `lora.NAME` is in the row's `lora`, and `model.NAME` in the model's
+    configuration."""
     reason: str
     url: str
 

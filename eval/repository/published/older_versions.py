@@ -53,7 +53,7 @@ OLDER: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @contextmanager
 def older_behaviours(behaviours: Sequence[str]) -> Iterator[None]:
-    """Give torch and Transformers these `behaviours` of earlier versions while open."""
+    """While open, give torch and Transformers these `behaviours` of earlier versions."""
     with ExitStack() as stack:
         for name in behaviours:
             stack.enter_context(OLDER[name]())

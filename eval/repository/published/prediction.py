@@ -78,7 +78,7 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
 
 
 def _reserved_figures(reserved_bytes: int, outcome: Outcome) -> Figures:
-    """Return the allocator's kept bytes, and the live bytes at the peak."""
+    """Return the bytes that the allocator keeps, and the live bytes at the peak."""
     return {"predicted_bytes": reserved_bytes, "peak_bytes": outcome.peak_bytes}
 
 
