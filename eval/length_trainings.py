@@ -226,7 +226,7 @@ class StepInTurn(TrainerCallback):
 
 
 def run_in_turn(runs: Sequence[Callable[[Turns, int], Result]], threads: int) -> list[Result]:
-    """Call each of `runs` in a thread, with the turns and its index. Return the results.
+    """Call each of `runs` in its own thread, with the shared `Turns` and the run's index. Return the results.
 
     Each thread gets `threads` threads of torch.
 

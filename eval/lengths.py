@@ -4,7 +4,7 @@
 
 Small models train on batches that all differ in size. The methods are Adacc at half of plain training's activation
 bytes (lossless, and with codecs), HF gradient checkpointing and plain training. The methods take turns on the same
-batches. Copies of the methods take turns too, and train on one size, the mean of the others. Some sizes recur. Lossless
+batches. Copies of the methods take turns too, and train on one size, the mean of all sizes. Some sizes recur. Lossless
 methods must have the losses of plain training, bit for bit. One model is also trained by the Trainer with the callback.
 """
 

@@ -24,7 +24,7 @@ class Outliers:
     """Outlier channels, which the codec stores raw, in the forms that the kernels read."""
 
     channels: int
-    """C, the number of all channels."""
+    """C, the total number of channels."""
     indices: Tensor
     """int32 [K], the raw channels in ascending order."""
     keep: Tensor

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 USED_UP = 0.9
 """Fraction of the budget. A policy of another size class that fits at a new size and needs at least this fraction is
-used permanently. A policy that needs less is used until enough batches have come to be worth a solver run of 0.1 to 2
-seconds."""
+used permanently. A policy that needs less is used until the class has had so many batches that a solver run of 0.1 to 2
+seconds is worth its time."""
 
 FAR_ABOVE = 0.05
 """Fraction of the budget. If the least-memory policy of another size exceeds the budget by more, the solver is not
@@ -195,7 +195,7 @@ class ExtrapolatedPolicies:
         return self._cache.size_model()[1].uncertainty
 
     def _warn_uncertain(self, sizes: BatchShapes, policy: Policy) -> None:
-        """Warn that batches of these sizes may exceed the budget, which has no room for the uncertainty."""
+        """Warn that batches of these sizes may exceed the budget, which has no room for prediction errors."""
         text = (
             f"batches of {describe(sizes)} may take more than memory_budget={self._context.memory_budget!r}: the "
             f"predicted peak of {policy.predicted_peak_bytes} bytes is exact to {self._uncertainty:.0%} only"

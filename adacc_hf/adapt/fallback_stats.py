@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which no budget bounds"
 BEFORE = "full recomputation, before there was a policy"
-"""Reasons of fallback steps."""
+"""Texts for the reasons of fallback steps."""
 
 FALLBACK = "fallback"
 """Value of "event" in the history's records that count fallback steps."""

@@ -249,7 +249,7 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return the peak of live bytes in a step under `policy` that samples one block, by the name of this block.
+    """Return the peak of live bytes in a step under `policy` that samples one block, for each block by its name.
 
     A sampled block keeps its inputs and the gradient of its output until the end of the step (see `BlockSample`).
     """

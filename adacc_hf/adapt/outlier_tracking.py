@@ -216,7 +216,7 @@ def _refitted(option: CodecOption, count: int | None) -> Codec:
 
 
 def is_tracked(value: Value, config: AdaccConfig) -> bool:
-    """Return True if the outlier channels of `value` are counted: `tracked_modules` of the config selects it."""
+    """Return True if the config's `tracked_modules` selects `value`, so that its outlier channels are counted."""
     patterns = config.tracked_modules
     return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
 

@@ -56,7 +56,7 @@ class RunProfiler:
         self.inner_steps.close()
 
     def must_wait(self, model: nn.Module) -> bool:
-        """Return True if profiling must wait because a profiler of torch's is active on some rank, and warn once.
+        """Return True if profiling must wait because a torch profiler is active on some rank, and warn once.
 
         This is the case only on a CPU, where a memory profile would end that profiler.
         """

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
-"""Inverse of the fraction of unsaved events at which the history is saved: one in 64. Each save writes all events."""
+"""The history is saved when at least one in this many of its events is unsaved. Each save writes all events."""
 
 
 class Phase:

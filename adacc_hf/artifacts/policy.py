@@ -54,7 +54,7 @@ class Action(str, Enum):
     RETAIN = "retain"
     """Keep the tensor, as autograd does."""
     COMPRESS = "compress"
-    """Keep the payload of a codec instead, and decode the payload in backward."""
+    """Keep a codec's payload in place of the tensor, and decode the payload in backward."""
     RECOMPUTE = "recompute"
     """Free the tensor in forward, and replay the operators that compute it when backward needs the tensor."""
 

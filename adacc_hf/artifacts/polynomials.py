@@ -26,8 +26,8 @@ MAX_TERMS = 3
 MIN_LEAST_SQUARES_CALLS = 2 * MAX_TERMS
 """Minimum number of calls for an approximation by least squares with MAX_TERMS terms."""
 RELATIVE_TOLERANCE = 1e-6
-"""Largest float error of a candidate sum of products, relative to the largest number of the column. Floats round at
-1e-16 of each term. Terms of opposite sign may be 1e9 times as large as their sum."""
+"""Largest float error of a candidate sum of products, relative to the largest number of the column. The rounding error
+of a term is about 1e-16 of the term. Terms of opposite sign may be 1e9 times as large as their sum."""
 MAX_SYMBOLS = 5
 """Maximum number of independent sizes. With more, the combinations of products are too many to try."""
 

@@ -92,7 +92,7 @@ class SizeModel:
         self._basis = Basis([tuple(call[p] for p in self._symbols) for call in calls])
         self._dimension_rules = [self._basis.fit(column) for column in zip(*calls, strict=True)]
         self._num_elements = [_num_elements(shapes) for shapes, _ in measured]
-        """Elements of each measured batch."""
+        """Number of elements of each measured batch."""
         elements = self._basis.fit(tuple(self._num_elements))
         smallest = tuple(min(calls, key=prod)[p] for p in self._symbols)
         self._uses_lines = len(self._symbols) < 3 and (

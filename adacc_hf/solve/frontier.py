@@ -32,8 +32,7 @@ SCALE = 1e3
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
-    """Return the frontier of each kind of block: plans from all RETAIN to the fewest bytes, with bytes falling and ms
-    rising.
+    """Return the frontier of each kind of block: plans from all RETAIN to the fewest bytes, with rising ms.
 
     Frontiers do not depend on the budget, so policies for different budgets are comparable. Shared tensors cost no
     bytes here.

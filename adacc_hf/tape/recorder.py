@@ -140,7 +140,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         operators."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
-        """The generator state if the block's tensors are fake. This state never changes. None otherwise."""
+        """The generator state if the block's tensors are fake, else None. This state never changes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -76,7 +76,7 @@ class TapeCache:
         self._refused: dict[str, set[int]] = {}
         """Values that replay did not recompute bit for bit at some size, by structure."""
         self._alignment = 1
-        """Alignment that size classes distinguish (`CallSizes.of`)."""
+        """Number whose multiples never share a size class with other sizes (`CallSizes.of`)."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest key and its sizes. Consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}

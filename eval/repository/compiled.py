@@ -103,8 +103,7 @@ def compile_twice(order: Figures, timeout_s: float, run: Run) -> Figures:
 
 
 def measure_budgets(family: str, shares: Sequence[float], clock: str, device: str, seed: int, threads: int) -> Figures:
-    """Measure bytes, peak and time of a step under plain torch.compile, and under Adacc at each budget, in falling
-    order."""
+    """Measure bytes, peak and time of a step under plain torch.compile, and under Adacc at budgets in falling order."""
     torch.set_num_threads(threads)
     model, batch = _model_and_batch(family, device, seed)
     # With a budget in bytes, recomputed values count against the budget. `start_over` sets the share of each region.

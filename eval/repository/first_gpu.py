@@ -31,7 +31,7 @@ START_TIME = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = Path("build/gpu-bundle")
 COMMIT = "COMMIT"
-"""File of a bundle with the commit, written by `make gpu-bundle`."""
+"""Name of the file that holds a bundle's commit. `make gpu-bundle` writes the file."""
 MINUTES = 9.0
 """Default length of a slice in minutes, for machines on which a command may take ten minutes."""
 
@@ -84,8 +84,10 @@ def commit_note(checkout: Path, wheels: Path) -> str:
 
 
 def add_wheels(wheels: Path, site: Path) -> list[str]:
-    """Unpack the packages that are not installed into `site`, for this process and its children. Return the names of
-    their wheels."""
+    """Unpack into `site` all packages that are not installed, for this process and its children.
+
+    Return the names of their wheels.
+    """
     missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not is_installed(distribution_of(wheel))]
     for wheel in missing:
         with zipfile.ZipFile(wheel) as archive:

@@ -64,7 +64,7 @@ class PairsFamily:
     """Maker of bi-encoders, with the interface of `Family`."""
 
     def model(self, size: Size, attention: str, device: str = "cpu", seed: int = 0) -> Pairs:
-        """Return the model in train mode, dropout on."""
+        """Return the model in train mode, with dropout."""
         config = FAMILIES["bert"].config(size)
         assert isinstance(config, BertConfig)
         config._attn_implementation = attention
@@ -101,7 +101,8 @@ class Measurement:
 
     @property
     def first_error(self) -> float:
-        """Return the relative excess of the peak of the first two steps over the predicted one."""
+        """Return how far the peak of the first two steps exceeds the predicted peak, as a fraction of the
+        prediction."""
         return self.first_bytes / self.predicted_bytes - 1.0
 
     @property

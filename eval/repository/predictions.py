@@ -42,7 +42,7 @@ HALVES = ("open", "both")
 SECOND = ", second look"
 """Suffix of the key of a row's second prediction."""
 SPEED = ", speed"
-"""Suffix of the key of a pair's prediction."""
+"""Suffix of the key of the prediction for a pair of speeds."""
 GOAL_MEDIAN, GOAL_WITHIN, GOAL_SHARE = 0.05, 0.10, 0.9
 """Goals for the errors of peaks: their median, and an error that GOAL_SHARE of the rows stay within."""
 GOAL_POINTS = 5.0

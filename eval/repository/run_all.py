@@ -62,8 +62,8 @@ class Stage:
 
 
 _GPT = "--preset=gpt2-345m --precision=bf16 --timeout=150"
-"""Options for GPT-345M. The timeout keeps a slow point from delaying the other runners. Most points take 40 to 70
-seconds, by estimate."""
+"""Options for GPT-345M. The timeout keeps a slow point from delaying the other runners. Most points are estimated to
+take 40 to 70 seconds."""
 _COMPILED = "--preset=gpt2-345m --precision=bf16 --timeout=270 --batch=16"
 """Options for compiled runs. A compilation takes one or two minutes on a GPU. The timeout fits into a slice, and is
 below the limit for hanging runners."""

@@ -1,7 +1,8 @@
 """Gradient check before timing: a method must train with the gradients that it promises.
 
-The reference gradients are plain training's on the same model and batch. If plain training does not fit into memory, HF
-gradient checkpointing gives the reference. If that does not fit either, the batch is reduced to fewer sequences.
+The reference gradients are those of plain training on the same model and batch. If plain training does not fit into
+memory, HF gradient checkpointing gives the reference. If that does not fit either, the batch is reduced to fewer
+sequences.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _step_error(
 def _check_own_loss(
     subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, gradients: Gradients
 ) -> float:
-    """Return the relative error of the gradient as the slope of its own loss, under the same dropout masks.
+    """Return the relative error of the slope that the gradient predicts for its own loss, under the same dropout masks.
 
     Noise of relative size e in a gradient changes the slope along the gradient by e squared: the component of the noise
     across the true gradient lengthens the step, and does not change the loss.

@@ -67,7 +67,7 @@ class Contender:
         return self.policy is not None and self.policy.head == "chunked"
 
     def step(self) -> None:
-        """Run one forward and backward, without the optimizer, which is equal for all methods."""
+        """Run one forward and backward. The optimizer's step is left out, because it is the same for all methods."""
         self.model(**self.batch).loss.backward()
         self.model.zero_grad(set_to_none=True)
 

@@ -100,7 +100,7 @@ class LengthCase:
         return model.to(device).train()
 
     def draw(self, scale: Scale, seed: int) -> list[Size]:
-        """Draw the size of each step's batch, no two equal."""
+        """Draw a different size for each step's batch."""
         generator = torch.Generator().manual_seed(seed)
         return self.sizes(scale.lengths(generator), generator)
 

@@ -36,7 +36,7 @@ class Promise(str, Enum):
     LOSSY = "lossy"
     """Plain training's gradients, up to the codecs' error. The loss is equal."""
     OWN_RANDOMNESS = "own_randomness"
-    """Gradients of the method's own loss: it draws dropout masks that differ from plain training's, and rounds
+    """Gradients of the method's own loss: the method draws dropout masks that differ from plain training's, and rounds
     differently."""
     OWN_LOSSY = "own_lossy"
     """Gradients of the method's own loss, up to the codecs' error."""

@@ -69,7 +69,7 @@ def install_offload(bench: Bench, budget: Budget | None) -> InstalledMethod:
 
 
 def install_selective(bench: Bench, budget: Budget | None) -> InstalledMethod:
-    """Install torch's eager selective checkpointing around each block, saving the outputs of SAVED_OPERATORS."""
+    """Install torch's eager selective checkpointing around each block. Only outputs of SAVED_OPERATORS are saved."""
     contexts = partial(create_selective_checkpoint_contexts, _save_products)
     getattr(bench.model, SETTER)(True, partial(checkpoint, use_reentrant=False, context_fn=contexts))
     return InstalledMethod(call=bench.model, promise=Promise.EXACT)
