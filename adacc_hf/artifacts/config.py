@@ -57,8 +57,8 @@ class AdaccConfig:
     """Channels whose absolute sum is this many standard deviations above the mean are outliers (equation 1). Large
     values, up to 1e6, select no channel. 0 selects every channel above the mean."""
     group_size: int = 64
-    """Elements that share one scale in group-wise codecs, a power of two from 16 to 1024. Smaller groups are more exact
-    and take more bytes."""
+    """Number of elements that share one scale in group-wise codecs, a power of two from 16 to 1024. Smaller groups are
+    more exact and take more bytes."""
     min_compress_bytes: int = 64 * 1024
     """Activations smaller than this, 0 to 2^40, are never compressed, because a kernel launch costs more than the
     memory saved."""

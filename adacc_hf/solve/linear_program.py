@@ -71,8 +71,8 @@ class LinearProgram:
 def _import_pulp() -> None:
     """Import PuLP in a separate thread, because PuLP keeps the stack frames of its import alive.
 
-    PuLP stores the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames.
-    Imported in the caller's thread, PuLP would keep the caller's local variables, such as the model, alive forever.
+    PuLP stores the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames. An
+    import in the caller's thread would keep the caller's local variables, such as the model, alive forever.
     """
     if "pulp" not in sys.modules:
         thread = Thread(target=import_module, args=("pulp",))

@@ -158,7 +158,7 @@ def _codec_forms(value: Value, config: AdaccConfig) -> list[StoredForm]:
 
 
 def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]) -> bool:
-    """Return True if a replayed operator can read `value`, if replay may run the earlier operators `runnable`."""
+    """Return True if a replayed operator can read `value` when replay may run only the earlier operators `runnable`."""
     is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
     return _is_always_readable(value) or value.index in menus or is_recomputable
 

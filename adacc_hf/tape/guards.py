@@ -197,7 +197,7 @@ def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return the settings of torch that decide operators and that Dynamo's guards do not compare.
+    """Return the settings of torch that decide which operators run, and that Dynamo's guards do not compare.
 
     The settings are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention.
     """

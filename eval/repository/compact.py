@@ -34,7 +34,7 @@ SHAPES = {
     "1B": LlamaShape(width=2048, inner=5461, layers=24, heads=32),
 }
 CUTS = {"60M": (8, 2), "130M": (4, 2), "350M": (2, 1), "1B": (1, 1)}
-"""Blocks and sequences of a measured step, small enough for one CPU thread to take seconds."""
+"""Numbers of blocks and sequences of a measured step, so small that one CPU thread takes only seconds."""
 MEASURED = ("plain", "galore", "galore_layerwise", "compact_2", "compact_4", "compact_8", ADACC, "compact_4_adacc")
 PLANNED = ("plain", "compact_2", "compact_4", "compact_8")
 PEER = "compact_4"

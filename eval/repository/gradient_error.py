@@ -48,7 +48,7 @@ Errors = Mapping[Scheme, float]
 
 
 def add_probing(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the measured gradients."""
+    """Add the options for measuring gradients to the parser."""
     parser.add_argument(
         "--steps", type=positive_int, default=200, help="training steps before the gradients are computed"
     )

@@ -117,7 +117,7 @@ measurements come first. Most of the runners' defaults would leave a GPU idle. W
 exceeds it. With 32 sequences in 24 GiB and 64 in 32 GiB, checkpointing exceeds it too."""
 
 SAMPLE_ROWS = Path(__file__).parent / "sample_rows"
-"""Folder with a few rows of our own in the schema of Table 4's data sets: enough to run downstream, not to rank
+"""Folder with a few rows of our own in the schema of Table 4's data sets: enough to run `downstream`, but not to rank
 models."""
 
 Execute = Callable[[Sequence[str]], int]
