@@ -48,7 +48,7 @@ class SavedSizePolicy:
     profile: Profile | None
     shapes: BatchShapes | None = None
     due: int | None = None
-    """Step at whose end a newly solved policy replaces this policy, or None if the solver does not run."""
+    """Step at the end of which a newly solved policy replaces this policy, or None if the solver does not run."""
     num_tracked: int = 0
     memory_budget: str | float | int | None = None
     """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""

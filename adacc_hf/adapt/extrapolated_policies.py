@@ -204,10 +204,10 @@ class ExtrapolatedPolicies:
         self._context.note_memory(text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """Return the largest size class with sequences shorter than those of `sizes` for which policy `least` fits the
-        budget.
+        """Return the largest size class at which policy `least` fits the budget, of the classes with shorter sequences
+        than `sizes`.
 
-        Return None if `least` fits the budget for no class of shorter sequences.
+        Return None if there is no such class.
         """
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):

@@ -35,7 +35,7 @@ class SizePolicy:
     replanner: Replanner
     plans: BlockPlans
     due: int | None = None
-    """Step at whose end the solver's result is applied, or None if the solver does not run."""
+    """Step at the end of which the solver's result is applied, or None if the solver does not run."""
     must_solve: bool = False
     """True if prices changed while the solver ran."""
     is_provisional: bool = False

@@ -16,7 +16,7 @@ SUMMARY_RATIO = 8
 """Minimum ratio of the numbers of elements of a source and its summary. A summary has fewer dimensions than its source.
 A codec saves little on a summary, and each element of a summary affects many other elements."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
-"""Operators in whose backward an input or a result is exponentiated, or used as an angle."""
+"""Operators whose backward exponentiates an input or a result, or uses one as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
 """Names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")

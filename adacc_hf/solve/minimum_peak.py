@@ -48,7 +48,7 @@ class PeakOracle:
         return step_peak_bytes(self.profile, [self.outcome(block.kind, plan) for block, plan in blocks])
 
     def peak_block(self, plans: Sequence[PricedPlan]) -> int | None:
-        """Return the first block in whose forward or backward the peak occurs, or None if the peak occurs outside
+        """Return the first block whose forward or backward contains the peak, or None if the peak occurs outside
         blocks."""
         peak = self.peak_bytes(plans)
         earlier = EarlierBlocks()

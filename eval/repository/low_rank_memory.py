@@ -138,8 +138,8 @@ def measure_shape(
     seed: int = 0,
     threads: int = 1,
 ) -> Figures:
-    """Measure "memory" of whole steps of `methods` on the shape cut to `layers`, and predict "plans" for the whole
-    model.
+    """Measure the "memory" of whole steps of `methods` on a model of only `layers` layers, and predict "plans" for the
+    whole model.
 
     Adacc's budget is the peak of `peer`, which is measured before it. `parts` has the planned rank of each method, as a
     fraction of the inputs, or None for AdamW.

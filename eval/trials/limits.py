@@ -43,7 +43,7 @@ def limit_bytes(arguments: argparse.Namespace) -> int:
 def budget_bytes(limit: int, device: str) -> int:
     """Return Adacc's budget under a limit.
 
-    On a GPU, `memory_margin` is subtracted. ¶ Nothing is reserved for fragmentation, because measurements use
-    expandable segments.
+    On a GPU, `memory_margin` is subtracted. Nothing is reserved for fragmentation, because measurements use expandable
+    segments.
     """
     return limit if device == "cpu" else int(limit * (1.0 - AdaccConfig().memory_margin))
