@@ -2,9 +2,9 @@
 
     adacc eval max-batch --preset gpt2-345m --device cuda --precision bf16 --limit 32GiB
 
-The search (`largest`) starts from the best batch of the earlier methods. Every trial runs whole training steps in a
-process of its own. The limit is the GPU's memory or `--limit`. On a CPU, the live bytes of a step are compared with the
-limit. Adacc's budget is the limit.
+The search (`largest`) starts from the best batch of the earlier methods. Every trial runs whole training steps in its
+own process. The limit is the GPU's memory or `--limit`. On a CPU, the live bytes of a step are compared with the limit.
+Adacc's budget is the limit.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     adacc eval peers --preset gpt2-345m --device cuda --precision bf16 --batch 16
 
-Model, batch and training step are equal for all methods, each of which runs in a process of its own. If a peer cannot
-run here, its row gives the reason. Two figures are derived for every peer: Adacc's speed at the peer's peak, and
-Adacc's peak at the peer's speed. They are interpolated linearly between Adacc's points, and never extrapolated.
+Model, batch and training step are equal for all methods, each of which runs in its own process. If a peer cannot run
+here, its row gives the reason. Two figures are derived for every peer: Adacc's speed at the peer's peak, and Adacc's
+peak at the peer's speed. They are interpolated linearly between Adacc's points, and never extrapolated.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     adacc eval throughput --preset gpt2-345m --device cuda --precision bf16 --batches 1 4 8 16 32
 
-Every point runs in a process of its own. A point that exceeds the memory limit is marked in the table. On a GPU, the
+Every point runs in its own process. A point that exceeds the memory limit is marked in the table. On a GPU, the
 allocator refuses requests beyond the limit. On a CPU, the live bytes of a step are counted. Adacc's budget is the
 limit. If gradients are wrong, nothing is timed.
 """

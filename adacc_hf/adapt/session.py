@@ -59,9 +59,9 @@ class AdaccSession:
 
     Before the first forward, the session profiles small parts of the first batch (the whole batch if the model cannot
     run on parts) and solves a policy. If the first batch leaves blocks out, or the model is sharded (FSDP, ZeRO-3), the
-    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each batch size gets a policy
-    of its own, and policies are adapted to the data. AdaccCallback does the same in a Trainer. A model compiled as a
-    whole (torch.compile) is supported only by the callback. For example:
+    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each batch size gets its own
+    policy, and policies are adapted to the data. AdaccCallback does the same in a Trainer. A model compiled as a whole
+    (torch.compile) is supported only by the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:
@@ -114,7 +114,7 @@ class AdaccSession:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
         self.state = RunState(self.config, policy, model, optimizer, loop)
-        """State of the run. Public, because adapters may define phases of their own."""
+        """State of the run. Public, because adapters may define their own phases."""
         self.hooks = LoopHooks(self.state, compute_loss)
         """Hooks on model and optimizer, which send the events of a user's own loop. Adapters may use the hooks too."""
         self._num_micro = 0

@@ -160,8 +160,10 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the index of the one record for all shared outputs. A record per output would make every block
-        a kind of its own."""
+        """Return the index of the one record for all shared outputs.
+
+        With one record per output, no two blocks would be of the same kind.
+        """
         record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
         if record not in self.records:
             self.records.append(record)

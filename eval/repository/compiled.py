@@ -2,8 +2,8 @@
 
     adacc eval compiled
 
-Small models compile through Inductor, each measurement in a process of its own. Each budget bounds the peak of what a
-region stores. The bytes that forward stores for backward must equal the prediction, to the byte (on a GPU up to the
+Small models compile through Inductor, each measurement in its own process. Each budget bounds the peak of what a region
+stores. The bytes that forward stores for backward must equal the prediction, to the byte (on a GPU up to the
 allocator's rounding), or the run fails. Three more figures are reported: budgets whose peak is above the peak of a
 larger budget; the difference of peaks from the compiled code's live bytes and from the backward graphs' live bytes; and
 step times divided by the predicted times (plain torch.compile's times plus the plans' overhead). Each compilation runs

@@ -35,7 +35,7 @@ class LowRankMethod:
     is_compact: bool = False
     adacc_share: float | None = None
     package: str | None = None
-    """Package that the method needs in addition."""
+    """Additional package that the method needs."""
 
     @property
     def callbacks(self) -> list[TrainerCallback]:

@@ -1,6 +1,6 @@
 """Live bytes and times of whole training steps with low-rank optimizers, on LLaMA shapes.
 
-Each measurement runs in a process of its own.
+Each measurement runs in its own process.
 """
 
 from __future__ import annotations

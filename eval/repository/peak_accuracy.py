@@ -96,7 +96,7 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Return the relative excess of the measured peak over the predicted one."""
+        """Return how far the measured peak exceeds the predicted peak, as a fraction of the prediction."""
         return self.measured_bytes / self.predicted_bytes - 1.0
 
     @property

@@ -1,4 +1,4 @@
-"""Trainings by the recipe, each in a process of its own.
+"""Trainings by the recipe, each in its own process.
 
 Therefore eval can measure models of recipes without importing recipes.
 """

@@ -1,4 +1,4 @@
-"""Run of all runners in sequence, each in a process and a folder of its own.
+"""Run of all runners in sequence, each in its own process and folder.
 
 The scale is the demo's on a CPU, and the paper's GPT-345M on a GPU, most important measurements first.
 
@@ -237,7 +237,7 @@ def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.
 
 
 def record_path(ledger: Ledger, name: str) -> Path:
-    """Return the path of a stage's record, in a folder of its own because runners lock their folders."""
+    """Return the path of a stage's record. Each stage has its own folder, because runners lock their folders."""
     return ledger.settings.output.parent / name / f"{name.replace('-', '_')}.json"
 
 

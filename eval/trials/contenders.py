@@ -1,4 +1,4 @@
-"""Methods to save activations, each on a model of its own, checked and then timed in turn.
+"""Methods to save activations, each on its own model, checked and then timed in turn.
 
 Every contender has its own copy of the model with the method installed once. So a timed step is a step of steady
 training, in which nothing is installed, recorded or compiled. Gradients are checked before anything is timed.

@@ -1,4 +1,4 @@
-"""Measurements in a process of their own: leftover memory and broken state end with the process.
+"""Measurements, each in its own process: leftover memory and broken state end with the process.
 
 `run_isolated` writes an order {"function": "module:name", "arguments": {...}} to a file, and the process runs it.
 """

@@ -14,7 +14,8 @@ CPU_LIMIT = "256MiB"
 2."""
 
 ROUNDING_SHARE = {"cpu": 0.0, "cuda": 0.01}
-"""Fraction of the tensors' bytes that a GPU's allocator may count in addition, because it allocates in blocks."""
+"""Fraction by which the bytes that a GPU's allocator counts may exceed the tensors' bytes, because the allocator rounds
+up."""
 
 
 def fits_budget(nbytes: int, budget: int, device: str) -> bool:

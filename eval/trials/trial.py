@@ -1,6 +1,6 @@
 """One point of a table: a method on a subject. Gradients are checked, the peak is measured, and steps are timed.
 
-Each trial runs in a process of its own.
+Each trial runs in its own process.
 """
 
 from __future__ import annotations
