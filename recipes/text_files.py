@@ -10,7 +10,7 @@ _READ_BYTES = 1 << 20
 
 
 def checked_file(dataset: str) -> Path:
-    """Return the path of `--dataset FILE`. Raises FileNotFoundError or ValueError if it is not a text file."""
+    """Return the path of `--dataset FILE`. Raises FileNotFoundError or ValueError if the path is not a text file."""
     path = Path(dataset)
     if not path.name.endswith(FILE_SUFFIXES):
         raise ValueError(

@@ -32,7 +32,7 @@ class Quantization:
     """Settings of a model with 4-bit weights."""
 
     has_nested_scales: bool = False
-    """True for `bnb_4bit_use_double_quant`. The scales then have 8 bits and second scales."""
+    """True for `bnb_4bit_use_double_quant`. A scale then has 8 bits, and NESTED_BLOCK scales share a second scale."""
     skipped_modules: tuple[str, ...] = ()
     """Names of modules whose weights are not quantized, in addition to the output embedding."""
 
