@@ -1,5 +1,7 @@
-"""Interface to torch's compiler. Most of torch's side is private, so all access is in this module (tested: torch 2.11,
-2.13, 2.15)."""
+"""Interface to torch's compiler.
+
+Most names that it needs are private names of torch, so they are all in this module (tested: torch 2.11, 2.13, 2.15).
+"""
 
 from __future__ import annotations
 

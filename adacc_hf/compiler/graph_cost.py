@@ -43,7 +43,7 @@ _DEVICES = {
     "cuda": _DeviceCosts(encode_passes=0, is_memory_bound=True, compile_ms=50.0, launch_ms=0.005),
 }
 NUM_STEPS = 10_000
-"""Assumed steps of a training run, over which the compile time is spread."""
+"""Assumed number of steps of a training run, over which the compile time is spread."""
 REDUCTION_RATIO = 4
 """Minimum number of input elements per result element for an operator to count as a reduction. Operators in gated
 layers have smaller ratios."""

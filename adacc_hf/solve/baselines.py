@@ -80,7 +80,10 @@ def _per_ms(nbytes: int, ms: float) -> float:
 
 
 def replay_ms(model: KindModel, value: int) -> float | None:
-    """Return the ms to recompute one activation while all others are stored. None if `value` cannot be recomputed."""
+    """Return the time in ms to recompute one activation while all others are stored.
+
+    None if `value` cannot be recomputed.
+    """
     if model.recompute(value) is None:
         return None
     return price(model, {**dict.fromkeys(model.menus, RETAIN), value: RECOMPUTE}).ms

@@ -31,8 +31,8 @@ _MARK = "adacc_hf.torch_glue.memory.mark"
 FRAGMENTATION_SHARE = 0.1
 """Share of a GPU's memory reserved for fragmentation of torch's caching allocator, unless segments are expandable.
 
-tests/emulated_cuda/fragments.py fills such a device, where `AdaccConfig.memory_margin` alone is not enough. The share
-has not been measured on a GPU yet."""
+tests/emulated_cuda/fragments.py fills an emulated GPU, on which `AdaccConfig.memory_margin` alone is not enough. The
+share has not been measured on a GPU yet."""
 FRAGMENTATION_HINT = (
     f'memory_budget="auto" reserves {FRAGMENTATION_SHARE:.0%} of the GPU for memory fragmentation; set '
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use this memory too"

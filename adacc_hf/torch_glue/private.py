@@ -1,9 +1,9 @@
-"""Private names of torch that the package uses, each under a name of its own (tested: torch 2.11, 2.13, 2.15).
+"""Private names of torch that the package uses, each under its own name (tested: torch 2.11, 2.13, 2.15).
 
 If a release of torch drops a private module or function, the import of this file fails. A dropped attribute of torch's
 objects would fail later, or seem to be absent from every object. So each attribute is registered here with its class,
-and tests/adacc_hf/torch_glue/test_private.py checks that it exists. Private names that only the compiler uses are
-in compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
+and tests/adacc_hf/torch_glue/test_private.py checks that it exists. Private names that only the compiler uses are in
+compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
 """
 
 from __future__ import annotations
