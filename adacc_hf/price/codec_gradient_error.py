@@ -3,7 +3,7 @@
 The round-trip error of a codec does not predict the gradient's error. The backward of fused attention recomputes its
 softmax, which takes the exponential of scores. If the scores are large, queries and keys with a relative error of 10 %
 destroy the softmax. A softmax replayed from such queries and keys sums to one, but the gradient of a sharp softmax
-depends on the difference to one, which is mostly lost. The recorded operators are therefore run once more. Their
+depends on the difference from one, which is mostly lost. The recorded operators are therefore run once more. Their
 backward runs once on exact values, and once for each tensor that may replace a saved one.
 
 The relative error of a product's gradient equals the relative error of the replaced factor. Products are therefore not
