@@ -35,7 +35,7 @@ sixth and ninth of them. A revisit follows soon enough for the machine's speed t
 between, as with a size that recurs by chance."""
 
 FIXED_STEPS = 4
-"""Steps of the fixed-size copies in every turn of PART new sizes."""
+"""Number of steps of the fixed-size copies in every turn of PART new sizes."""
 
 LEARNING_RATE = 1e-3
 
@@ -76,8 +76,10 @@ class Trainee(Contender):
         self._loss = loss.detach()
 
     def train(self, batch: Batch, seed: int, clock: str) -> float:
-        """Return the milliseconds of one forward and backward. The optimizer, equal for all methods, runs
-        afterwards."""
+        """Return the milliseconds of one forward and backward.
+
+        The optimizer's step, which is the same for all methods, is not timed.
+        """
         self.batch = batch
         torch.manual_seed(seed)
         ms = step_ms(self, clock)

@@ -49,8 +49,7 @@ class Scale:
     steps: int = 60
 
     def lengths(self, generator: torch.Generator) -> list[int]:
-        """Draw a number of tokens for each step, no two equal: one from each of `steps` equal parts of the range,
-        shuffled.
+        """Draw a different number of tokens for each step: one from each of `steps` equal parts of the range, shuffled.
 
         Their median is close to their mean, so the median step time is close to that of a batch of the mean length.
         Raise ValueError if the range has fewer lengths than steps.

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB of 2^20": 2**20}
 """Bytes per unit of a published figure."""
 METERS = ("allocated", "active", "reserved", "nvidia-smi")
-"""Memory counters: live tensors, the same by another counter of torch's allocator, bytes kept by the allocator,
+"""Memory counters: live tensors, live tensors by another counter of torch's allocator, bytes kept by the allocator,
 bytes seen by the driver."""
 HELD_OUT_SEED = 32
 
