@@ -76,10 +76,8 @@ class Trainee(Contender):
         self._loss = loss.detach()
 
     def train(self, batch: Batch, seed: int, clock: str) -> float:
-        """Return the milliseconds of one forward and backward.
-
-        The optimizer's step, which is the same for all methods, is not timed.
-        """
+        """Train one step, and return the milliseconds of its forward and backward. The optimizer's step is not
+        timed."""
         self.batch = batch
         torch.manual_seed(seed)
         ms = step_ms(self, clock)
