@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 
 
 def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) -> int:
-    """Return the largest batch of `method` that fits, or 0 if not even one sequence fits. Try `first` first."""
+    """Return the largest batch of `method` that fits, or 0 if not even one sequence fits.
+
+    The search begins with `first`.
+    """
     info = ledger.run_info
     with tqdm(desc=f"max-batch, {method}", unit="trial") as progress:
 

@@ -7,7 +7,7 @@ to 2^-7, so its element scales to at most 451.5, which also rounds to 448.
 
 The codes of `int8` have one step for all elements of a group. The step of FP8 is relative: it rounds by at most 2^-4.
 INT8 is better for elements of similar size, FP8 for small elements next to a large peak. The setting `group_size` does
-not apply: each code has an exponent of its own, so the group size matters less.
+not apply: each code has its own exponent, so the group size matters less.
 
 Rounding, here and in the kernels, is integer arithmetic, which is tested against torch's `.to(torch.float8_e4m3fn)`.
 Triton's own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the

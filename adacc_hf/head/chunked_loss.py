@@ -3,8 +3,8 @@
 For each chunk, forward computes the logits, the loss and the gradients. So every matrix product runs once, as in plain
 training. Recomputing the logits in backward would need the same peak memory, and a fourth product in addition to three.
 
-torch 2.13 has `F.linear_cross_entropy`, which does the same; 2.11 does not. This implementation stays until 2.13 is the
-oldest supported release and both were compared on a GPU.
+torch 2.13 has `F.linear_cross_entropy`, which does the same, but 2.11 does not. This implementation stays until 2.13 is
+the oldest supported release and both were compared on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adacc_hf.torch_glue.compat import adds_into_wider
 from adacc_hf.torch_glue.tensors import is_fake, is_plain
 
 COLUMNS = 64
-"""Number of columns to a multiple of which rows of logits are padded: 128 bytes in half precision.
+"""Rows of logits are padded to a multiple of this number of columns: 128 bytes in half precision.
 
 cuBLAS' kernels for Hopper need rows that start at multiples of 16 bytes. Rows of 50257 half-precision numbers, for
 example, would start at any even address."""

@@ -11,13 +11,13 @@ R3  Each storage has one payload, however many operators save it.
 R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. Divisors of backward are never
     compressed with loss.
 R5  Random operators are replayed from the recorded state of the default generator. Then the generator is restored, so
-    that training draws the same numbers as plain training. A plan sees no operators, so a call captures the state
-    when autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects
-    draws in between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from
-    exact data only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
-    probabilities), draw from another generator, or follow another draw with no saved tensor in between: their results
-    are retained or stored losslessly. In dropout only the mask is random, and the mask reads no element of the input.
-    Dropout in fused attention depends only on its sizes.
+    that training draws the same numbers as plain training. A plan sees no operators, so a call captures the state when
+    autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects draws in
+    between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from exact data
+    only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
+    probabilities), if they draw from another generator, or if no tensor was saved since the previous draw. Their
+    results are retained or stored losslessly. In dropout only the mask is random, and the mask reads no element of the
+    input. Dropout in fused attention depends only on its sizes.
 R6  An in-place operator makes a new version of a storage. Replay never changes a version that another operator or slot
     needs. Neither does the backward of an autograd function written in Python: it gets a copy of each tensor that
     replay reads again.
@@ -27,8 +27,8 @@ R7  Replay is verified: a value is replayed only if its replay had the original 
     size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs
     it. Each operator is compared as soon as it has run, which takes the memory of one operator's results. Values with
     different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects by a benchmark
-    (`torch.backends.cudnn.benchmark`) are not replayed, because it may select another kernel in backward's thread. An
-    autograd Function whose kernels write unseen is one operator, and its forward runs again
+    (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in backward's thread.
+    An autograd Function whose kernels write unseen is one operator, and its forward runs again
     (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of all its operators gave the
     original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
 R8  A call runs on a tape only if there is evidence that it runs the tape's operators. Usually Dynamo's guards provide
@@ -39,9 +39,9 @@ R8  A call runs on a tape only if there is evidence that it runs the tape's oper
     every operator is compared with the tape before it runs (`run/validation.py`). The second call of each tape, a few
     later calls, and the first call at some new sizes are validated too. After a call diverges from its tape, all
     tensors that it saves are kept, so the call stays exact. Each call compares the tensors that autograd saves with the
-    tape. If the block reads an argument into Python, a few integers count as sizes, and other data has tapes of its
-    own. If operators depend on any other data, torch's checkpoint is used. It is also used for a call that differs from
-    all records and that the budget has no room to record.
+    tape. If the block reads an argument into Python, a few integers count as sizes, and other data has its own tapes.
+    If operators depend on any other data, torch's checkpoint is used. It is also used for a call that differs from all
+    records and that the budget has no room to record.
 R9  A call without gradients, in generate(), after an exception, with retain_graph or create_graph, or one of several
     forwards before one backward, is correct or refused, and leaves no state behind. Each of a block's calls in a step
     has its own plan, and is also correct under the plan of any other call.

@@ -233,7 +233,8 @@ class FunctionRecorder:
         return None if is_complete else recomputed_values
 
     def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values whose memory one of `operators` allocated uninitialized, and no operator wrote to."""
+        """Return the values whose memory one of `operators` allocated uninitialized, and which no operator has
+        written."""
         allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
         return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 

@@ -170,7 +170,7 @@ def attention_operator(kind: str) -> Any:
 # State of the running process: Dynamo, torch.func, profilers, GPU stream.
 
 eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Function that returns the callback that Dynamo makes Python call for each function; None or False if inactive."""
+"""Function that returns the callback that Dynamo makes Python call for each function. None or False if inactive."""
 
 
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))

@@ -74,7 +74,7 @@ def relative_error(expected: Gradients, actual: Gradients) -> float:
     precision.
 
     Return infinity if the gradients have different parameters. The computation runs on the device of `actual`, because
-    a GPU does in no time what keeps a CPU core busy for seconds.
+    a CPU core would take seconds.
     """
     if expected.by_name.keys() != actual.by_name.keys():
         return math.inf

@@ -45,7 +45,7 @@ class Scale:
     batch: int = 2
     shortest: int = 40
     longest: int = 260
-    """Tokens of the longest batch; the shortest batch has `shortest` tokens."""
+    """Number of tokens of the longest batch. The shortest batch has `shortest` tokens."""
     steps: int = 60
 
     def lengths(self, generator: torch.Generator) -> list[int]:
