@@ -104,7 +104,7 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(
         runner="peers",
         part="compiled-adacc",
-        # At a fixed share, only one compilation is needed. Matching a rival's peak takes up to five compilations.
+        # At a fixed share, only one compilation is needed. Matching a peer's peak takes up to five compilations.
         options=f"{_COMPILED} --peers adacc_compiled --variant-budgets 0.5",
     ),
     Stage(runner="codecs", part="gradient", options="--only=gradient"),
