@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from adacc_hf.price.profile_cache import ProfileCache, Row
 
 USER_ERROR = 2
-"""Exit status for errors that the user can fix. argparse uses the same one."""
+"""Exit status for errors that the user can fix. argparse uses the same status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the `adacc` command with the arguments `argv`, or of the command line if None. Return the exit status.
+    """Run the `adacc` command with the arguments `argv`, by default those of the command line. Return the exit status.
 
     After an error that the user can fix, the status is 2, and stderr has a message of one line.
     """
@@ -151,7 +151,8 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 
 def _fallback_lines(policy: Path) -> list[str]:
-    """Describe the fallback steps in the history next to the policy file `policy`, in lines for `adacc explain`."""
+    """Return lines for `adacc explain` that describe the fallback steps in the history next to the policy file
+    `policy`."""
     from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
     summary, *reasons = [*describe_fallbacks(_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
@@ -214,7 +215,7 @@ def _policy_file(path: Path) -> Path:
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
     """Return the policy in a file if it is for compiled graphs, else None.
 
-    In the second case, torch's compiler is not imported.
+    For other policies, torch's compiler is not imported.
     """
     record = read_json(path, PolicyMismatchError, "policy")
     if not isinstance(record, dict) or record.get("format") != COMPILED_FORMAT:
@@ -294,14 +295,14 @@ def _add_eval_parser(commands: Any) -> None:
 
 
 def _runner_name(text: str) -> str:
-    """Return the name of a runner for `text` from the command line: the runner's name, or the name of its module."""
+    """Return the name of the runner for `text` from the command line: the name of a runner or of a runner's module."""
     hyphened = text.replace("_", "-")
     by_module = {module.rpartition(".")[2].replace("_", "-"): name for name, (module, _) in RUNNERS.items()}
     return hyphened if hyphened in RUNNERS else by_module.get(hyphened, text)
 
 
 def _run_eval(arguments: argparse.Namespace) -> int:
-    """Run the module of `adacc_hf.eval` for a runner, which prints its own output. Return the exit status."""
+    """Run a runner's module in `adacc_hf.eval`, which prints its own output. Return the exit status."""
     module, _ = RUNNERS[arguments.runner]
     try:
         runner = import_module(f"adacc_hf.eval.{module}")

@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of(arguments: argparse.Namespace) -> AdaccConfig:
-    """Return the AdaccConfig of the command line. Its options override the settings in the file of --config."""
+    """Return the AdaccConfig of the command line. Options override the settings in the file of --config."""
     config = AdaccConfig() if arguments.config is None else read_config(arguments.config)
     if arguments.memory_budget is not None:
         config = config.with_overrides(memory_budget=arguments.memory_budget)

@@ -34,7 +34,8 @@ from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
-"""Modules that make reports. Imported by name when a report is requested, because callbacks/ must not import them."""
+"""Modules that make reports. They are imported by name when a report is requested, because callbacks/ must not import
+them."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):
@@ -131,7 +132,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
         if checkpoint is not None and not self._is_solved:
-            # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
+            # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
             saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
         session.begin(saved, state.global_step)
 
@@ -158,7 +159,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         try:
             return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
         except BaseException:
-            if self._trainer_run is not None:  # AdaccTrainerMixin, where no method further out is guarded
+            if self._trainer_run is not None:  # AdaccTrainerMixin, which guards no outer method
                 self.detach()  # at once, because `auto_find_batch_size` begins another run, which needs the memory
             raise
 

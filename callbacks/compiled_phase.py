@@ -1,4 +1,4 @@
-"""Compiled: phase of a Trainer's run with `torch_compile=True`, whose policies are for compiled graphs."""
+"""`Compiled`: phase of a Trainer's run with `torch_compile=True`. Its policies are for compiled graphs."""
 
 from __future__ import annotations
 

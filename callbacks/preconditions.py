@@ -36,7 +36,7 @@ def refuse_context_parallel(trainer: Trainer) -> None:
 
 
 def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
-    """Raise RuntimeError if another Trainer begins a run with `callback` while it is in use by a run of `trainer`.
+    """Raise RuntimeError if another Trainer begins a run with `callback` while a run of `trainer` uses the callback.
 
     `trainer` is None if the callback is not in use.
     """
@@ -59,7 +59,7 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
 
 
 def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Return True if the run uses torch.compile, by its TrainingArguments or by the settings of `accelerate launch`.
+    """Return True if the run's TrainingArguments or the settings of `accelerate launch` switch torch.compile on.
 
     Raises ValueError for a backend other than Inductor, because the other backends have no partitioner.
     """

@@ -37,7 +37,7 @@ class TrainerGuard:
 
     def __init__(self, trainer: Trainer, checkpoint: str | None) -> None:
         self.checkpoint = checkpoint
-        """Folder from which the run resumes; None for a new run."""
+        """Folder from which the run resumes, or None for a new run."""
         self.trainer = trainer
         self._handler = trainer.callback_handler
         self._before: list[TrainerCallback] = self._handler.callbacks

@@ -29,7 +29,10 @@ NO_BATCH = (
 
 
 class TrainerLoop(TrainingLoop):
-    """Properties of the training loop of a Trainer. If `trainer` is None, they come from the TrainingArguments."""
+    """Properties of the training loop of a Trainer.
+
+    If `trainer` is None, the properties come from the TrainingArguments.
+    """
 
     no_batch = NO_BATCH
 
@@ -56,9 +59,9 @@ class TrainerLoop(TrainingLoop):
         return self.num_micro + self.num_prefetched(device) if device.type == "cpu" else 0
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return a function that makes the context of the micro-batches before a step's last one.
+        """Return a function that creates the context of every micro-batch of a step except the last.
 
-        In this context, ranks do not exchange gradients. Return None if ranks exchange them in every micro-batch.
+        In this context, ranks do not exchange gradients. Return None if ranks exchange gradients in every micro-batch.
         """
         if self._trainer is None:
             return None

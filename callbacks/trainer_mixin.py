@@ -23,8 +23,8 @@ class AdaccTrainerMixin(_Base):
     """Base class that makes a Trainer train within a memory budget, as AdaccCallback does.
 
     List the mixin before the Trainer's class, which may be a Trainer of TRL. The callback learns from `train` which
-    Trainer it serves and from which checkpoint training resumes. It does not search the stack for the Trainer, and it
-    wraps only the Trainer's `training_step` and `compute_loss`, until training ends or fails. For example:
+    Trainer it serves and from which checkpoint training resumes. The callback does not search the stack for the
+    Trainer, and wraps only the Trainer's `training_step` and `compute_loss`, until training ends or fails. For example:
 
         class MyTrainer(AdaccTrainerMixin, Trainer):
             pass
@@ -35,8 +35,8 @@ class AdaccTrainerMixin(_Base):
     """
 
     adacc_callback: AdaccCallback
-    """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run. It is the
-    Trainer's first callback. Therefore TensorBoard and the other reporters get its metrics."""
+    """The AdaccCallback of this Trainer, with `policy`, `profile`, `history` and `session` of the run. This callback is
+    the Trainer's first one. Therefore TensorBoard and the other reporters get its metrics."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -10,7 +10,8 @@ from typing import TypeGuard
 from transformers import Trainer, TrainerState
 
 LAST_LOGGED = "_globalstep_last_logged"
-"""Attribute that the Trainer sets to the current step right before a log. It does not exist before the first run."""
+"""Attribute that the Trainer sets to the current step right before a log. The attribute does not exist before the first
+run."""
 TRAINING_KEYS = frozenset({"loss", "train_loss"})
 """Keys of the Trainer's logs of training steps and of the whole run. Logs of evaluation lack them."""
 

@@ -1,4 +1,5 @@
-"""Step times of methods on batches of changing sizes, measured in turns, next to copies trained at one fixed size."""
+"""Step times of training methods on batches of changing sizes. The methods take turns, as do copies at one fixed
+size."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ from adacc_hf.reports.run_record import Settings, Spread
 from adacc_hf.tape.tape_cache import profiled_tapes
 
 PART, PAUSE = 9, 3
-"""Revisits: the first of every nine new sizes is trained again after the third, sixth and ninth of them. The
-revisits are close enough for the machine's speed to be the same. Other sizes come in between, as with a size that
-recurs by chance."""
+"""Sizes in a turn, and sizes between revisits: the first of every nine new sizes is trained again after the third,
+sixth and ninth of them. A revisit follows soon enough for the machine's speed to be the same. Other sizes come in
+between, as with a size that recurs by chance."""
 
 FIXED_STEPS = 4
-"""Steps of the fixed-size copies in every turn of PART new sizes."""
+"""Number of steps of the fixed-size copies in every turn of PART new sizes."""
 
 LEARNING_RATE = 1e-3
 
@@ -49,7 +50,7 @@ class Visit:
 
 
 def visits(num_sizes: int) -> Iterator[Visit]:
-    """Yield the steps of a run: all sizes in order, and in between the revisits of the first size of every PART."""
+    """Yield the steps of a run: all sizes in order, with revisits of the first size of every PART in between."""
     for place in range(num_sizes):
         yield Visit(place, is_first=True)
         within = place % PART + 1
@@ -69,14 +70,14 @@ class Trainee(Contender):
         self._loss = torch.empty(())
 
     def step(self) -> None:
-        """Run one forward and backward; keep the loss, and leave the gradients on the parameters."""
+        """Run one forward and backward. Keep the loss, and leave the gradients on the parameters."""
         loss = self.model(**self.batch).loss
         loss.backward()
         self._loss = loss.detach()
 
     def train(self, batch: Batch, seed: int, clock: str) -> float:
-        """Return the milliseconds of one forward and backward. The optimizer, equal for all methods, runs
-        afterwards."""
+        """Train one step, and return the milliseconds of its forward and backward. The optimizer's step is not
+        timed."""
         self.batch = batch
         torch.manual_seed(seed)
         ms = step_ms(self, clock)
@@ -91,14 +92,15 @@ class Times:
     """Milliseconds of one method's steps."""
 
     first: list[float] = field(default_factory=list)
-    """The first step at each new size."""
+    """Times of the first step at each new size."""
     later: dict[int, list[float]] = field(default_factory=dict)
-    """Later steps, by the index of their size."""
+    """Times of later steps, by the index of their size."""
     fixed: list[float] = field(default_factory=list)
-    """Steps at the fixed size, FIXED_STEPS in each turn."""
+    """Times of steps at the fixed size, FIXED_STEPS in each turn."""
 
     def first_of_later(self) -> list[float]:
-        """Return the first step over the median of the later ones, for each size with later steps."""
+        """Return the time of the first step divided by the median time of later steps, for each size with later
+        steps."""
         return [self.first[place] / statistics.median(ms) for place, ms in self.later.items()]
 
     def of(self, other: Times) -> Times:
@@ -154,7 +156,7 @@ def measure_case(
 
 
 def policies_of(profile: Profile, budgets: Sequence[float]) -> tuple[dict[str, Policy | None], dict[str, str]]:
-    """Return the methods by name, with their policy if they have one, and the reasons of infeasible budgets."""
+    """Return the methods by name, with their policy if they have one, and the reasons why budgets are infeasible."""
     policies: dict[str, Policy | None] = {PLAIN: None, CHECKPOINTING: None}
     skipped = {}
     for budget in budgets:
@@ -178,8 +180,8 @@ def train_in_turn(
     """Return the times of all methods, on the same batches.
 
     All methods train a turn of PART new sizes before the next turn begins, so that a busy machine slows all of them
-    alike; the order of the methods rotates. Within a turn a method runs as in a training of its own: the caches are
-    full of other methods' data at first, so the turn opens with an untimed step at the fixed size.
+    alike. The order of the methods rotates. When a method's turn begins, the caches are full of other methods' data, so
+    its first step, at the fixed size, is not timed. After that, the method runs as in a training of its own.
     """
     times = {trainee.name: Times() for trainee in changing}
     orders = deque(changing), deque(still)
@@ -225,9 +227,10 @@ def check_losses(trainees: Sequence[Trainee]) -> dict[str, float]:
 def figures_of(times: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
     """Return each method's step time at new sizes, and its ratios to other methods and to its own other steps.
 
-    Ratios are of medians. The spreads of ratios of single steps are given as well, for which both methods had the same
-    batch and machine. Steps at new sizes and at the fixed size, or first and later steps at one size, have different
-    batches. For these, "beside_plain" divides a method's ratio by the same ratio of plain training.
+    Each ratio is a ratio of medians. The figures also contain the spread of the ratios of single steps, in which both
+    methods had the same batch and machine. Steps at new sizes and at the fixed size, or first and later steps at one
+    size, have different batches. For these, "beside_plain" divides a method's ratio by the same ratio of plain
+    training.
     """
     figures: dict[str, dict[str, Any]] = {}
     for name, own in times.items():
@@ -254,7 +257,7 @@ def figures_of(times: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
 
 
 def _by_turn(ratios: Sequence[float], size: int) -> list[float]:
-    """Return the median of each turn of `size` ratios; the last turn may have fewer."""
+    """Return the median of each turn of `size` ratios. The last turn may have fewer ratios."""
     return [statistics.median(ratios[start : start + size]) for start in range(0, len(ratios), size)]
 
 

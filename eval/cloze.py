@@ -1,11 +1,11 @@
-"""Accuracy on cloze passages of your own text: LAMBADA's question if LAMBADA cannot be downloaded.
+"""Accuracy on cloze passages of your own text, in the style of LAMBADA, if LAMBADA cannot be downloaded.
 
     adacc eval cloze --model runs/demo-none
     adacc eval cloze --model FOLDER --passages cloze.jsonl
 
-recipes/gpt2_pile.py with --cloze_passages saves cloze.jsonl in the run folder, from held-out documents;
-recipes/cloze_passages.py creates it from any text. A passage counts as correct if the model predicts its last word
-greedily, token by token, by lm-eval's definition of LAMBADA.
+recipes/gpt2_pile.py with --cloze_passages saves cloze.jsonl in the run folder, from held-out documents.
+recipes/cloze_passages.py creates such a file from any text. A passage counts as correct if the model predicts its last
+word greedily, token by token, by lm-eval's definition of LAMBADA.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adacc_hf.eval.tasks.task_scores import add_scoring
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, print the table and save the record."""
+    """Evaluate the model, print the table and save the record."""
     parser = runner_parser("cloze", __doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--passages", type=Path, help=f"file of passages (default: {CLOZE_FILE} in --model)")

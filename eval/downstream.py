@@ -25,7 +25,7 @@ from adacc_hf.reports.run_record import Settings, markdown_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, print the table and save the record."""
+    """Evaluate the model, print the table and save the record."""
     parser = runner_parser("downstream", __doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--tasks", default=",".join(PAPER_TASKS), help="data sets, with commas (default: all four)")

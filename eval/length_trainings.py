@@ -34,8 +34,8 @@ TRAINER_MODEL = "llama_padded"
 TRAINER_SCALE = Scale(batch=4, shortest=60, longest=400, steps=40)
 
 LEFT_OUT = 4
-"""Steps at the start of a training that are not counted: by default the policy is set after two steps, and its own
-first two are recorded."""
+"""Number of steps at the start of a training that are not counted. By default the policy is set after two steps, and
+the first two steps under the policy are recorded."""
 
 
 class SizedBatches(Dataset[Batch]):
@@ -67,7 +67,7 @@ class Training:
 def measure_trainings(
     case: LengthCase, scale: Scale, budgets: Sequence[float], clock: str, settings: Settings
 ) -> dict[str, Any]:
-    """Train by every method. Raise WrongResultError if a bit-equal method has another loss than plain training."""
+    """Train by every method. Raise WrongResultError if a bit-equal method's loss differs from plain training's."""
     if scale.steps <= LEFT_OUT:
         raise ValueError(
             f"steps={scale.steps} must be more than {LEFT_OUT}, the number of first steps that are not counted"
@@ -152,7 +152,7 @@ def check_trainings(trainings: Mapping[str, Training], device: str) -> None:
 
 
 def _figures(trainings: Mapping[str, Training]) -> dict[str, dict[str, Any]]:
-    """Return each method's step times, and its mean over the means of plain training and checkpointing."""
+    """Return each method's step times, and its mean divided by the means of plain training and of checkpointing."""
     figures: dict[str, dict[str, Any]] = {}
     for name, own in trainings.items():
         figures[name] = {
@@ -202,12 +202,12 @@ class Turns:
 
 
 class StepInTurn(TrainerCallback):
-    """Callback that passes the turn on before each step of a Trainer, and measures the steps' seconds without the
-    waiting."""
+    """Callback that passes the turn on before each step of a Trainer, and measures the steps' seconds without waiting
+    times."""
 
     def __init__(self, turns: Turns, member: int, clock: Callable[[], float]) -> None:
         self.seconds: list[float] = []
-        """Seconds of each step, with all work of the Trainer and its callbacks since the step before."""
+        """Seconds of each step, with all work of the Trainer and its callbacks since the previous step."""
         self._turns, self._member, self._clock = turns, member, clock
         self._since = self._spent = 0.0
 
@@ -226,9 +226,11 @@ class StepInTurn(TrainerCallback):
 
 
 def run_in_turn(runs: Sequence[Callable[[Turns, int], Result]], threads: int) -> list[Result]:
-    """Run each of `runs` with the turns and its index; return the results. Each run gets `threads` threads of torch.
+    """Call each of `runs` in its own thread, with the shared `Turns` and the run's index. Return the results.
 
-    If a run fails, the others continue to their end; then its exception is raised.
+    Each thread gets `threads` threads of torch.
+
+    If a run fails, the others continue to their end. Then the run's exception is raised.
     """
     turns = Turns(len(runs))
 

@@ -1,11 +1,11 @@
-"""Cost of training on batches of changing sizes: step times, and first steps at a size compared with later ones.
+"""Cost of training on batches of changing sizes: step times, and first steps at a size compared with later steps.
 
     adacc eval lengths --clock cpu
 
 Small models train on batches that all differ in size. The methods are Adacc at half of plain training's activation
-bytes (lossless, and with codecs), HF gradient checkpointing and plain training. They take turns on the same batches,
-and so do copies of them that train on one size, the mean of the others. Some sizes recur. Lossless methods must have
-the losses of plain training, bit for bit. One model is also trained by the Trainer with the callback.
+bytes (lossless, and with codecs), HF gradient checkpointing and plain training. The methods take turns on the same
+batches. Copies of the methods take turns too, and train on one size, the mean of all sizes. Some sizes recur. Lossless
+methods must have the losses of plain training, bit for bit. One model is also trained by the Trainer with the callback.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def _measure(ledger: Ledger, name: str) -> Figures:
 
 
 def _loop_points(ledger: Ledger) -> dict[str, Figures]:
-    """Return the points of all cases except the Trainer's, which has other figures."""
+    """Return the points of all cases except the Trainer's, which has different figures."""
     return {name: point for name, point in ledger.points.items() if name != TRAINER}
 
 
 def goals_of(points: dict[str, Figures]) -> list[dict[str, Any]]:
-    """Return, for each goal, the number of Adacc's methods and cases that meet it, and the worst of them."""
+    """Return, for each goal, the number of Adacc's methods and cases that meet the goal, and the worst of them."""
     rows = []
     for figure, (goal, limit) in GOALS.items():
         values = {
@@ -168,7 +168,7 @@ def _spread(figure: dict[str, float]) -> str:
 
 
 def _notes(points: dict[str, Figures]) -> Iterator[str]:
-    """Yield the blocks that cannot be replayed with the reasons, and the infeasible budgets."""
+    """Yield notes: the blocks that cannot be replayed, with the reasons, and the infeasible budgets."""
     for name, point in points.items():
         reasons: dict[str, int] = {}
         for row in point["methods"].values():

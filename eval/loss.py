@@ -106,7 +106,7 @@ def training_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(ledger: Ledger, method: str, timeout_s: float | None, run: Callable[..., Figures]) -> Figures:
-    """Return the curve of one method. Its Trainer's checkpoints are next to the record until the training ends."""
+    """Return the curve of one method. The Trainer's checkpoints are next to the record until the training ends."""
     info, output = ledger.run_info, ledger.settings.output
     options = {
         name: info[name] for name in ("steps", "eval_every", "eval_sequences", "learning_rate", "budget", "text")
@@ -122,9 +122,9 @@ def train(ledger: Ledger, method: str, timeout_s: float | None, run: Callable[..
 
 
 def gap(plain: Figures, other: Figures) -> dict[str, float] | None:
-    """Return the gaps of a curve to plain training's, in percent of plain's loss; None if a curve is missing.
+    """Return the gaps of a curve to plain training's, in percent of plain's loss, or None if a curve is missing.
 
-    The drift is the mean of the signed gaps: it is near 0 for a method whose gaps have both signs equally often.
+    The drift is the mean of the signed gaps. The drift is near 0 for a method whose gaps have both signs equally often.
     """
     if "curve" not in plain or "curve" not in other:
         return None

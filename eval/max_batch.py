@@ -2,9 +2,9 @@
 
     adacc eval max-batch --preset gpt2-345m --device cuda --precision bf16 --limit 32GiB
 
-The search (`largest`) starts from the best batch of the methods before; every trial runs whole training steps in a
-process of its own. The limit is the GPU's memory or `--limit`; on a CPU the live bytes of a step count. Adacc's budget
-is the limit.
+The search (`largest`) starts from the best batch of the earlier methods. Every trial runs whole training steps in its
+own process. The limit is the GPU's memory or `--limit`. On a CPU, the live bytes of a step are compared with the limit.
+Adacc's budget is the limit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 
 
 def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) -> int:
-    """Return the largest batch of `method` that fits, trying `first` first; 0 if not even one sequence fits."""
+    """Return the largest batch of `method` that fits, or 0 if not even one sequence fits.
+
+    The search begins with `first`.
+    """
     info = ledger.run_info
     with tqdm(desc=f"max-batch, {method}", unit="trial") as progress:
 
@@ -79,7 +82,10 @@ def search(ledger: Ledger, method: str, timeout_s: float, run: Run, first: int) 
 
 
 def failures(ledger: Ledger) -> dict[str, str]:
-    """Return the reasons of trials that failed for reasons other than memory. Such failures are no memory limit."""
+    """Return the reasons of trials that failed for reasons other than memory.
+
+    These failures do not show a memory limit.
+    """
     ends = (Status.MEASURED.value, Status.OUT_OF_MEMORY.value)
     return {key: point["reason"] for key, point in ledger.points.items() if point["status"] not in ends}
 
@@ -113,7 +119,8 @@ def _row(ledger: Ledger, method: str, batch: int) -> dict[str, str]:
 
 
 MAX_GUESSES = 4
-"""Bound on interpolated guesses. Afterwards only doubling and bisection follow, whose number of trials is bounded."""
+"""Maximum number of interpolated guesses. After that, only doubling and bisection follow, which take a bounded number
+of trials."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,9 @@ class BatchTrial:
 
 
 def largest(trial: Callable[[int], BatchTrial], limit_bytes: int, most: int, first: int = 1) -> int:
-    """Return the largest number from 1 to `most` that fits, 0 if none fits. All numbers below a fitting one fit.
+    """Return the largest number from 1 to `most` that fits, or 0 if none fits.
+
+    All numbers below a fitting one must fit.
 
     A step's bytes grow nearly in proportion to its batch, so the next trial is where they would reach the limit. If
     they do not grow, because a policy uses its whole budget, the search goes up by 1, 2, 4, ... and then bisects.
@@ -149,7 +158,7 @@ def largest(trial: Callable[[int], BatchTrial], limit_bytes: int, most: int, fir
 
 
 def _batch_at(limit_bytes: int, last_trial: BatchTrial) -> int | None:
-    """Return the batch at which the bytes of `last_trial`, scaled in proportion, reach the limit."""
+    """Return the batch size at which the bytes of `last_trial`, scaled in proportion, reach the limit."""
     if (
         last_trial.static_bytes is None
         or last_trial.peak_bytes is None

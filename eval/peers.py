@@ -2,9 +2,9 @@
 
     adacc eval peers --preset gpt2-345m --device cuda --precision bf16 --batch 16
 
-Model, batch and training step are equal for all methods, each of which runs in a process of its own. If a peer cannot
-run here, its row gives the reason. Two figures are derived for every peer: Adacc's speed at the peer's peak, and
-Adacc's peak at the peer's speed. They are interpolated linearly between Adacc's points, and never extrapolated.
+Model, batch and training step are equal for all methods, each of which runs in its own process. If a peer cannot run
+here, its row gives the reason. Two figures are derived for every peer: Adacc's speed at the peer's peak, and Adacc's
+peak at the peer's speed. They are interpolated linearly between Adacc's points, and never extrapolated.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BUDGETS = (0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of plain training's activation bytes for Adacc."""
 
 VARIANT_BUDGETS = (0.5, 0.25)
-"""Budgets of Adacc's variants. In torch.compile, if no compiled peers are measured: fractions of the compiler's
-default bytes."""
+"""Budgets of Adacc's variants. The variant in torch.compile uses these budgets if no compiled peers are measured, as
+fractions of the compiler's default bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Point to measure: a method, for Adacc with its budget."""
+    """Point to measure: a method, and the budget of Adacc's methods."""
 
     method: str
     budget: float | None = None
@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None, run: Run = run_isolated) -> int:
 def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: Sequence[float]) -> list[Entry]:
     """Return the points to measure, in the order of the table.
 
-    If peers of torch.compile are measured, Adacc in torch.compile gets each one's peak as its budget.
+    If peers of torch.compile are measured, Adacc in torch.compile is measured once for each of them, with that peer's
+    peak as the budget.
     """
     entries: list[Entry] = []
     rivals = [name for name in peers if name in COMPILED_PEERS]
@@ -117,7 +118,7 @@ def entries_of(peers: Sequence[str], budgets: Sequence[float], variant_budgets: 
 
 
 def measure(ledger: Ledger, entry: Entry, timeout_s: float, run: Run) -> Figures:
-    """Measure one point. A peer whose peak is the budget was measured before."""
+    """Measure one point. If the budget is a peer's peak, the peer must have been measured before."""
     info = ledger.run_info
     order: dict[str, Any] = {
         "subject": info["subject"],

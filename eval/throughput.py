@@ -2,9 +2,9 @@
 
     adacc eval throughput --preset gpt2-345m --device cuda --precision bf16 --batches 1 4 8 16 32
 
-Every point runs in a process of its own. A point that exceeds the memory limit is marked in the table: on a GPU the
-allocator refuses the request, on a CPU the live bytes of a step are counted. Adacc's budget is the limit. If gradients
-are wrong, nothing is timed.
+Every point runs in its own process. A point that exceeds the memory limit is marked in the table. On a GPU, the
+allocator refuses requests beyond the limit. On a CPU, the live bytes of a step are counted. Adacc's budget is the
+limit. If gradients are wrong, nothing is timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from adacc_hf.eval.trials.trial import run_trial
 from adacc_hf.reports.run_record import markdown_table
 
 PAPER = {"full": (1.01, 1.37), "quantization": (1.09, 1.28)}
-"""Adacc's tokens per second over another method's in the paper, lowest and highest (section 4.2, on V100 GPUs)."""
+"""Adacc's tokens per second divided by another method's, in the paper: lowest and highest (section 4.2, V100 GPUs)."""
 
 Run = Callable[..., Figures]
 
@@ -84,7 +84,7 @@ def limited_order(ledger: Ledger, method: str, batch: int) -> dict[str, Any]:
 
 
 def speed_ratios(ledger: Ledger, other: str) -> dict[int, float]:
-    """Return Adacc's tokens per second over the other method's, by batch size, where both were timed."""
+    """Return Adacc's tokens per second divided by the other method's, by batch size, where both were timed."""
     ratios = {}
     for batch in ledger.run_info["batches"]:
         points = [ledger.points.get(point_key(name, batch), {}) for name in ("adacc", other)]

@@ -81,7 +81,7 @@ def _functions() -> ctypes.CDLL:
 
 
 def is_usable(tensor: Tensor) -> bool:
-    """Return True if the C++ codec kernels can be used for `tensor`: it is on the CPU, and they are compiled.
+    """Return True if the C++ codec kernels can be used: `tensor` is on the CPU, and the kernels are compiled.
 
     The dtype is not checked, because `Codec.supports` has checked it.
     """
@@ -243,7 +243,7 @@ def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, fa
 def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     """Pack one bit per element, 1 for a nonzero element. Return uint8 [ceil(N / 8)], equal to `bitmask.encode_ref`.
 
-    If `with_pattern`, also return the bit pattern [1] of the nonzero elements, which are all equal.
+    If `with_pattern`, also return the bit pattern [1] that all nonzero elements share.
     """
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")

@@ -1,7 +1,8 @@
 """Conversion of tensors with any strides to flat memory, and back.
 
 A dense tensor (a permutation of a contiguous one) is read and written in memory order without a copy. Any other tensor
-(a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores its strides.
+(a slice with gaps, an expanded or overlapping view) is copied to contiguous memory. Decoding restores the tensor's
+strides.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def as_flat(tensor: Tensor, keep_rows: bool = False) -> Tensor:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Return the tensor as a contiguous matrix [R, C], whose rows are its last dimension: a view if possible, else a
-    copy.
+    """Return the tensor as a contiguous matrix [R, C], whose rows run along the last dimension: a view if possible,
+    else a copy.
 
     The rows are in the order of `as_flat` with `keep_rows`.
     """
@@ -92,7 +93,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def restore(fill: Callable[[Tensor], None], payload: Payload, keep_rows: bool = False) -> Tensor:
-    """Return a new tensor with the dtype, size and stride of the encoded one, whose elements `fill` writes.
+    """Return a new tensor with the dtype, size and stride of the encoded tensor. `fill` writes the elements.
 
     `fill(out)` gets a contiguous tensor: [N] in the order of `as_flat`, or, if `keep_rows`, [R, C] in the order of
     `as_matrix`.

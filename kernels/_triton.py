@@ -118,9 +118,9 @@ def peak_keys(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def stored_peak(key, dtype: tl.constexpr):
-    """Convert `key`, a key made by `peak_keys`, back to the float32 element. Return this element, the group's peak.
+    """Convert a key made by `peak_keys` back to the float32 element, which is the group's peak.
 
-    If `dtype`, the dtype of the encoded tensor, is float32, the peak is truncated to a bfloat16 number.
+    `dtype` is the dtype of the encoded tensor. If `dtype` is float32, the peak is truncated to a bfloat16 number.
     """
     bits = (key >> 1) | (key << 31)
     if dtype == tl.float32:
@@ -153,8 +153,8 @@ def inverse_of(peak, factor):
 def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
     """Return the float32 offset that is added to scaled elements before they are truncated to codes.
 
-    The offset is `zero` (the code that stands for 0.0) plus one half. If STOCHASTIC, noise in [0, 1) replaces the half:
-    a hash of `index`, the element's index in the flat tensor, and `seed`.
+    The offset is `zero` (the code that stands for 0.0) plus one half. If STOCHASTIC, noise in [0, 1) replaces the half.
+    The noise is a hash of `seed` and of `index`, the element's index in the flat tensor.
     """
     fraction = 0.5
     if STOCHASTIC:
@@ -170,8 +170,8 @@ def rounding_offset(index, seed, zero, STOCHASTIC: tl.constexpr):
 def codes_up_to(shifted, most):
     """Truncate `shifted`, numbers above -1, to int32 codes of at most `most`. NaN becomes `most`.
 
-    Symmetric 4-bit codes meet the lower bound: no element exceeds 1 + 2^-7 times its group's stored peak, which is 8.07
-    steps, and zero has code 8. So codes are not clipped from below, which would make encoding slower than memory.
+    Symmetric 4-bit codes need no lower clip. An element is at most 1 + 2^-7 times its group's stored peak, and so at
+    most 8.07 steps below zero, whose code is 8. Clipping would make encoding slower than the memory bandwidth allows.
     """
     return tl.minimum(shifted, most).to(tl.int32)
 

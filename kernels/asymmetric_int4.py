@@ -47,7 +47,7 @@ def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor
 
 
 def decode_ref(numel: int, scale: str, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:
-    """Decode the tensors of `encode_ref` with plain torch, to [N] elements, N = `numel`."""
+    """Decode the results of `encode_ref` with plain torch, to [N] elements, N = `numel`."""
     half_scale_A = half_ranges.float() * SCALE_FACTORS[scale]
     steps = _symmetric.unpack_ref(codes).float() - OFFSET_CODES[scale]
     x_AG = (steps * half_scale_A[:, None] + offsets.float()[:, None] * 0.5) * 2.0

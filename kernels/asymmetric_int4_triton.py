@@ -49,7 +49,7 @@ def _encode_half(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups from first_group on. Store their offsets and half ranges, and return int32 codes [T, G].
+    """Encode T groups, starting with first_group. Store their offsets and half ranges, and return int32 codes [T, G].
 
     Each byte packs the codes of two groups, one from each half of the tensor. The caller therefore encodes one half of
     the groups, then the other half.
@@ -68,7 +68,7 @@ def _encode_half(
     tl.store(offsets_ptr + first_group + group, offset, mask=group < groups_left)
     steps = (x * 0.5 - (widened(offset) * 0.5)[:, None]) * inverse_of(half_range, factor)[:, None]
     shifted = steps + rounding_offset(first + local, seed, zero, STOCHASTIC)
-    # The rounded middle may lie far outside of a narrow range, so codes are clipped. No element is below the minimum.
+    # The rounded middle may lie far outside a narrow range, so codes are clipped. No element is below the minimum.
     return clipped_codes(shifted, 0.0, 15.0) if MIDDLE else codes_up_to(shifted, 15.0)
 
 
@@ -190,7 +190,7 @@ def encode(
 
 
 def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float, zero: float) -> None:
-    """Decode the tensors of `encode` into `out_N`, a contiguous tensor on a GPU."""
+    """Decode the results of `encode` (asymmetric_int4) into `out_N`, a contiguous tensor on a GPU."""
     rows, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(

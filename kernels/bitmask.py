@@ -1,8 +1,8 @@
 """One bit per element, lossless: boolean masks, and masks of two values 0 and c such as dropout's 0 and 1/(1-p).
 
 Bit j of byte k is element k + j * (number of bytes) of the flat tensor, so packing joins eight contiguous eighths. An
-element is set if its bit pattern is not 0, so c may be negative, infinite or NaN (an additive attention mask). The one
-pattern c is stored with the bits.
+element is set if its bit pattern is not 0, so c may be negative, infinite or NaN (an additive attention mask). The bit
+pattern of c is stored with the bits.
 """
 
 from math import prod
@@ -26,8 +26,8 @@ DTYPES = (
 def encode_ref(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     """Return one bit per element of `patterns_N`, 1 for a nonzero element, as uint8 [ceil(N / 8)].
 
-    If `with_pattern`, also return the pattern [1] of the nonzero elements, which are all equal. The pattern is 0 if all
-    elements are 0.
+    If `with_pattern`, also return the bit pattern [1] that all nonzero elements share. The pattern is 0 if all elements
+    are 0.
     """
     num_bytes = -(-patterns_N.shape[0] // 8)
     padded = _symmetric.pad_to(patterns_N, 8 * num_bytes)
@@ -52,7 +52,8 @@ def decode_ref(numel: int, packed: Tensor, *pattern: Tensor) -> Tensor:
 
 @register
 class Bitmask(Codec):
-    """Codec bitmask: 1 bit per element, and the one value of the nonzero elements. Lossless if `accepts` is True."""
+    """Codec bitmask: 1 bit per element, and the value that all nonzero elements share. Lossless if `accepts` is
+    True."""
 
     name = "bitmask"
     lossless = True
@@ -100,9 +101,9 @@ class Bitmask(Codec):
 def _mask_in_memory(tensor: Tensor) -> Tensor:
     """Return the elements of a mask as [N]. In a compiled graph for a GPU, write them to memory before packing.
 
-    A byte is packed from eight distant elements. If the mask were not in memory, Inductor would compute the elements
-    from its inputs, random numbers of four bytes, and would write these to memory instead. A compiled graph for a CPU
-    recomputes the mask, because writing bytes is slow there.
+    A byte is packed from eight distant elements. If the mask were not in memory, Inductor would recompute the mask
+    while packing, and would store the four-byte random numbers that the mask is computed from. A compiled graph for a
+    CPU recomputes the mask, because writing bytes is slow there.
     """
     if tensor.device.type == "cpu" or not tensor.is_contiguous():
         return tensor.reshape(-1)
@@ -110,5 +111,5 @@ def _mask_in_memory(tensor: Tensor) -> Tensor:
 
 
 def _patterns(flat_N: Tensor) -> Tensor:
-    """View the elements as signed integers of the same width, which are their bit patterns, [N]."""
+    """Return the bit patterns of the elements, [N]: a view as signed integers of the same width."""
     return flat_N.view(PATTERN_DTYPES[flat_N.element_size()])

@@ -17,7 +17,7 @@ def _encode_kernel(
     num_bytes,
     BLOCK: tl.constexpr,
 ):
-    """Pack one bit per element into BLOCK bytes, and store the pattern of the nonzero elements."""
+    """Pack one bit per element into BLOCK bytes, and store the bit pattern that all nonzero elements share."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     local = tl.arange(0, BLOCK)
     packed = tl.zeros([BLOCK], tl.int32)
@@ -64,8 +64,8 @@ def _decode_kernel(
 def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     """Pack one bit per element on a GPU, 1 for a nonzero element. Return uint8 [ceil(N / 8)], as `bitmask.encode_ref`.
 
-    If `with_pattern`, also return the pattern [1] of the nonzero elements. If all elements are 0,
-    the pattern is unspecified.
+    If `with_pattern`, also return the bit pattern [1] that all nonzero elements share. If all elements are 0, the
+    pattern is unspecified.
     """
     numel = patterns_N.shape[0]
     packed = patterns_N.new_empty(cdiv(numel, 8), dtype=torch.uint8)
@@ -76,6 +76,6 @@ def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
 
 
 def decode(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Decode the tensors of `encode` into `out_N`, a contiguous tensor of integers on a GPU."""
+    """Decode the results of `encode` (bitmask) into `out_N`, a contiguous tensor of integers on a GPU."""
     grid = (cdiv(packed.shape[0], TILE_ELEMENTS),)
     launch(_decode_kernel, grid, out_N, packed, pattern, out_N.shape[0], packed.shape[0], BLOCK=TILE_ELEMENTS)

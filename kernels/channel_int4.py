@@ -1,7 +1,7 @@
 """Channel-wise symmetric INT4 (paper 3.2), for Q, K and V in the layout in which they are saved.
 
-A channel is an index of the last dimension. One scale is for `group_size` consecutive rows of a channel, not for all
-rows. The scale is then known within one tile, so encoding reads the tensor once, and it adapts to the data more
+A channel is an index of the last dimension. Each scale covers `group_size` consecutive rows of a channel, not all rows.
+The scale is then known within one tile, so that encoding reads the tensor once, and the scale follows the data more
 closely. Rows are in memory order, so transposed attention heads are encoded without a copy. Only a view whose last
 dimension is not the innermost in memory is copied first.
 """
@@ -29,14 +29,14 @@ def encode_ref(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the tensors of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
+    """Decode the results of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype).view(-1, columns)[:rows]
 
 
 @register
 class ChannelInt4(Codec):
-    """Codec channel_int4: symmetric INT4 with one scale for `group_size` rows of a channel."""
+    """Codec channel_int4: symmetric INT4 with one scale for each `group_size` rows of a channel."""
 
     name = "channel_int4"
     suits = frozenset({"qkv"})

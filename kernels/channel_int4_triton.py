@@ -147,7 +147,7 @@ def encode(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: in
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
+    """Decode the results of `encode` (channel_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, columns = out_RC.shape
     pairs, group_size, _ = codes.shape
     width = min(max(TILE_ELEMENTS // group_size, LEAST_COLUMNS), ENCODED_COLUMNS)

@@ -109,23 +109,23 @@ class Codec:
     """True if the codec stores outlier channels raw. The codec's option `num_outliers` is the number of these channels
     (`count_outliers`)."""
     stands_in: ClassVar[bool] = False
-    """True for the precise codec, which is used where the codecs of a role cause too large errors. One codec has
-    True."""
+    """True for the precise codec (INT8), which is used where the codecs of a role cause too large errors. Only one
+    codec may set this to True."""
     instead_of: ClassVar[str | None] = None
     """Name of the codec that this codec replaces on tensors on which its error is smaller. None for most codecs.
 
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
     graphs never use it, because they have no data to compare the errors on."""
     is_baseline: ClassVar[bool] = False
-    """True for the codec of the paper's "Quantization" baseline. One codec has True."""
+    """True for the codec of the paper's "Quantization" baseline. Only one codec may set this to True."""
 
     triton: ClassVar[str | None] = None
     """File of this folder with the GPU kernels, imported when a GPU tensor is first encoded or decoded."""
     cpu: ClassVar[Kernels | None] = None
     """C++ kernels for CPU tensors, or None."""
     keeps_rows: ClassVar[bool] = False
-    """True if kernels get tensors as matrices [R, C], whose rows are the last dimension. Otherwise kernels get tensors
-    as [N] in memory order."""
+    """True if kernels get tensors as matrices [R, C], whose rows run along the last dimension. Otherwise kernels get
+    tensors as [N] in memory order."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -328,7 +328,8 @@ def replacements(name: str, role: str) -> list[str]:
 
 @cache
 def precise_codec() -> str:
-    """Return the name of the codec that is used where the other codecs cause too large errors (`Codec.stands_in`)."""
+    """Return the name of the precise codec (INT8), which is used where other codecs cause too large errors
+    (`Codec.stands_in`)."""
     return next(name for name in list_codecs() if registry[name].stands_in)
 
 

@@ -2,16 +2,16 @@
 
 An E4M3 code has a sign, 4 bits of exponent and 3 of mantissa. 448 is the largest number, 2^-6 the least normal one, and
 2^-9 the step below that. A row is the last dimension. The last group of a row may be shorter. No group reaches into
-another row. The group's peak, stored in 16 bits as in the other codecs, maps to 448. A peak of float32 is cut by up to
-2^-7: its element comes to at most 451.5, which rounds to 448 as well.
+another row. The group's peak, stored in 16 bits as in the other codecs, maps to 448. A float32 peak is truncated by up
+to 2^-7, so its element scales to at most 451.5, which also rounds to 448.
 
 The codes of `int8` have one step for all elements of a group. The step of FP8 is relative: it rounds by at most 2^-4.
-INT8 is better for elements of similar size, FP8 for small elements next to a large peak. The setting
-`group_size` does not apply: each code has an exponent of its own, so the group size matters less.
+INT8 is better for elements of similar size, FP8 for small elements next to a large peak. The setting `group_size` does
+not apply: each code has its own exponent, so the group size matters less.
 
-Rounding is integer arithmetic, here and in the kernels, and tested against torch's `.to(torch.float8_e4m3fn)`. Triton's
-own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the interpreter.
-It would limit compiled graphs in the same way, and does not round stochastically.
+Rounding, here and in the kernels, is integer arithmetic, which is tested against torch's `.to(torch.float8_e4m3fn)`.
+Triton's own cast does not compile for sm_80, converts through float16 on sm_89, and rounds some midpoints up in the
+interpreter. Triton's cast would also limit compiled graphs in the same way, and does not round stochastically.
 """
 
 import torch
@@ -25,7 +25,7 @@ from adacc_hf.kernels.int8 import Int8
 FACTOR = 1 / 448
 EXPONENT = 0x7F800000  # the bits of a float32's exponent
 LEAST_NORMAL = 121 << 23  # 2^-6 as a float32
-UNIT = 136 << 23  # 2^9, the number of codes' steps in 1.0 below the least normal number
+UNIT = 136 << 23  # 2^9: number of code steps per 1.0, below the least normal number
 LARGEST_CODE = 126
 HALF_SCALE = 2.0**8  # the bits of a code, moved into a float16, represent 2^-8 times the code's number
 
@@ -33,7 +33,7 @@ HALF_SCALE = 2.0**8  # the bits of a code, moved into a float16, represent 2^-8 
 def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
     """Convert scaled float32 elements, at most 452 in magnitude, to uint8 E4M3 codes.
 
-    Round to nearest even, or, if `noise` in [0, 1) is given, stochastically.
+    Round to nearest even. If `noise` in [0, 1) is given, round stochastically.
 
     Elements beyond 448 take the code of 448. Codes of non-finite elements are unspecified.
     """
@@ -71,7 +71,7 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
 
 
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the tensors of `encode_ref` with plain torch, to [R, C] in `dtype`.
+    """Decode the results of `encode_ref` with plain torch, to [R, C] in `dtype`.
 
     Every element of a group with a non-finite peak is non-finite.
     """

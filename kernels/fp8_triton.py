@@ -132,7 +132,7 @@ def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Ten
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
-    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
+    """Decode the results of `encode` (fp8) into `out_RC`, a contiguous matrix on a GPU."""
     columns, groups, is_ragged = _shape(out_RC, group_size)
     tile = groups_per_program(group_size)
     launch(

@@ -24,7 +24,7 @@ def encode_ref(flat_N: Tensor, group_size: int, rounding: str, seed: int) -> tup
 
 
 def decode_ref(numel: int, dtype: torch.dtype, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the tensors of `encode_ref` with plain torch, to [N] elements in `dtype`, N = `numel`."""
+    """Decode the results of `encode_ref` with plain torch, to [N] elements in `dtype`, N = `numel`."""
     return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[:numel]
 
 

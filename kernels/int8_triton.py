@@ -86,7 +86,7 @@ def encode(flat_N: Tensor, group_size: int, factor: float, rounding: str, seed: 
 
 
 def decode(out_N: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Decode the tensors of `encode` into `out_N`, a contiguous tensor on a GPU."""
+    """Decode the results of `encode` (int8) into `out_N`, a contiguous tensor on a GPU."""
     groups, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(

@@ -24,7 +24,7 @@ class Outliers:
     """Outlier channels, which the codec stores raw, in the forms that the kernels read."""
 
     channels: int
-    """C, the number of all channels."""
+    """C, the total number of channels."""
     indices: Tensor
     """int32 [K], the raw channels in ascending order."""
     keep: Tensor
@@ -103,7 +103,7 @@ def encode_ref(
 def decode_ref(
     shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor
 ) -> Tensor:
-    """Decode the tensors of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
+    """Decode the results of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
     rows, columns = shape
     x_AG = _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)
     x_RC = x_AG.view(-1)[: rows * columns].view(rows, columns)
@@ -117,7 +117,7 @@ def decode_ref(
 def _is_at(indices: Tensor, columns: int) -> Tensor:
     """Return a mask [K, C] that is True where column c is the k-th of `indices`.
 
-    In a compiled graph, selecting by this mask fuses with neighbouring operators. Writing at indices does not.
+    In a compiled graph, selecting by this mask fuses with neighbouring operators. Writing at indices does not fuse.
     """
     return indices[:, None] == torch.arange(columns, device=indices.device)
 

@@ -108,7 +108,7 @@ def _encode_half(
     PADDED_OUTLIERS: tl.constexpr, TILE_ROWS: tl.constexpr, ROW_OF_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, T: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Encode T groups from first_group on. Store their peaks (elements of largest magnitude).
+    """Encode T groups, starting with first_group. Store their peaks (elements of largest magnitude).
 
     Return int32 codes [T, G].
     """
@@ -264,7 +264,9 @@ def encode(
     rounding: str,
     seed: int,
 ) -> tuple[Tensor, ...]:
-    """Encode a contiguous matrix on a GPU. Return codes and peaks; with outliers, also raw channels and their indices.
+    """Encode a contiguous matrix on a GPU.
+
+    Return codes and peaks, and with outliers also raw channels and their indices.
 
     The result equals `outlier_int4.encode_ref`. `indices` and `keep` are fields of `outlier_int4.Outliers`, or None
     without outliers.
@@ -291,7 +293,7 @@ def encode(
 
 
 def decode(out_RC: Tensor, factor: float, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
-    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
+    """Decode the results of `encode` (outlier_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, group_size = codes.shape
     channels = out_RC.shape[1]
     tile = groups_per_program(group_size)
@@ -318,7 +320,7 @@ def channel_sums(x_RC: Tensor) -> Tensor:
 def _outlier_constants(raw: tuple[Tensor, ...], channels: int, tile: int, group_size: int) -> dict[str, int]:
     """Return a dict from the names of the kernels' compile-time constants to their values.
 
-    If there are no outliers, `raw` is empty and all constants are 0 or False. TILE_ROWS is the greatest number of rows
+    If there are no outliers, `raw` is empty and all constants are 0 or False. TILE_ROWS is the maximum number of rows
     that the groups of one program can span, rounded up to a power of two.
     """
     constants = {"PADDED_OUTLIERS": 0, "TILE_ROWS": 0, "ROW_OF_GROUPS": False}

@@ -1,6 +1,6 @@
 """Naive per-token symmetric INT4: the "Quantization" baseline of the paper's evaluation (figure 3(b)(i)).
 
-Each row, the last dimension, has one scale. Outliers are not treated specially.
+Each row (the last dimension) has one scale. Outliers are not treated specially.
 """
 
 import torch
@@ -24,7 +24,7 @@ def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[T
 
 
 def decode_ref(shape: tuple[int, int], dtype: torch.dtype, factor: float, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the tensors of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
+    """Decode the results of `encode_ref` with plain torch, to a matrix [R, C] of `shape` and `dtype`."""
     return _symmetric.decode_ref(codes, peaks, BITS, factor, dtype)[: shape[0]]
 
 

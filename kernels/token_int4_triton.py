@@ -33,11 +33,9 @@ MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 @triton.jit
 def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
-    """Load [T, BLOCK] elements from row `first` and column `start` on.
+    """Load [T, BLOCK] elements, starting at row `first` and column `start`.
 
-    Return them and their indices in the flat tensor.
-
-    Elements beyond the edges of the matrix are 0.
+    Return the elements and their indices in the flat tensor. Elements beyond the edges of the matrix are 0.
     """
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
@@ -204,7 +202,7 @@ def encode(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tenso
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Decode the tensors of `encode` into `out_RC`, a contiguous matrix on a GPU."""
+    """Decode the results of `encode` (token_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, columns = out_RC.shape
     pairs = codes.shape[0]
     block = min(max(next_power_of_2(columns), LEAST_BLOCK), TILE_ELEMENTS)

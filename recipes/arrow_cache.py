@@ -12,8 +12,8 @@ def cached_rows(
 ) -> Dataset:
     """Return the rows of `generator(**kwargs)`, from the cache if possible.
 
-    `key` (hex digits) identifies everything that the rows depend on. Exceptions of the generator are raised unchanged,
-    and no file is left then.
+    `key` (hex digits) identifies everything that the rows depend on. If the generator raises an exception, the
+    exception is raised unchanged, and no file is left.
     """
     try:
         return Dataset.from_generator(generator, features, cache_dir, gen_kwargs=kwargs, fingerprint=key)

@@ -28,7 +28,7 @@ WARMUP_ROUNDS, TIMED_ROUNDS = 2, 7
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """Method with a budget, one row of the comparison, and the folder of its run."""
+    """Method with its budget, and the folder of its run: one row of the comparison."""
 
     title: str
     folder: str

@@ -5,7 +5,7 @@ r"""Train a LLaMA-like model on long sequences: print the plan first, then train
     accelerate launch recipes/long_context.py --model meta-llama/Llama-3.2-1B --from_pretrained \
         --tokenizer meta-llama/Llama-3.2-1B --dataset books/ --seq_len 32768 --bf16
 
-The plan is the same as of `adacc plan`, which needs neither the device nor weights. Documents are concatenated and cut
+The plan is computed as by `adacc plan`, which needs neither the device nor weights. Documents are concatenated and cut
 into sequences of full length. Invalid settings, and a plan that does not fit, end the run with one message and exit
 status 2. The recipe's own settings come first in the list below, then all of Transformers' TrainingArguments.
 """

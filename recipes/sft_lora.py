@@ -140,7 +140,7 @@ def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTra
 
 
 def check_quantization(model: ModelConfig) -> None:
-    """Raise ValueError if the settings ask for quantized weights, and quantization is impossible."""
+    """Raise ValueError if the settings ask for quantized weights, but quantization is impossible."""
     name = "--load_in_4bit" if model.load_in_4bit else "--load_in_8bit"
     if not (model.load_in_4bit or model.load_in_8bit):
         return

@@ -10,7 +10,7 @@ _READ_BYTES = 1 << 20
 
 
 def checked_file(dataset: str) -> Path:
-    """Return the path of `--dataset FILE`. Raises FileNotFoundError or ValueError if it is not a text file."""
+    """Return the path of `--dataset FILE`. Raises FileNotFoundError or ValueError if the path is not a text file."""
     path = Path(dataset)
     if not path.name.endswith(FILE_SUFFIXES):
         raise ValueError(
@@ -51,7 +51,10 @@ def read_file(path: str) -> Iterator[str]:
 
 
 def _txt_documents(path: str) -> Iterator[str]:
-    """Yield the documents. Separators are the lines with only <|endoftext|>, or blank lines in a file without these."""
+    """Yield the documents.
+
+    Separators are the lines with only <|endoftext|>, or blank lines in a file without such lines.
+    """
     has_marks = any(line.strip() == END_OF_TEXT for _, line in _text_lines(path))
     separator = END_OF_TEXT if has_marks else ""
     document: list[str] = []
@@ -65,7 +68,7 @@ def _txt_documents(path: str) -> Iterator[str]:
 
 
 def _jsonl_documents(path: str) -> Iterator[str]:
-    """Yield the "text" of each row. Rows have the Pile's schema, {"text": str, ...}; blank lines are allowed."""
+    """Yield the "text" of each row. Rows have the Pile's schema, {"text": str, ...}. Blank lines are allowed."""
     for number, line in _text_lines(path):
         if line.strip():
             yield _text_of_row(line, f"--dataset={path}, line {number}")

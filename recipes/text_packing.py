@@ -90,7 +90,7 @@ def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
     """Return a batch of packed rows, [B, T]. Labels are equal to the inputs, because the model shifts them.
 
     There is no attention mask, because there is no padding. Unlike transformers' collator for language modelling, this
-    one keeps the labels of <|endoftext|>.
+    function keeps the labels of <|endoftext|>.
     """
     input_ids = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}

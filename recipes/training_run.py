@@ -54,7 +54,8 @@ class FinishedRun:
     model: PreTrainedModel
     metrics: dict[str, float]
     callback: AdaccCallback | None
-    """Callback with its policy. None for methods without a policy, and for a run that ended before a policy was set."""
+    """Callback of the run, which has the policy. None for methods without a policy, and for a run that ended before a
+    policy was set."""
     checkpointed: bool
     """True if transformers' own checkpointing was enabled."""
 
@@ -150,7 +151,7 @@ def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, A
 
 
 def final_train_loss(trainer: Trainer) -> float:
-    """Return the last logged training loss, a mean over `logging_steps` steps, or else the mean over all steps."""
+    """Return the last logged training loss (a mean over `logging_steps` steps), or else the mean over all steps."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     summaries = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
     return float((losses or summaries)[-1])

@@ -1,8 +1,8 @@
 """Messages on the progress of a run, shown on stderr even if the program does not configure logging.
 
-Python shows only warnings of a library. The logger `adacc_hf.progress` shows a few lines of information too: when
-profiling starts, when a policy is set or changed, and how much of the run followed it. To switch them off, set the
-logger's level: `logging.getLogger("adacc_hf.progress").setLevel(logging.WARNING)`.
+By default, Python shows only a library's warnings. The logger `adacc_hf.progress` also shows a few lines of
+information: when profiling starts, when a policy is set or changed, and how much of the run followed it. To switch
+these lines off, set the logger's level: `logging.getLogger("adacc_hf.progress").setLevel(logging.WARNING)`.
 """
 
 from __future__ import annotations

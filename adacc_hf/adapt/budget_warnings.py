@@ -64,7 +64,8 @@ class BudgetWarnings:
     ) -> None:
         """Warn if `peak`, the predicted peak of a micro-batch of `shapes`, exceeds the budget.
 
-        If the solver is running for this size, `due` is the step at whose end its result is applied, else None.
+        If the solver is running for this size, `due` is the step at the end of which the result is applied. Otherwise
+        `due` is None.
         """
         if not replanner.is_over_budget(peak):
             return

@@ -48,7 +48,7 @@ class SavedSizePolicy:
     profile: Profile | None
     shapes: BatchShapes | None = None
     due: int | None = None
-    """Step at whose end a newly solved policy replaces this policy; None if the solver does not run."""
+    """Step at the end of which a newly solved policy replaces this policy, or None if the solver does not run."""
     num_tracked: int = 0
     memory_budget: str | float | int | None = None
     """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""
@@ -86,7 +86,7 @@ class SavedSizePolicy:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Write the profiles and, at last, the policy into `folder`. `number` is part of the file names."""
+        """Write the profiles into `folder`, and the policy last. `number` is part of the file names."""
         for name, prices in ((PRICES_FILE, self.prices), (SEARCHED_FILE, self.searched)):
             if prices is not None:
                 prices.save(folder / _numbered(name, number))
@@ -121,7 +121,7 @@ class Saved:
     counted_elements: int = 0
     """Number of elements in the largest micro-batch of the step measured for `missing_bytes`."""
     num_ranks: int = field(default_factory=num_ranks)
-    """Number of ranks of the run, which decides on each rank's part of a sharded model."""
+    """Number of ranks of the run, which determines each rank's part of a sharded model."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of all fields, without the policies and profiles, which have files of their own."""
@@ -134,7 +134,7 @@ class Saved:
 
     @classmethod
     def load(cls, folder: Path, record: dict[str, Any]) -> Saved:
-        """Load the state from a checkpoint. `record` is the result of `to_json`; older records lack some keys."""
+        """Load the state from a checkpoint. `record` is the result of `to_json`. Older records lack some keys."""
         size_policies = [
             SavedSizePolicy.load(folder, number, fields) for number, fields in enumerate(record[SIZE_POLICIES], start=1)
         ]
@@ -243,7 +243,7 @@ def _load(folder: Path) -> Saved:
 def _switched_off(record: dict[str, Any], size_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
-    # Older checkpoints have the names of blocks instead, for whose kinds all lossy codecs were switched off.
+    # Older checkpoints list blocks instead. All lossy codecs were switched off for the kinds of these blocks.
     profiles = [size_policy.profile for size_policy in size_policies if size_policy.profile is not None]
     blocks = record["exact_blocks"]
     return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))

@@ -32,11 +32,12 @@ is saved in checkpoints."""
 WINDOW = 16
 """Number of earlier logged losses with which a new loss is compared."""
 MIN_LOSSES = 4
-"""Fewest earlier losses for a comparison, because the median of fewer is close to a single loss."""
+"""Minimum number of earlier losses for a comparison, because the median of fewer losses is close to a single loss."""
 
 NOISE = 4.0
 """Largest distance of a normal loss from the median, in median absolute deviations. Losses around zero, as in
-reinforcement learning, are often many times their median. Of normally distributed losses, one in 300 lies above."""
+reinforcement learning, are often many times their median. Of normally distributed losses, one in 300 lies above this
+distance."""
 
 
 class LossGuard:
@@ -94,7 +95,7 @@ class LossGuard:
     def doubt(self, tracking: Tracking) -> str | None:
         """Return a text if a gradient measured in the tracking step is degraded, else None.
 
-        The text is the reason for `judge` if no loss was suspicious.
+        If no loss was suspicious, this text is the reason that is passed to `judge`.
         """
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
@@ -119,7 +120,7 @@ class LossGuard:
         return False, verdict
 
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
-        """Log which codecs are switched off because of the degraded gradients, and return this verdict as text.
+        """Log which codecs are switched off because of the degraded gradients, and return the logged text.
 
         `degraded` has the errors of the degraded gradients by kind of block.
         """

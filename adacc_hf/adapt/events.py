@@ -1,4 +1,5 @@
-"""Typed events of a run. `AdaccSession.history` and the file that `adacc report` reads contain their records."""
+"""Typed events of a run. `AdaccSession.history`, and the file that `adacc report` reads, contain the events as
+records."""
 
 from __future__ import annotations
 

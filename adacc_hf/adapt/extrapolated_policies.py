@@ -24,12 +24,14 @@ from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
-"""Fraction of the budget. If a policy of another size class fits at a new size and needs at least this much, it is used
-for good. If it needs less, it is used until enough batches have come to be worth a solver run of 0.1 to 2 seconds."""
+"""Fraction of the budget. A policy of another size class that fits at a new size and needs at least this fraction is
+used permanently. A policy that needs less is used until the class has had so many batches that a solver run of 0.1 to 2
+seconds is worth its time."""
 
 FAR_ABOVE = 0.05
-"""If the least-memory policy of another size exceeds the budget by more than this share, the solver is not called. The
-share is a margin, because a policy with the least memory at one size may not have the least memory at another size."""
+"""Fraction of the budget. If the least-memory policy of another size exceeds the budget by more, the solver is not
+called. The fraction is a margin, because a policy with the least memory at one size may not have the least memory at
+another size."""
 
 
 class ExtrapolatedPolicies:
@@ -42,7 +44,7 @@ class ExtrapolatedPolicies:
         """Return (profile, policy) for the size class `sizes`, with the fastest policy of another class that fits.
 
         Return None if no policy of another class fits the budget. Also return None if the fastest policy is plain
-        training or uses up the budget. Then `solve` decides at once, without a solver run later.
+        training or uses up the budget. In these cases, `solve` decides at once, and no solver run follows later.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
@@ -118,7 +120,7 @@ class ExtrapolatedPolicies:
             if candidate != with_room:
                 self._warn_uncertain(sizes, policy)
             return policy
-        assert least is not None  # the solver's errors have it
+        assert least is not None  # the solver's errors contain this policy
         text = f"batches of {describe(sizes)} need {floor} bytes at least"
         fitting = self._largest_fitting(sizes, least)
         text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
@@ -156,7 +158,8 @@ class ExtrapolatedPolicies:
             raise
 
     def _others(self, profile: Profile) -> list[Policy]:
-        """Return the policies of other size classes that are allowed here, with the predictions of `profile`."""
+        """Return the policies of other size classes that are allowed at this size, with the predictions of
+        `profile`."""
         allowed = self._allowed(profile)
         policies = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
         return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
@@ -164,7 +167,8 @@ class ExtrapolatedPolicies:
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
         """Raise InfeasibleBudgetError if the least-memory policy of another size far exceeds `budget` with `profile`.
 
-        The solver would need up to seconds to find the least-memory policy of this size, which would differ little.
+        The solver would need up to seconds to find the least-memory policy of this size, and that policy would differ
+        little.
         """
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides
@@ -191,7 +195,7 @@ class ExtrapolatedPolicies:
         return self._cache.size_model()[1].uncertainty
 
     def _warn_uncertain(self, sizes: BatchShapes, policy: Policy) -> None:
-        """Warn that batches of these sizes may exceed the budget, which has no room for the uncertainty."""
+        """Warn that batches of these sizes may exceed the budget, which has no room for prediction errors."""
         text = (
             f"batches of {describe(sizes)} may take more than memory_budget={self._context.memory_budget!r}: the "
             f"predicted peak of {policy.predicted_peak_bytes} bytes is exact to {self._uncertainty:.0%} only"
@@ -200,9 +204,10 @@ class ExtrapolatedPolicies:
         self._context.note_memory(text)
 
     def _largest_fitting(self, sizes: BatchShapes, least: Policy) -> BatchShapes | None:
-        """Return the largest size class of shorter sequences than `sizes` for which the policy `least` fits the budget.
+        """Return the largest size class at which policy `least` fits the budget, of the classes with shorter sequences
+        than `sizes`.
 
-        Return None if `least` fits the budget for no class of shorter sequences.
+        Return None if there is no such class.
         """
         length = max(shape.size[1] for shape in sizes if len(shape.size) > 1) if any(s.size[1:] for s in sizes) else 0
         for shorter in sorted({int(length / SIZE_CLASS_RATIO**k) for k in range(1, 16)} - {0}, reverse=True):
@@ -225,6 +230,6 @@ class ExtrapolatedPolicies:
 def _is_for(policy: Policy, profile: Profile) -> bool:
     """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`.
 
-    Blocks may run other operators on a batch of one sample.
+    Blocks may run different operators on a batch of one sample.
     """
     return all(policy.plan_of(block.name).kind == profile.kinds[block.kind].digest for block in profile.blocks)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which no budget bounds"
 BEFORE = "full recomputation, before there was a policy"
-"""Reasons of fallback steps."""
+"""Texts for the reasons of fallback steps."""
 
 FALLBACK = "fallback"
 """Value of "event" in the history's records that count fallback steps."""
@@ -113,7 +113,8 @@ class DivergedBatches:
         self._full: tuple[Profile, Policy] | None = None
         """Cache of `_full_recomputation`: the last profile and its policy."""
         self._reported: set[bool] = set()
-        """Reports made by `_report_excess`: has False after any report, and True after one with a predicted excess."""
+        """Reports made by `_report_excess`: contains False after any report, and True after one with a predicted
+        excess."""
 
     def add(self, share: float) -> None:
         """Record a micro-batch in which a fraction `share` of the block calls diverged."""

@@ -45,14 +45,14 @@ class GradientError:
     """
 
     error: float
-    """L2 norm of the difference divided by the norm of the exact gradient; inf if only the compressed gradient is not
-    finite."""
+    """L2 norm of the difference divided by the norm of the exact gradient, or inf if only the compressed gradient is
+    not finite."""
     cosine: float
     """Cosine of the angle between the exact gradient and the gradient under compression."""
 
     @classmethod
     def between(cls, exact: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> GradientError | None:
-        """Return the error of the gradient `other`; None if the gradient `exact` is zero or not finite."""
+        """Return the error of the gradient `other`, or None if the gradient `exact` is zero or not finite."""
         pairs = [(e, o) for e, o in zip(exact, other, strict=True) if e is not None and o is not None]
         exact, other = zip(*pairs, strict=True) if pairs else ((), ())
         norms = l2_norm(exact), difference_norm(exact, other), l2_norm(other)
@@ -98,7 +98,7 @@ class _RecordedCall:
         self.state: ModelState | None = None
         """State, before the call, of the objects that the call has changed."""
         self.obstacle: str | None = None
-        """Reason why the call cannot be run again; None if it can."""
+        """Reason why the call cannot be run again, or None if it can."""
 
 
 class BlockSample:
@@ -234,7 +234,7 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
     """Return the peak of live bytes while a block's gradient is compared after a step, by the name of the block.
 
     The exact backward runs first. Its gradients are kept during the backward under the policy, which stores no more
-    activations than the exact one.
+    activations than the exact run.
     """
     peaks = []
     for kind in profile.kinds:
@@ -249,7 +249,7 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return the peak of live bytes in a step under `policy` that samples one block, by the name of this block.
+    """Return the peak of live bytes in a step under `policy` that samples one block, for each block by its name.
 
     A sampled block keeps its inputs and the gradient of its output until the end of the step (see `BlockSample`).
     """

@@ -22,13 +22,13 @@ class LoopHooks:
         self.is_on = False
         """True within a micro-batch."""
         self.num_forwards = 0
-        """Forwards in train mode and with gradients on, in the current step."""
+        """Number of forwards in train mode and with gradients on, in the current step."""
         self._run, self._compute_loss = run, compute_loss
         self._batch: Any = None
         self._is_busy = False
         """True while the phase handles an event. Calls of the model then come from the profiler, and send no events."""
         self._num_calls = 0
-        """Forwards in train mode and with gradients on, in the current micro-batch."""
+        """Number of forwards in train mode and with gradients on, in the current micro-batch."""
         self._hooks: list[Any] = []
 
     def begin(self, watches_optimizer: bool = True) -> None:
@@ -53,7 +53,7 @@ class LoopHooks:
         self.is_on, self._batch, self._num_calls = True, batch, 0
 
     def remove(self) -> None:
-        """Remove the hooks. Further calls have no effect."""
+        """Remove the hooks from the model and the optimizer. Further calls have no effect."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._batch, self.is_on = [], None, False
@@ -76,7 +76,10 @@ class LoopHooks:
             self._is_busy = False
 
     def _refuse_second_call(self) -> None:
-        """Handle a second call of the model in a micro-batch. In the first step raise RuntimeError, later warn once."""
+        """Handle a second call of the model in a micro-batch. In the first step, raise RuntimeError.
+
+        In later steps, warn once.
+        """
         if self._run.num_steps == 0:
             raise RuntimeError(self._run.loop.several_calls)
         text = "Adacc: %s; until then a step may take more than memory_budget"

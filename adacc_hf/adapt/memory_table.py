@@ -51,7 +51,8 @@ class LiveMemory:
     gradient_bytes: int
     optimizer_bytes: int
     other_bytes: int
-    """All other live bytes. On a CPU, whose allocator has no statistics, only tensors that Python code refers to."""
+    """All other live bytes. On a CPU, whose allocator has no statistics, these are only the tensors that Python code
+    refers to."""
     unused_bytes: int | None
     """Bytes that torch's allocator has reserved and does not use, or None on a CPU."""
     largest: tuple[LiveTensor, ...]
@@ -93,7 +94,7 @@ class LiveMemory:
 
 
 def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | None) -> str:
-    """Return the table as text. `policy` and `profile` belong to the failed step; None if the step had none."""
+    """Return the table as text. `policy` and `profile` belong to the failed step, or None if the step had none."""
     rows = [
         ("parameters and buffers", live.parameter_bytes),
         ("gradients", live.gradient_bytes),
@@ -149,7 +150,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]
-    except (RuntimeError, NotImplementedError):  # must not take the place of the out-of-memory error
+    except (RuntimeError, NotImplementedError):  # must not replace the out-of-memory error
         return []
 
 
@@ -180,7 +181,8 @@ def _stored_activations(policy: Policy, profile: Profile) -> list[str]:
 
 
 def _what_would_fit(limit: int, profile: Profile) -> str | None:
-    """Return a line on the largest batches that fit into `limit` bytes; None if `profile` predicts no other sizes."""
+    """Return a line on the largest batches that fit into `limit` bytes, or None if `profile` predicts no other
+    sizes."""
     sizes = profile.sizes
     if sizes is None:
         return None

@@ -18,7 +18,7 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 class MicroBatches:
     """The sizes of the current micro-batch and, while a profile is due, the most recent training batch itself.
 
-    The sizes are read at the micro-batch's start, or at the model's call if there are no tensors before.
+    The sizes are read at the micro-batch's start, or at the model's call if there are no tensors before that.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MicroBatches:
         self.nbytes = 0
         """Bytes of the tensors in the current or last micro-batch."""
         self.has_shapes = False
-        """True if `shapes` belong to the current or last micro-batch; False before its tensors are known."""
+        """True if `shapes` belong to the current or last micro-batch. False before its tensors are known."""
         self._sizes: list[tuple[str, torch.Size]] = []
         self._last: LastBatch | None = None
 
@@ -37,7 +37,7 @@ class MicroBatches:
 
     @property
     def known_shapes(self) -> BatchShapes | None:
-        """Shapes of the current or last micro-batch; None before its tensors are known."""
+        """Shapes of the current or last micro-batch, or None before its tensors are known."""
         return self.shapes if self.has_shapes else None
 
     def begin(self) -> None:
@@ -53,7 +53,8 @@ class MicroBatches:
     def read_shapes(self, inputs: Any) -> bool:
         """Read the micro-batch's shapes from `inputs`. Return True if these are its first tensors.
 
-        In reinforcement learning the tensors are sampled within the step, so they may be unknown when it begins.
+        In reinforcement learning the tensors are sampled within the step, so they may be unknown when the micro-batch
+        begins.
         """
         if self.has_shapes or not isinstance(inputs, Mapping):
             return False

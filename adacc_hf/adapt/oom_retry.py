@@ -27,7 +27,8 @@ TIGHTER = 0.9
 
 
 def tighter_budget(replanner: Replanner) -> int | float:
-    """Return a budget 10 % below the bytes that the current policy needs, or below the current budget if it is smaller.
+    """Return a budget 10 % below the bytes that the current policy needs, or below the current budget if that is
+    smaller.
 
     If the budget is a limit on peak memory, the result is a number of bytes (int). Otherwise the result is a fraction
     of the bytes that plain training stores (float).
@@ -79,7 +80,7 @@ def run_with_retry(
 ) -> Any:
     """Call `run` and return its result. If memory runs out, call `run` once more with the same random numbers.
 
-    Before the second attempt, `tighten` is called, which applies a policy with less memory. It returns None, or the
+    Before the second attempt, `tighten` is called to apply a policy with less memory. `tighten` returns None, or the
     reason why that is impossible. Raises torch.OutOfMemoryError, with the text of `advice`, if the first attempt cannot
     be repeated, or if the second attempt runs out of memory too. In both cases the text of `report` is logged, which
     describes the memory of the failed attempt. `report` is called while the tensors of this attempt are alive.
@@ -92,7 +93,8 @@ def run_with_retry(
         if not is_out_of_memory(error):
             raise
         message, memory = str(error), report()
-    # Outside the except clause, because the error's traceback keeps the frames alive whose tensors are to be freed.
+    # Outside the except clause, because the error's traceback keeps frames alive, and the frames keep the tensors to be
+    # freed.
     gc.collect()
     obstacle = gradients.restore() or tighten()
     if obstacle is not None:

@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class InnerSteps:
-    """A detector of optimizer steps within a micro-batch, between `open` and `close`, such as DeepSpeed's."""
+    """A detector of optimizer steps within a micro-batch, such as DeepSpeed's.
+
+    Steps are detected from `open` to `close`.
+    """
 
     def __init__(self) -> None:
         self.has_detected = False
@@ -27,12 +30,12 @@ class InnerSteps:
         """Handle of the registered hook between `open` and `close`, else None."""
 
     def open(self) -> None:
-        """Begin to detect steps. Has no effect if detection has begun already."""
+        """Begin to detect optimizer steps. Has no effect if detection has begun already."""
         self.close()
         self.hook = register_optimizer_step_pre_hook(self._see)
 
     def close(self) -> None:
-        """Stop detecting steps. Has no effect if detection has not begun."""
+        """Stop detecting optimizer steps. Has no effect if detection has not begun."""
         if self.hook is not None:
             self.hook.remove()
         self.hook = None

@@ -80,7 +80,7 @@ class Observation:
         return self._with_keys([(names, numbers) for numbers, names in _activations(profile)], blocks)
 
     def _with_keys(self, activations: Iterable[tuple[Any, Any]], blocks: Iterable[tuple[Any, Any]]) -> Observation:
-        """Return the measurements with other keys. Both arguments are pairs (old key, new key)."""
+        """Return the measurements with replaced keys. Both arguments contain pairs (old key, new key)."""
         new_keys: dict[Any, list[Any]] = {}
         for old, new in (*activations, *blocks):
             new_keys.setdefault(old, []).append(new)
@@ -216,7 +216,7 @@ def _refitted(option: CodecOption, count: int | None) -> Codec:
 
 
 def is_tracked(value: Value, config: AdaccConfig) -> bool:
-    """Return True if the outlier channels of `value` are counted: `tracked_modules` of the config selects it."""
+    """Return True if the config's `tracked_modules` selects `value`, so that its outlier channels are counted."""
     patterns = config.tracked_modules
     return patterns is None or any(fnmatch(value.name.partition(":")[0], pattern) for pattern in patterns)
 

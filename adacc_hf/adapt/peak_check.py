@@ -64,7 +64,8 @@ class PeakCheck:
         self._meter.count_memory(model, optimizer, installation.functions if is_provisional else None)
 
     def end_backward(self) -> None:
-        """End the measurement. Policies have no effect on the memory of the optimizer's step, so it is left out."""
+        """End the measurement. Policies have no effect on the memory of the optimizer's step, so this step is left
+        out."""
         self._meter.end_backward()
 
     def close(self) -> None:
@@ -98,7 +99,7 @@ class PeakCheck:
         return has_changed
 
     def _measured_step(self) -> _MeasuredStep | None:
-        """Return the measurement of this rank's step; None if nothing predicts the step's peak."""
+        """Return the measurement of this rank's step, or None if nothing predicts the step's peak."""
         used, peak = self._choice.used(), self._meter.peak_bytes
         comparable = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
         if len(comparable) != len(used) or peak is None:
@@ -140,7 +141,8 @@ class PeakCheck:
         return has_changed
 
     def _profile_at(self, profile: Profile, largest: BatchShapes) -> Profile:
-        """Return the predicted profile of a batch of sizes `largest`; `profile` itself if this cannot be predicted."""
+        """Return the predicted profile of a batch of sizes `largest`, or `profile` itself if no prediction is
+        possible."""
         if self._choice.cache.class_of(largest) is None:
             return profile
         measured = self._choice.cache.size_model()[0].replanner.profile

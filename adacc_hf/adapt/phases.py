@@ -5,7 +5,7 @@ NOTE [Phases of a run]
 |---|---|---|---|
 | Phase | nothing | before and after a run | `AdaccSession.begin` |
 | WarmUpPhase | torch's checkpoint | a run without a policy | the first policy: before a forward, or after a step |
-| FixedPolicyPhase | the user's policy, as it is | such a policy, or its checkpoint | the run's end |
+| FixedPolicyPhase | the user's policy, unchanged | such a policy, or its checkpoint | the run's end |
 | AdaptivePhase | policies that follow the data | the first solved policy, or its checkpoint | the run's end |
 | Compiled | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
 """
@@ -42,10 +42,9 @@ log = logging.getLogger(__name__)
 
 
 MOST_STEPS = 64
-"""Most steps to wait for a batch that calls every block. After these steps, an error is raised.
+"""Maximum number of steps to wait for a batch that calls every block. After these steps, an error is raised.
 
-If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000.
-"""
+If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000."""
 
 
 class WarmUpPhase(Phase):
@@ -163,7 +162,7 @@ class WarmUpPhase(Phase):
         run = self._run
         announce("Adacc: profiling after step %d; the next step begins when a policy is set", step)
         self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
-        self._checkpointing.remove()  # the profiler's wrappers around the blocks must not enclose these
+        self._checkpointing.remove()  # the profiler's wrappers must not enclose the checkpointing wrappers
         profile, policy, is_provisional = self._builder.after_steps(*self._batches.take())
         run.phase = following = follow(run, policy, profile, step)
         following.begin_after_step(profile, policy, is_provisional)
@@ -201,7 +200,7 @@ class FullRecompute(Installation):
         for function in self.blocks.values():
             function.strategy = CheckpointStrategy()
         self.sizes: set[BatchShapes] = set()
-        """Different shapes of the micro-batches so far."""
+        """Distinct shapes of the micro-batches so far."""
         self._executed = ExecutedBlocks(self.modules)
 
     def begin_step(self) -> None:

@@ -162,7 +162,8 @@ class PolicyBuilder:
     def for_all_blocks(
         self, choice: PolicyChoice, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy]:
-        """Return (profile, policy) for the step's batch, which trains more blocks or runs other operators than before.
+        """Return (profile, policy) for the step's batch, which trains more blocks, or runs operators that earlier
+        batches did not run.
 
         Raises RefusedSizeError if the batch cannot be profiled, or if no policy fits the budget.
         """
@@ -188,7 +189,7 @@ class PolicyBuilder:
         """Return `profile` with the corrections that earlier steps have shown to be necessary.
 
         The bytes by which a measured step exceeded its profile are added. For values whose codec was switched off, the
-        precise codec is a further option.
+        precise codec (INT8) is a further option.
         """
         corrected = with_missing_bytes(profile, context.missing_bytes)
         return with_finer(corrected, context.switched_off, self._config)
@@ -245,7 +246,7 @@ def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_
     """Raise ValueError if the user passed a policy together with a budget that the policy exceeds.
 
     A budget of type float is a fraction of `plain_bytes`, the bytes that plain training stores. If `plain_bytes` is
-    None, they are computed from the facts in the policy. The default budget, "auto", is not checked.
+    None, this number is computed from the facts in the policy. The default budget, "auto", is not checked.
     """
     if memory_budget == "auto":
         return

@@ -35,12 +35,13 @@ ENOUGH_SEEN = 8
 A profile takes as long as tens of steps.
 """
 MAX_SIZE_POLICIES = 16
-"""Most size policies of a run. These policies are adapted to the data. Later size classes get fixed plans."""
+"""Maximum number of size policies of a run. These policies are adapted to the data. Later size classes get fixed
+plans."""
 MAX_UNTRACKED = 64
-"""Most size classes with fixed plans. If there are more, the least recently used class is dropped."""
+"""Maximum number of size classes with fixed plans. If there are more, the least recently used class is dropped."""
 MAX_UNPLANNED = 256
-"""Most buckets whose batches are counted. The bucket that occurred least recently is dropped, because the number of
-different buckets is unlimited, and ranks exchange these counts."""
+"""Maximum number of buckets whose batches are counted. The bucket that occurred least recently is dropped, because the
+number of different buckets is unlimited, and ranks exchange these counts."""
 
 
 class PolicyCache:
@@ -51,7 +52,8 @@ class PolicyCache:
         self.untracked: OrderedDict[BatchShapes, BlockPlans] = OrderedDict()
         """Fixed plans by size class, for classes without a size policy."""
         self.unplanned: OrderedDict[BatchShapes, tuple[BatchShapes, int]] = OrderedDict()
-        """(smallest sizes that all its batches fit in, number of batches) by bucket, for buckets without a policy."""
+        """For each bucket without a policy: (smallest sizes that all batches of the bucket fit in, number of
+        batches)."""
         self._refused: set[BatchShapes] = set()
         self.above_budget: OrderedDict[Hashable, None] = OrderedDict()
         """Keys (size class, budget, switched-off codecs) for which no policy fits the budget."""
@@ -89,7 +91,7 @@ class PolicyCache:
 
     @property
     def measured(self) -> SizePolicy | None:
-        """Latest size policy whose profile can predict the profiles of other sizes; None if there is none."""
+        """Latest size policy whose profile can predict the profiles of other sizes, or None if there is none."""
         candidates = [s for s in self.all if s.shapes is not None and s.replanner.profile.sizes is not None]
         return candidates[-1] if candidates else None
 
@@ -105,14 +107,14 @@ class PolicyCache:
         return measured, sizes
 
     def class_of(self, shapes: BatchShapes) -> BatchShapes | None:
-        """Return the size class of a batch of `shapes`; None if no profile predicts batches of this size."""
+        """Return the size class of a batch of `shapes`, or None if no profile predicts batches of this size."""
         if self.measured is None:
             return None
         size_class = self.size_model()[1].size_class(to_profile_shapes(shapes))
         return None if size_class is None else from_profile_shapes(size_class)
 
     def at(self, sizes: BatchShapes) -> SizePolicy | None:
-        """Return the policy that was made for exactly `sizes`; None if there is none."""
+        """Return the policy that was made for exactly `sizes`, or None if there is none."""
         return next((size_policy for size_policy in self.all if size_policy.shapes == sizes), None)
 
     def untracked_plans(self, sizes: BatchShapes, shapes: BatchShapes) -> BlockPlans | None:
@@ -120,10 +122,11 @@ class PolicyCache:
         return self.untracked.get(sizes) or self.untracked.get(shapes)
 
     def around(self, shapes: BatchShapes) -> SizePolicy | None:
-        """Return the policy made for the smallest size in which a batch of `shapes` fits; None if it fits in no size.
+        """Return the policy made for the smallest size in which a batch of `shapes` fits, or None if it fits in no
+        size.
 
-        Call this for a batch in no size class. If the batch's bucket has no policy of its own, count the batch for
-        `most_wanted`.
+        Call this for a batch that belongs to no size class. If the batch's bucket has no policy of its own, add the
+        batch to the counts in `unplanned`, which `most_wanted` reads.
         """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)

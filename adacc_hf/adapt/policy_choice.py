@@ -47,7 +47,7 @@ class PolicyChoice:
         None under torch's checkpoint, and under plans without such a state (`PolicyCache.untracked`).
         """
         self.plans: BlockPlans | None = None
-        """Plans that the blocks follow now; None under torch's checkpoint."""
+        """Plans that the blocks follow now, or None under torch's checkpoint."""
         self.shapes: BatchShapes = ()
         """Sizes of the most recent micro-batch."""
         self.largest: BatchShapes = ()
@@ -58,9 +58,9 @@ class PolicyChoice:
         self.context = context
         self._handle = handle
         self._used: dict[int, SizePolicy | None] = {}
-        """Size policies of the step's micro-batches by `id` of their plans; None for plans without a size policy."""
+        """Size policies of the step's micro-batches by `id` of their plans, or None for plans without a size policy."""
         self._lasts = False
-        """True if the next micro-batch can use the same policy without a new choice, if its shapes are the same."""
+        """True if a next micro-batch of the same shapes can use the same policy without a new choice."""
         self.has_replaced_borrowed = False
         """True if a borrowed policy was replaced since the last step's end."""
         self._is_alone = num_ranks() == 1
@@ -77,7 +77,7 @@ class PolicyChoice:
         self.largest, self.batch_bytes = (), 0
 
     def choose(self, shapes: BatchShapes, nbytes: int) -> None:
-        """Apply the policy for a micro-batch of `shapes`, whose tensors have `nbytes` in all."""
+        """Apply the policy for a micro-batch of `shapes`. `nbytes` is the total size of its tensors."""
         self.batch_bytes = max(self.batch_bytes, nbytes)
         if not self._lasts or shapes != self.shapes:
             self._choose(shapes)
@@ -241,7 +241,8 @@ class PolicyChoice:
         self.current, self.plans, self._lasts = size_policy, plans, False
 
     def check_budget(self) -> None:
-        """Compare the predicted peak of the next micro-batch with the budget, even if its shapes are the last one's."""
+        """Compare the predicted peak of the next micro-batch with the budget, even if its shapes equal those of the
+        last one."""
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:
@@ -260,7 +261,7 @@ class PolicyChoice:
         if self.plans is None:
             self.diverged.add(0.0)
             return self._fallback_ms(), {NO_POLICY: 1}
-        policy = self.plans.policy if self.current is None else self.current.replanner.policy  # at today's prices
+        policy = self.plans.policy if self.current is None else self.current.replanner.policy  # at the current prices
         planned_ms = policy.predicted_overhead_ms * ratio(
             self.shapes, None if self.current is None else self.current.shapes
         )

@@ -52,7 +52,10 @@ class FixedPolicyPhase(Phase):
         self.handle = handle
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, and return its result. The policy cannot change for a retry."""
+        """Call `run`, which trains on the micro-batch, and return its result.
+
+        There is no retry, because the policy is fixed.
+        """
         with memory_reported(self._run.memory_report):
             return run()
 
@@ -175,7 +178,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._choose(inputs)
 
     def _choose(self, inputs: Any) -> None:
-        """Apply the policy for the micro-batch if `inputs` are its first tensors, whose shapes decide on the policy."""
+        """Apply the policy for the micro-batch if `inputs` are its first tensors, whose shapes determine the policy."""
         if self._batches.read_shapes(inputs):
             self.choice.choose(self._batches.shapes, self._batches.nbytes)
 
@@ -348,7 +351,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was profiled; None if they are unknown.
+        """Return the sizes of the batch that was profiled, or None if they are unknown.
 
         All ranks use the first rank's profile, and therefore the first rank's sizes.
         """
@@ -425,7 +428,8 @@ class AdaptivePhase(FixedPolicyPhase):
 def is_tracking_step(steps_since: int, tracking: str | int) -> bool:
     """Return True if the step that comes `steps_since` steps after the policy was set is a tracking step.
 
-    `tracking` is the setting of AdaccConfig. "exponential" tracks 1, 2, 4, ... steps after, a number N every N steps.
+    `tracking` is the setting of AdaccConfig. "exponential" tracks 1, 2, 4, ... steps after. A number N tracks every N
+    steps.
     """
     if tracking == "off" or steps_since < 1:
         return False

@@ -135,7 +135,7 @@ def with_margin(config: AdaccConfig) -> AdaccConfig:
 
 
 def error_bound(config: AdaccConfig) -> float | None:
-    """Return the largest round-trip error that a new policy may have; None if `max_error` is None."""
+    """Return the largest round-trip error that a new policy may have, or None if `max_error` is None."""
     return None if config.max_error is None else config.max_error * (1 - ERROR_MARGIN)
 
 
@@ -146,7 +146,7 @@ def gradient_bound(config: AdaccConfig) -> float:
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
-    """Return an upper bound of the bytes that a policy saves because codecs in `after` need less than in `before`."""
+    """Return an upper bound on the bytes that a policy saves because codecs in `after` need less than in `before`."""
     bound = error_bound(config)
     kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
     return sum(kinds[block.kind] for block in after.blocks)

@@ -19,7 +19,7 @@ OTHER_OPERATORS = "most batches run other operators than the profiled one"
 FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
 """Execution of block calls without a plan until the run starts over, keyed by the reason to start over."""
 MOST_TRIES = 64
-"""Number of steps after which the search for a batch to start over with ends. Each step takes a collective."""
+"""Number of steps for which a batch to start over with is searched. Each step takes a collective."""
 
 
 class ProfileRequests:
@@ -27,11 +27,11 @@ class ProfileRequests:
 
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
         self.sizes: BatchShapes | None = None
-        """Sizes to profile, with the next step's batch resized to these sizes; None if there is no request."""
+        """Sizes to profile, with the next step's batch resized to these sizes, or None if there is no request."""
         self.why = ""
         """Reason to start over."""
         self.num_tries = 0
-        """Steps that remain for the search of a batch to start over with; 0 if there is no search."""
+        """Steps that remain for the search of a batch to start over with, or 0 if there is no search."""
         self._choice, self._installation = choice, installation
         self._tried: set[str] = set()
         """Reasons for which a search was begun."""
@@ -76,7 +76,7 @@ class ProfileRequests:
         """Decrement `num_tries`. Return True if the most recent batch of every rank is suitable to start over with.
 
         A suitable batch has trained every block that any batch has trained so far. If the reason to start over is
-        OTHER_OPERATORS, the batch must also have run other operators than the profiled batch.
+        OTHER_OPERATORS, the batch must also have run operators that differ from the profiled batch's.
         """
         self.num_tries -= 1
         is_whole = not set(self._installation.skipped_blocks()).difference(self._installation.uncalled())

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 FINER_STEPS = 16
-"""Factor by which the error of the precise codec (8 bits) is smaller than that of INT4: quantization steps of the
-precise codec per quantization step of INT4."""
+"""Factor by which the error of the precise codec (INT8) is smaller than that of INT4: INT8 quantization steps per INT4
+step."""
 
 
 def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> Profile:
@@ -65,11 +65,10 @@ def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> P
 
 
 def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: AdaccConfig) -> Profile:
-    """Return a profile in which values with a switched-off codec may use the precise codec too.
+    """Return a profile in which values with a switched-off codec may also use the precise codec (INT8).
 
-    If `config.codecs` is set, return `profile` unchanged. The precise codec gets the predicted times of the
-    switched-off codec, because both codecs read the same number of bytes, and the precise codec writes only twice as
-    many.
+    If `config.codecs` is set, return `profile` unchanged. INT8 gets the predicted times of the switched-off codec,
+    because both codecs read the same number of bytes, and INT8 writes only twice as many.
     """
     off_options = switched_off_options(profile, switched_off) if config.codecs is None else frozenset()
     if not off_options:
@@ -86,7 +85,10 @@ def with_finer(profile: Profile, switched_off: Collection[SwitchedOff], config: 
 
 
 def _precise_option(value: Value, option: CodecOption, config: AdaccConfig) -> Iterator[CodecOption]:
-    """Yield the option of the precise codec, if this codec supports `value`. Its times are the times of `option`."""
+    """Yield the option of the precise codec (INT8), if this codec supports `value`.
+
+    Its times are the times of `option`.
+    """
     import torch
 
     codec, dtype = make_codec(precise_codec(), config, 0), getattr(torch, value.dtype)
@@ -172,7 +174,7 @@ def switched_off_options(profile: Profile, switched_off: Collection[SwitchedOff]
 
 
 def lossy_options(profile: Profile, blocks: Collection[str]) -> frozenset[OptionKey]:
-    """Return all lossy codec options of the kinds of `blocks`, and the precise codec, which `with_finer` may add."""
+    """Return all lossy codec options of the kinds of `blocks`, and the INT8 option, which `with_finer` may add."""
     return frozenset(
         (index, value.index, codec)
         for index in {block.kind for block in profile.blocks if block.name in blocks}

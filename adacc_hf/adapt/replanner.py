@@ -70,7 +70,7 @@ class Tracking:
     degrading_codecs: frozenset[OptionKey]
     """Codecs to switch off, because they increase a gradient's error above the bound."""
     reason: str
-    """Reason why the policy has to be solved again, or need not be."""
+    """Reason why the policy has to be solved again, or why this is not necessary."""
     needs_solving: bool
     """True if the policy has to be solved again."""
 
@@ -101,13 +101,13 @@ class Replanner:
         self._measurements = Measurements()
         self._samples: dict[str, BlockSample] = {}
         self.num_tracked = 0
-        """Number of tracking steps so far. It decides which blocks are sampled next, in turn."""
+        """Number of tracking steps so far. The number decides which blocks are sampled next."""
         self._degraded_blocks: list[str] = []
         """Sampled blocks with degraded gradients, at the latest tracking step that found a degraded gradient."""
         self.lacks_room = False
         """True if the budget had room for fewer comparisons than `guard_blocks` at the most recent tracking step."""
         self.solver_ms = 0.0
-        """CPU time in ms of the solver run whose result `take_over` returned last; 0 on ranks that do not solve."""
+        """CPU time in ms of the solver run whose result `take_over` returned last, or 0 on ranks that do not solve."""
         self._solver: Background[ReplanResult] | None = None
         self._solver_profile = profile
         """Profile for which the running solver solves."""
@@ -154,7 +154,7 @@ class Replanner:
         return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
-        """End the tracking step without a result. Has no effect outside of tracking steps."""
+        """End the tracking step without a result. Has no effect outside tracking steps."""
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()
@@ -174,7 +174,10 @@ class Replanner:
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
-        """Exclude `codecs` from new policies. If the config names no codecs, offer the precise codec in their place."""
+        """Exclude `codecs` from new policies.
+
+        If the config names no codecs, offer the precise codec (INT8) in their place.
+        """
         self.switched_off |= frozenset(codecs)
         if self.switched_off:
             self.profile = with_finer(self.profile, self.switched_off, self.config)
@@ -206,7 +209,7 @@ class Replanner:
     def take_over(self) -> ReplanResult:
         """Wait for the solver that `start_solving` started, and return its result. Errors of the solver are raised.
 
-        If the result has a policy, set the policy to this one.
+        If the result has a policy, this policy becomes the current one.
         """
         assert self._solver is not None, "call start_solving first"
         result = self._solver.result()

@@ -36,7 +36,9 @@ class Replanning:
         """Micro-batches per step."""
 
     def start(self, step: int, size_policy: SizePolicy) -> None:
-        """Start the solver for `size_policy` on a thread. If it is running already, run it again after `take_over`.
+        """Start the solver for `size_policy` on a thread.
+
+        If the solver is already running, run it again after `take_over`.
 
         Do nothing if the policy is provisional: such a policy is replaced after the first measured step anyway.
         """
@@ -57,7 +59,8 @@ class Replanning:
             before, result = size_policy.replanner.policy, size_policy.replanner.take_over()
             waited_ms = (time.perf_counter() - started) * 1e3
             size_policy.due = None
-            # The wait is part of this step's time. What the solver computed before was taken from training's core.
+            # The wait is part of this step's time. The solver's CPU time before the wait was taken from training's
+            # core.
             self._context.extra_ms += max(0.0, size_policy.replanner.solver_ms - waited_ms)
             if NOTHING_FITS in result.reason:
                 log.warning("Adacc: step %d: %s", step, result.reason)
@@ -153,7 +156,7 @@ def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
     """Return (num_actions, num_channels), two numbers of activations over all blocks.
 
     `num_actions` counts the activations whose action or codec differs between the policies. `num_channels` counts those
-    with the same action and codec but other options, such as the number of outlier channels.
+    with the same action and codec but different options, such as the number of outlier channels.
     """
     num_actions = num_channels = 0
     for block, _ in before.blocks:

@@ -31,7 +31,7 @@ class RunContext:
     missing_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes by which a measured step exceeded its profile, by moment of the step (see `StepMarker`)."""
     counted_elements: int = 0
-    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`; 0 before this step."""
+    """Number of elements in the largest micro-batch of the step measured for `missing_bytes`, or 0 before this step."""
     step: int = 0
     """Number of the current step, counted from 1."""
     extra_ms: float = 0.0
@@ -58,7 +58,7 @@ class RunContext:
         return self.guard.switched_off
 
     def note_memory(self, reason: str) -> None:
-        """Append an event with the text `reason`, a statement on memory, to the history at the current step."""
+        """Append an event about memory, with the text `reason`, to the history at the current step."""
         self.note(MemoryNoted(step=self.step, reason=reason))
 
     def measure_after_steps(self, num_steps: int) -> None:
@@ -68,8 +68,8 @@ class RunContext:
     def end_measurement(self, in_vain: bool) -> None:
         """Record that the measurement of the current step's memory has ended.
 
-        If the measurement was `in_vain`, schedule another one. It is in vain if nothing predicts the step's memory, or
-        if another profiler is active. The pause before the next attempt grows: 0, 1, 3, 7, ... steps.
+        If the measurement was `in_vain`, schedule another one. A measurement is in vain if nothing predicts the step's
+        memory, or if another profiler is active. The pause before the next attempt grows: 0, 1, 3, 7, ... steps.
         """
         self.must_measure = in_vain
         self._pause = 2 * self._pause + 1 if in_vain else 0

@@ -56,9 +56,9 @@ class RunProfiler:
         self.inner_steps.close()
 
     def must_wait(self, model: nn.Module) -> bool:
-        """Return True if profiling must wait because a profiler of torch's is active on some rank, and warn once.
+        """Return True if profiling must wait because a torch profiler is active on some rank, and warn once.
 
-        Only on a CPU, where a memory profile would end that profiler.
+        This is the case only on a CPU, where a memory profile would end that profiler.
         """
         if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
             return False
@@ -148,7 +148,7 @@ class RunProfiler:
         )
 
     def note_unpredicted(self, why: str, level: int = logging.INFO) -> None:
-        """Log before the first step that the first steps run without a policy, and `why`.
+        """Log, before the first step, that the first steps run without a policy, with the reason `why`.
 
         If the budget is given in bytes, this is a warning, because nothing predicts the peak of these steps.
         """
@@ -167,7 +167,10 @@ class RunProfiler:
         return not isinstance(self._config.memory_budget, float) and self._config.memory_budget != "auto"
 
     def _warn_whole_batch(self, batch: dict[str, Any], why: str) -> None:
-        """Log that a whole batch is about to be profiled, and `why`. If the budget is in bytes, this is a warning."""
+        """Log that a whole batch is about to be profiled, with the reason `why`.
+
+        If the budget is in bytes, this is a warning.
+        """
         budget = self._config.memory_budget
         log.log(
             logging.WARNING if self._has_budget_in_bytes else logging.INFO,
@@ -203,11 +206,11 @@ class RunProfiler:
         )
 
     def _state_bytes(self, model: nn.Module, optimizer: Any) -> int | None:
-        """Return 0 to leave out of the profile the state that the optimizer has not created yet, or None to predict it.
+        """Return 0 to leave the optimizer's future state out of the profile, or None to predict this state.
 
-        The result is the value of `TrainingStep.optimizer_state_bytes`. It is 0 if there is no optimizer, if steps of
-        other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted. The plan
-        then includes the state only after the memory of a step has been measured.
+        The result is the value of `TrainingStep.optimizer_state_bytes`. The result is 0 if there is no optimizer, if
+        steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted.
+        The plan then includes the state only after the memory of a step has been measured.
 
         After `profile_steps` steps the optimizer usually has all of its state. In fp16 it may have none, because the
         Trainer skips the updates of steps whose gradients overflow.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 REPORTS_LACK = "training goes on, and reports show what is there"
 HISTORY_PARTS = 64
-"""The history is saved once at least one in 64 of its events is unsaved, because each save writes all events."""
+"""The history is saved when at least one in this many of its events is unsaved. Each save writes all events."""
 
 
 class Phase:
@@ -122,7 +122,7 @@ class RunState:
         self.profiler = RunProfiler(config, loop)
         self.profiler.inner_steps.expected = optimizer
         self.num_before = 0
-        """Number of finished steps before the checkpoint that this run resumes from; 0 for a new run."""
+        """Number of finished steps before the checkpoint that this run resumes from, or 0 for a new run."""
         self.num_steps = 0
         """Number of finished steps of this run, without `num_before`."""
         self.has_stepped = False
@@ -138,8 +138,8 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. An error within the table must not take the place of
-        the out-of-memory error, and is named in the text instead.
+        Call this while the tensors of the failed step are alive. If building the table fails, the text names that
+        error, so that it does not replace the out-of-memory error.
         """
         self.phase.show()
         try:
@@ -154,7 +154,7 @@ class RunState:
 
     @property
     def active_policy(self) -> Policy:
-        """The current policy. Use this only in phases with a policy; it fails if `policy` is None."""
+        """The current policy. Use this only in phases with a policy. It fails if `policy` is None."""
         assert self.policy is not None
         return self.policy
 
@@ -190,7 +190,7 @@ class RunState:
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
     def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the history and, if it `changed`, the policy into the run's folder.
+        """Write the history into the run's folder, and also the policy if it `changed`.
 
         A long history is written less often (HISTORY_PARTS), but always if the policy changed or `is_last` is True.
         """

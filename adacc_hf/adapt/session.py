@@ -32,10 +32,10 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 log = logging.getLogger(__name__)
 
 UNSEEN_STEPS = 4
-"""Number of steps in a row without an optimizer step at which a warning is logged. GradScaler skips a few optimizer
-steps at the start of training."""
+"""Number of consecutive steps without an optimizer step after which a warning is logged. GradScaler skips a few
+optimizer steps at the start of training."""
 MOST_MICRO = 256
-"""Number of micro-batches without an optimizer step at which a warning is logged."""
+"""Number of micro-batches without an optimizer step after which a warning is logged."""
 NOT_SEEN = (
     "Adacc: %d %s without a step of the optimizer that AdaccSession was given: call optimizer.step() within "
     "session.step(batch), or right after the last session.micro_batch(batch), and make a new session for a new "
@@ -59,9 +59,9 @@ class AdaccSession:
 
     Before the first forward, the session profiles small parts of the first batch (the whole batch if the model cannot
     run on parts) and solves a policy. If the first batch leaves blocks out, or the model is sharded (FSDP, ZeRO-3), the
-    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each batch size gets a policy
-    of its own, and policies are adapted to the data. AdaccCallback does the same in a Trainer. A model compiled as a
-    whole (torch.compile) is supported only by the callback. For example:
+    first `profile_steps` steps run under torch's checkpoint, and the policy follows. Each batch size gets its own
+    policy, and policies are adapted to the data. AdaccCallback does the same in a Trainer. A model compiled as a whole
+    (torch.compile) is supported only by the callback. For example:
 
         session = AdaccSession(model, optimizer, memory_budget="20GiB")
         for batch in loader:
@@ -114,7 +114,7 @@ class AdaccSession:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
         self.state = RunState(self.config, policy, model, optimizer, loop)
-        """State of the run. Public, because adapters may define phases of their own."""
+        """State of the run. Public, because adapters may define their own phases."""
         self.hooks = LoopHooks(self.state, compute_loss)
         """Hooks on model and optimizer, which send the events of a user's own loop. Adapters may use the hooks too."""
         self._num_micro = 0
@@ -125,18 +125,19 @@ class AdaccSession:
         self._is_explicit = False
         """True inside the context of `step`."""
         self._num_unseen = 0
-        """Number of latest steps in a row in which no optimizer step was observed."""
+        """Number of the latest consecutive steps in which no optimizer step was observed."""
         self._is_one = False
         """True inside `step(batch)` or `run`, where the step has exactly one micro-batch."""
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy; None before there is one."""
+        """The current policy, or None before there is one."""
         return self.state.policy
 
     @property
     def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
+        """The profile that the current policy was solved for, or None if the policy was passed in as a Policy or
+        file."""
         return self.state.profile
 
     @property
@@ -246,7 +247,7 @@ class AdaccSession:
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
-        # The first rank decides, also where the others do not see its files: all ranks must profile, or none.
+        # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
         saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config.memory_budget))
         if saved is not None:
             self.begin(saved, saved.step or 0)
@@ -305,7 +306,7 @@ class AdaccSession:
         self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """Begin a step. `step` is the number of finished steps; None if the training loop does not count them.
+        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count them.
 
         `optimizer` replaces the session's optimizer, unless None.
         """
@@ -340,8 +341,8 @@ class AdaccSession:
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
         """End a step. This may profile the model, solve a policy, or apply a new policy.
 
-        `step` is the number of finished steps; None if the training loop does not count them. `optimizer` replaces the
-        session's optimizer, unless None.
+        `step` is the number of finished steps, or None if the training loop does not count them. `optimizer` replaces
+        the session's optimizer, unless None.
         """
         if optimizer is not None:
             self.state.optimizer = optimizer
@@ -352,7 +353,10 @@ class AdaccSession:
         self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self) -> bool:
-        """Return True if the step has called the model for training. Warn if forward or optimizer step is missing."""
+        """Return True if the step has called the model for training.
+
+        Warn if the forward or the optimizer's step is missing.
+        """
         if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
@@ -390,7 +394,7 @@ class AdaccSession:
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
         """Return a context that abandons the current step if an error is raised in it. The error is raised again.
 
-        If memory runs out and `may_try` is True, an error message recommends `run`, which can repeat a step.
+        If memory runs out and `may_try` is True, a logged message recommends `run`, which can repeat a step.
         """
         try:
             yield
@@ -405,7 +409,7 @@ class AdaccSession:
 
 
 def _loaded(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
-    """Return the state that `AdaccSession.save` wrote into `folder`; None if it is for other settings.
+    """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.
     """

@@ -31,11 +31,11 @@ class SizePolicy:
     """Policy for one batch size during a run, with its replanner, its plans and measurements of its steps."""
 
     shapes: BatchShapes | None
-    """Sizes of the batch that the policy was made for; None if the sizes are not known."""
+    """Sizes of the batch that the policy was made for, or None if the sizes are not known."""
     replanner: Replanner
     plans: BlockPlans
     due: int | None = None
-    """Step at whose end the solver's result is applied; None if the solver does not run."""
+    """Step at the end of which the solver's result is applied, or None if the solver does not run."""
     must_solve: bool = False
     """True if prices changed while the solver ran."""
     is_provisional: bool = False
@@ -51,7 +51,7 @@ class SizePolicy:
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False
-    """True before the first step under the present plans, which prepares them."""
+    """True before the first step under the present plans. This step prepares the plans."""
     predicted_step_ms: float | None = None
     error: float | None = None
     """Largest round-trip error in the last tracking step."""
@@ -76,7 +76,10 @@ class SizePolicy:
         )
 
     def resume(self, record: SavedSizePolicy) -> None:
-        """Restore the state in a checkpoint's `record`. If the solver was running when it was saved, start it again."""
+        """Restore the state in a checkpoint's `record`.
+
+        If the solver was running when the state was saved, start it again.
+        """
         self.replanner.num_tracked, self.due = record.num_tracked, record.due
         self.is_provisional, self.is_borrowed = record.is_provisional, record.is_borrowed
         if record.memory_budget is not None:

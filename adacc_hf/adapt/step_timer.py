@@ -82,10 +82,12 @@ MAX_STEPS = 64
 """Number of latest step times that are kept for a policy. The median of more times is no better."""
 
 COMPARED = 16
-"""Number of latest normal steps for the normal time. More would be no better, because a machine's speed drifts."""
+"""Number of latest normal steps from which the normal time is computed. More would not help, because a machine's speed
+drifts."""
 
 ENOUGH = 4
-"""Fewest normal steps for the normal time, because the median of fewer steps is close to a single step's time."""
+"""Minimum number of normal steps for the normal time, because the median of fewer steps is close to a single step's
+time."""
 
 
 class StepTimes:

@@ -95,7 +95,7 @@ class TrackingSteps:
         return is_degraded
 
     def cancel(self) -> None:
-        """Stop the measurements and drop their results. Has no effect outside of tracking steps."""
+        """Stop the measurements and drop their results. Has no effect outside tracking steps."""
         for size_policy in self._choice.cache.all:
             size_policy.replanner.cancel_tracking()
         self.is_on = False

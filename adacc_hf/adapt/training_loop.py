@@ -45,11 +45,12 @@ class TrainingLoop:
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro
-        """Micro-batches per step. In a user's own loop, the number in the previous step; in the first step, a guess."""
+        """Micro-batches per step. In a user's own loop, this is the number in the previous step, and a guess in the
+        first step."""
         self.folder = folder
         """Folder for the run's policy, profile and history. None writes no files."""
         self.autocast: tuple[torch.dtype, bool] | None = None
-        """(dtype, True if casts are cached) of the autocast around the model's last call; None without autocast."""
+        """(dtype, True if casts are cached) of the autocast around the model's last call, or None without autocast."""
         self._device_type = "cpu"
 
     @property
@@ -83,9 +84,9 @@ class TrainingLoop:
         return int(device.type == "cpu")
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
-        """Return a function that makes the context of the micro-batches before a step's last one.
+        """Return a function that creates the context of every micro-batch of a step except the last.
 
-        In this context, ranks do not exchange gradients. Return None if ranks exchange them in every micro-batch.
+        In this context, ranks do not exchange gradients. Return None if ranks exchange gradients in every micro-batch.
         """
         return None
 
@@ -106,12 +107,13 @@ class SessionAdapter:
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy; None before there is one."""
+        """The current policy, or None before there is one."""
         return None if self.session is None else self.session.policy
 
     @property
     def profile(self) -> Profile | None:
-        """The profile that the current policy was solved for; None if the policy was passed in as a Policy or file."""
+        """The profile that the current policy was solved for, or None if the policy was passed in as a Policy or
+        file."""
         return None if self.session is None else self.session.profile
 
     @property
@@ -131,7 +133,7 @@ class SessionAdapter:
 
 
 def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, Any]) -> AdaccConfig:
-    """Return `config` with `overrides` of its fields. A `config` of None means the defaults.
+    """Return `config` with some fields replaced by `overrides`. A `config` of None means the defaults.
 
     Raises TypeError, whose message names the class `owner`, if `config` is not an AdaccConfig, or if `policy` is not a
     Policy, path or function.

@@ -1,1 +1,1 @@
-"""Records without torch that the other packages exchange: settings, profiles, policies, and the memory of a step."""
+"""Records that the other packages exchange, without torch: settings, profiles, policies, and the memory of a step."""

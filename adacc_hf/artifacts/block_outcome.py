@@ -75,7 +75,8 @@ def rerun_ms(kind: KindProfile) -> float:
 def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
     """Return the live bytes at each moment of a checkpointed forward, which encodes compressed inputs at the end."""
     externally_held = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
-    # The measured forward frees a value at its death. Inputs and externally held values stay, and count from there on.
+    # The measured forward frees every value at its last release. Here, inputs and externally held values stay live and
+    # are added from that moment on.
     nbytes = {value.index: value.nbytes for value in [*kind.inputs, *externally_held]}
     staying_bytes = accumulate(nbytes.get(event.value, 0) if event.death else 0 for event in kind.forward)
     live = [

@@ -1,4 +1,4 @@
-"""Simulation of one block's forward and backward under a plan per activation: live bytes at each moment."""
+"""Simulation of one block's forward and backward under a plan with one action per activation: live bytes over time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 DECODED_CACHE_UNPACKS = 4
 """Number of unpacks for which the executor caches a decoded value. If none of these unpacks reads the value, the value
 is freed. The slots of one operator are unpacked one after the other, followed by the slots of its neighbour. A mask
-that a replay reads at the start of backward and autograd at the end is decoded twice, instead of taking 32 times its
-payload in the whole backward."""
+that replay reads at the start of backward, and autograd at the end, is therefore decoded twice. Otherwise the decoded
+mask would take 32 times its payload during the whole backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class _BackwardEvent:
 class BlockWalk:
     """A simulation of one block's backward: first the order of events, then the live bytes at each event.
 
-    - Roots, the tensors and payloads that forward stored, are live from the start. A root is freed when the last slot
+    - Roots (the tensors and payloads that forward stored) are live from the start. A root is freed when the last slot
       that needs the root is released. A slot that is never released lives until the end of the block's backward.
     - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated.
       An output that is also a root, or that nothing reads, is freed at once.
@@ -124,7 +124,7 @@ class BlockWalk:
         return self.kind.values[value].nbytes
 
     def _closure(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return (roots read, operators run) in a replay of `value` from stored values."""
+        """Return (stored values read, operators run) when the simulated backward replays the activation `value`."""
         roots: set[int] = set()
         operators: set[int] = set()
         pending = [value]
@@ -278,7 +278,7 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return, for each event of backward, the bytes of decoded values and copies during it and after it."""
+        """Return the bytes of decoded values and copies (during, after) each event of the backward."""
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):

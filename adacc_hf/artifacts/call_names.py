@@ -1,8 +1,8 @@
 """Names of the calls of blocks in one step.
 
 A model may call a block several times before backward, if layers share their weights or the loss calls the model twice.
-Each call has its own name, and with it a plan. The first call is named by the block's module path, the others "path#2"
-and "path#3".
+Each call has its own name and its own plan. The first call is named by the block's module path, the others "path#2" and
+"path#3".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def numbered_names(names: Iterable[str]) -> list[str]:
 
 
 def block_of_call(name: str) -> str:
-    """Return the module path of the block of the call `name`."""
+    """Return the module path of the block that the call `name` runs."""
     return split_call(name)[0]
 
 
@@ -38,7 +38,7 @@ def split_call(name: str) -> tuple[str, int]:
 
 
 def calls_per_block(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of calls of each block in a step whose calls have `names`, by the block's module path."""
+    """Return the number of calls of each block, by module path, in a step with the calls `names`."""
     counts: dict[str, int] = {}
     for name in names:
         block, number = split_call(name)

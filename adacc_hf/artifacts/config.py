@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 TRACKING_NAMES = ("exponential", "off")
 MIN_BUDGET_BYTES = 64 * 1024
-"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is a fraction, or a size without its
-unit."""
+"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is probably a fraction, or a size whose
+unit is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +32,33 @@ class AdaccConfig:
     """Memory budget of training.
 
     A float in (0, 1]: limit on the bytes stored for backward, as a fraction of plain training's
-    (`Profile.plain_stored_bytes`). 1.0 is plain training, small fractions approach full recomputation.
-    An int from 65536, or a string such as "20GiB": limit on the peak of a whole training step in bytes, with
-    parameters, gradients and optimizer state. "auto": limit on the peak, equal to the bytes that this process uses plus
-    the bytes free on the device at the time of profiling, less `memory_margin`. If plain training fits the budget, the
-    blocks are not changed.
-    """
+    (`Profile.plain_stored_bytes`). 1.0 is plain training. Small fractions approach full recomputation. An int from
+    65536, or a string such as "20GiB": limit on the peak of a whole training step in bytes, with parameters, gradients
+    and optimizer state. "auto": limit on the peak, equal to the bytes that this process uses plus the bytes free on the
+    device at the time of profiling, less `memory_margin`. If plain training fits the budget, the blocks are not
+    changed."""
     memory_margin: float = 0.05
     """Fraction, 0 to 0.9, of the available device memory that "auto" leaves free, for rounding and allocations that a
-    profile does not measure. On a GPU another 10 % are reserved for fragmentation of torch's allocator
+    profile does not measure. On a GPU, another 10 % is reserved for fragmentation of torch's allocator
     (`memory.FRAGMENTATION_SHARE`), unless PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation."""
     actions: tuple[str, ...] = ("retain", "compress", "recompute")
     """Actions that the solver may choose. Without "compress", training is bit-equal to plain training. Dropout masks
-    may be stored as bits in any case, which is lossless. With "recompute", dropout masks may also be drawn again from
-    the generator's state, and torch's checkpoint may run whole blocks."""
+    may always be stored as bits, which is lossless. With "recompute", dropout masks may also be drawn again from the
+    generator's state, and torch's checkpoint may run whole blocks."""
     codecs: tuple[str, ...] | None = None
     """Names of the allowed codecs (`list_codecs()`). None selects codecs by the kind of layer (paper, section 3.2)."""
     outliers: bool = True
     """True to store outlier channels uncompressed. False is the paper's "Adacc w/o outlier"."""
     compiled_outliers: float = 0.0
-    """Share of the channels, 0 to 0.5, stored uncompressed in compiled graphs, whose shapes are fixed before any data
-    is seen. Each step selects the outlier channels again, which reads an activation two more times. `adacc plan`
-    assumes 0.01."""
+    """Share of the channels, 0 to 0.5, that compiled graphs store uncompressed. The share is a setting, because the
+    shapes of a compiled graph are fixed before any data is seen. Each step selects the outlier channels again, which
+    reads an activation two more times. `adacc plan` assumes 0.01."""
     zscore_threshold: float = 3.0
     """Channels whose absolute sum is this many standard deviations above the mean are outliers (equation 1). Large
     values, up to 1e6, select no channel. 0 selects every channel above the mean."""
     group_size: int = 64
-    """Elements that share one scale in group-wise codecs, a power of two from 16 to 1024. Smaller groups are more exact
-    and take more bytes."""
+    """Number of elements that share one scale in group-wise codecs, a power of two from 16 to 1024. Smaller groups are
+    more exact and take more bytes."""
     min_compress_bytes: int = 64 * 1024
     """Activations smaller than this, 0 to 2^40, are never compressed, because a kernel launch costs more than the
     memory saved."""
@@ -70,12 +69,13 @@ class AdaccConfig:
     because the first optimizer step allocates the optimizer's state."""
     reuse_prices: bool = False
     """True to read times of operators and codecs from the folder that `adacc profiles` lists, if the folder has them
-    for the same tape, shapes, dtypes, device, versions and settings. The codec errors are then from the data of the
+    for the same tape, shapes, dtypes, device, versions and settings. The codec errors then come from the data of the
     earlier run. False measures again. New measurements are saved to the folder in both cases."""
     tracking: str | int = "exponential"
-    """Schedule of tracking steps, which measure outliers again (paper, section 3.4): "exponential" at 1, 2, 4, ...
-    steps after the policy was set, an int n of 1 or more every n steps, "off" never. Each tracking step adds some KiB
-    to the run's history, which every checkpoint contains: use a small int for short runs only."""
+    """Schedule of tracking steps, which measure outliers again (paper, section 3.4). "exponential" tracks 1, 2, 4, ...
+    steps after the policy was set. An int n of 1 or more tracks every n steps. "off" never tracks. Each tracking step
+    adds some KiB to the run's history, which every checkpoint contains. Therefore use a small int for short runs
+    only."""
     tracked_modules: tuple[str, ...] | None = None
     """Patterns (fnmatch) of module paths inside a block whose activations are tracked. None tracks every activation
     whose codec stores outliers."""
@@ -92,8 +92,8 @@ class AdaccConfig:
     lossless codecs only."""
     solver_gap: float = 0.0
     """Relative optimality gap of the integer programs, 0 to 1, as a part of the overhead. 0 requires a proof of
-    optimality, 0.05 stops at five percent. `Policy.facts` has the remaining gap of the policy as "gap", and as "status"
-    "optimal" if the remaining gap is within this limit, else "feasible"."""
+    optimality. 0.05 stops at five percent. In `Policy.facts`, "gap" is the policy's remaining gap, and "status" is
+    "optimal" if that gap is within this limit, else "feasible"."""
     solver_seconds: float = 60.0
     """Time limit of one integer program, 0.001 to 86400 seconds. A program usually takes 10 to 30 ms. If a program ends
     at the limit, the policy depends on the machine's load."""
@@ -112,14 +112,14 @@ class AdaccConfig:
     `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are spikes."""
     takeover_steps: int = 1
     """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from the step's
-    measurements. 0 waits for the solver at once. Large values train longer under the old policy."""
+    measurements. With 0, the switch waits for the solver at once. Large values train longer under the old policy."""
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
-    logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
+    logs a warning and trains with the minimum memory. "error" raises InfeasibleBudgetError."""
     length_buckets: bool | None = None
     """Deprecated, without effect: each size class of batches has its own policy."""
     retry_out_of_memory: bool = True
-    """True to retry a step that ran out of memory once under a tighter policy, if a retry is possible."""
+    """True to retry a step that ran out of memory under a tighter policy, once and if a retry is possible."""
     block_classes: tuple[str, ...] | None = None
     """Class names of the modules to treat as blocks. None selects every GradientCheckpointingLayer of Transformers."""
 
@@ -209,7 +209,7 @@ def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_B
 
 
 def budget_hint(num_bytes: int) -> str:
-    """Return a hint for the error message if the budget is too small to train in, else ""."""
+    """Return a hint for the error message about a budget that is too small for training, else ""."""
     if not 0 < num_bytes < MIN_BUDGET_BYTES:
         return ""
     size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'

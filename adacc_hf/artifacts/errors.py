@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def as_sentence(text: object) -> str:
-    """Return `text`, such as another library's error message, with a full stop at the end, to append a sentence."""
+    """Return `text`, such as another library's message, with a full stop at the end, so that a sentence can follow."""
     stripped = str(text).rstrip()
     return stripped if stripped.endswith((".", "!", "?")) else f"{stripped}."
 
@@ -30,8 +30,9 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
     `smallest_budget_bytes` is the smallest budget for which the solver found a policy. If the budget was set in bytes,
     this number is the peak bytes of a step. If the budget was set as a fraction, this number is the bytes stored for
-    backward. `bound_bytes` is a lower bound of the budget of any policy. The two numbers are equal if no smaller budget
-    is feasible. `least` is the policy for `smallest_budget_bytes`, or None if the error does not come from the solver.
+    backward. `bound_bytes` is a lower bound on the budget that any policy needs. The two numbers are equal if no
+    smaller budget is feasible. `least` is the policy for `smallest_budget_bytes`, or None if the error does not come
+    from the solver.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class TapeMismatchError(AdaccError, RuntimeError):
 
 
 class SavedTensorMismatchError(TapeMismatchError):
-    """In a block call, autograd saved another tensor than recorded on the block's tape."""
+    """In a block call, autograd saved a tensor that differs from the one recorded on the block's tape."""
 
 
 class ProfilerConflictError(AdaccError, RuntimeError):
@@ -80,7 +81,7 @@ class ConcurrentCallError(AdaccError, RuntimeError):
 
 
 class UnrestorableError(AdaccError, RuntimeError):
-    """Forward changed state that cannot be restored after a run for measurement."""
+    """The forward changed state that cannot be restored after a measurement run."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):

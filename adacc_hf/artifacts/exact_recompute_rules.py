@@ -1,7 +1,7 @@
 """Rules for values that must not be recomputed from lossily compressed inputs.
 
 Index values are computed from numbers: the expert of a token, or the order of sorted rows. If two numbers are nearly
-equal, a replay that reads a lossily compressed tensor may choose another index than forward did. Rows saved in one
+equal, a replay that reads a lossily compressed tensor may choose a different index from forward's. Rows saved in one
 order would then meet gradients in another order. So indices are recomputed only from exact inputs. Boolean values
 (results of comparisons) are recomputed: a boolean differs only if a number is near the threshold, and then both
 branches are near each other too.
@@ -11,8 +11,8 @@ sets nearly all of a row to 0, the recomputed deviation is wrong by orders of ma
 of the row. So if the rows are stored lossily, their statistics are stored too. If the rows themselves are recomputed,
 statistics of the recomputed rows are used, because these match the rows.
 
-Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element is dropped by chance and by
-magnitude), and no recorded operator shows the dependence. The outputs count as index values.
+Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element's chance of being dropped
+may depend on its magnitude), and no recorded operator shows the dependence. The outputs count as index values.
 
 Other values with a large error are found by measurement when a block is profiled (`price/codec_gradient_error.py`).
 """

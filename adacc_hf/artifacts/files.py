@@ -61,7 +61,7 @@ def read_json(path: str | Path, error_class: type[Exception], file_type: str) ->
 
 
 class RecordFolder:
-    """Folder of JSON records, each in a file of its own.
+    """Folder of JSON records, one file for each.
 
     Files are written atomically. Several processes may therefore use the folder at the same time. The first `put`
     creates the folder. A file that is not a record of this `version` raises `error_class`. `record_type` is part of the

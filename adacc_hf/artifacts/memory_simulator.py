@@ -23,7 +23,7 @@ class Outcome:
     """Memory and time of one training step under a policy."""
 
     stored_bytes: int
-    """Bytes stored by forward for backward, with shared tensors and the model outside the blocks."""
+    """Bytes stored by forward for backward, including shared tensors and the model outside the blocks."""
     peak_bytes: int
     """Peak of the step in bytes."""
     overhead_ms: float
@@ -78,7 +78,7 @@ class EarlierBlocks(NamedTuple):
     """Shared tensors that the blocks' replays read."""
 
     def with_block(self, outcome: BlockOutcome) -> EarlierBlocks:
-        """Return the sums with the next block added, which has `outcome`."""
+        """Return the sums with the next block added. `outcome` is the outcome of that block."""
         return EarlierBlocks(
             self.stored_bytes + outcome.stored_bytes,
             self.live_bytes + outcome.live_bytes,
@@ -86,21 +86,20 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes live in (forward, backward) of the next block, the `index`-th, without that block's own
-        bytes."""
+        """Return the bytes live in (forward, backward) of block `index`, the next block, without that block's bytes."""
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
         return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes + shared + self.stored_bytes
 
     def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
-        """Return the peak in bytes of the forward and the backward of the next block, the `index`-th."""
+        """Return the peak, in bytes, of the forward and backward of block `index`, which is the next block."""
         forward, backward = self.base_bytes(profile, index, outcome)
         peak = forward + outcome.forward_working_bytes
         return max(peak, backward + outcome.working_bytes) if outcome.moments else peak
 
     def head_peaks(self, profile: Profile) -> tuple[int, int]:
-        """Return the peaks in bytes in (forward, backward) of the head and the loss, after all blocks."""
+        """Return the peak bytes of (forward, backward) of the head and the loss, which run after all blocks."""
         outside, loss = profile.head_peaks(self.shared)
         return outside + self.live_bytes, loss + self.stored_bytes
 

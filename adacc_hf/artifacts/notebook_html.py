@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 ACTION_COLORS = {"retain": "#0072B2", "compress": "#E69F00", "recompute": "#D5D9DE"}
-"""Blue, orange and light grey, distinguishable by colour-blind readers and, by lightness, in grey prints."""
+"""Blue, orange and light grey. Colour-blind readers can distinguish them, also by lightness in grey prints."""
 TEXT_COLORS = {"retain": "#fff", "compress": "#1f2328", "recompute": "#1f2328"}
 """Text colours on `ACTION_COLORS`, readable on light and dark pages."""
 
 CELL = "padding:2px 10px;text-align:{side};border-bottom:1px solid rgba(128,128,128,0.4);white-space:nowrap"
 MAX_ROWS = 60
-"""Maximum number of rows in a table. If a block has more activations, a last row gives the number left out."""
+"""Maximum number of rows in a table. If a block has more activations, the last row gives the number of those left
+out."""
 
 
 def table_html(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> str:
@@ -123,7 +124,7 @@ def paragraph(text: str) -> str:
 
 
 def describe_names(names: Sequence[str]) -> str:
-    """Return the names of blocks of one plan in a few words: "h.0, h.1 and 4 more, up to h.9"."""
+    """Return a short text that lists the blocks `names`, which share a plan: "h.0, h.1 and 4 more, up to h.9"."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more, up to {names[-1]}"

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def checkpoint_plan(kind: KindProfile, codecs: Mapping[int, Choice] | None = None) -> Plan | None:
-    """Return the plan that checkpoints a block of `kind` and compresses inputs. `codecs` has the codec of each
-    compressed input, by value index.
+    """Return the plan that checkpoints a block of `kind` and compresses some of its inputs.
+
+    `codecs` has the codec of each compressed input, by value index.
 
     Return None if the kind does not allow torch's checkpoint (`KindProfile.block_actions`).
     """
@@ -65,7 +66,7 @@ def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
 def random_plan(
     kind: KindProfile, generator: random.Random, allowed: Sequence[Action], lossless: bool, checkpoint_share: float
 ) -> Plan:
-    """Return a plan with random actions out of `allowed`. See `random_policy`.
+    """Return a plan with random actions chosen from `allowed`. See `random_policy`.
 
     `checkpoint_share` is the probability that the plan checkpoints a whole block that could be replayed. For a block
     that cannot be replayed, the probability is 0.5.
@@ -87,7 +88,7 @@ def random_plan(
         choices[value.index] = generator.choice(candidates) if candidates else RETAIN
         if choices[value.index] in [Choice.compress(option) for option in options if not option.lossless]:
             lossy_values.add(value.index)
-    # Values that must not be recomputed from lossy ones are retained instead.
+    # Values that must not be recomputed from lossily stored values are retained instead.
     exact_values = kind.index_values(lossy_values) | kind.exactness_dependents_of(lossy_values)
     retained = [v for v in exact_values if choices.get(v) == RECOMPUTE]
     return Plan(kind=kind.digest, choices=tuple((choices | dict.fromkeys(retained, RETAIN)).items()))

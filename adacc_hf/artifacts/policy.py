@@ -29,8 +29,8 @@ COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 IDLE_KIND = "idle"
-"""Placeholder for the tape's digest in the plan of an idle block, which the profiled batch ran only without gradients.
-The plan has no actions. See `adacc_hf/price/idle_blocks.py`."""
+"""Placeholder for the tape's digest in the plan of an idle block. An idle block is one that the profiled batch ran only
+without gradients. Its plan has no actions. See `adacc_hf/price/idle_blocks.py`."""
 
 Place = tuple[int | str, ...]
 """Place of a tensor among the arguments of a call: the argument's position or name, then the keys into containers."""
@@ -54,7 +54,7 @@ class Action(str, Enum):
     RETAIN = "retain"
     """Keep the tensor, as autograd does."""
     COMPRESS = "compress"
-    """Keep the payload of a codec instead, and decode the payload in backward."""
+    """Keep a codec's payload in place of the tensor, and decode the payload in backward."""
     RECOMPUTE = "recompute"
     """Free the tensor in forward, and replay the operators that compute it when backward needs the tensor."""
 
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def block_action(self) -> BlockAction:
-        """Action on the whole block that follows from this plan."""
+        """Action that this plan implies for the block as a whole."""
         if self.is_checkpointed:
             return BlockAction.CHECKPOINT
         return BlockAction.PLAIN if self.is_plain else BlockAction.REPLAY
@@ -139,7 +139,7 @@ class Policy:
     """
 
     plans: tuple[Plan, ...]
-    """Plans of this policy, each listed once."""
+    """Distinct plans of this policy."""
     blocks: tuple[tuple[str, int], ...]
     """(name of the call, index of its plan) of each block call in a step, in forward order. The name is the block's
     module path. The name of the block's second call is "path#2"."""

@@ -26,8 +26,8 @@ MAX_TERMS = 3
 MIN_LEAST_SQUARES_CALLS = 2 * MAX_TERMS
 """Minimum number of calls for an approximation by least squares with MAX_TERMS terms."""
 RELATIVE_TOLERANCE = 1e-6
-"""Largest float error of a candidate sum of products, relative to the largest number of the column. Floats round at
-1e-16 of each term. Terms of opposite sign may be 1e9 times as large as their sum."""
+"""Largest float error of a candidate sum of products, relative to the largest number of the column. The rounding error
+of a term is about 1e-16 of the term. Terms of opposite sign may be 1e9 times as large as their sum."""
 MAX_SYMBOLS = 5
 """Maximum number of independent sizes. With more, the combinations of products are too many to try."""
 
@@ -35,7 +35,7 @@ MAX_SYMBOLS = 5
 class Polynomial:
     """A sum of products of sizes, each with an integer factor, over a common integer divisor.
 
-    A call takes the values of the products, which all polynomials of a `Basis` share.
+    To evaluate the polynomial, call it with the values of the products, which all polynomials of a `Basis` share.
     """
 
     __slots__ = ("divisor", "terms")
@@ -77,7 +77,7 @@ class Basis:
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
 
     def share_of_full_products(self, polynomial: Polynomial, sizes: Sizes) -> float:
-        """Return the part of the polynomial's value at `sizes` that comes from products with every size as a factor."""
+        """Return the fraction of the polynomial's value at `sizes` from products that have every size as a factor."""
         products = self.products(sizes)
         full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
         return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
@@ -128,9 +128,9 @@ class Basis:
         return tuple(zip(scaled.tolist(), places[best].tolist(), strict=True)), max(0.0, shortfall)
 
     def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
-        """Yield the indices of each choice of `num_terms` products that fits `column` in floats.
+        """Yield the indices of each choice of `num_terms` products that fits `column` in floating-point arithmetic.
 
-        The caller checks in integers if the fit is exact.
+        The caller checks in exact integers that the fit is exact.
         """
         if len(self._columns) < num_terms:
             return
@@ -207,10 +207,12 @@ def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | N
 
 
 def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """Return the indices of the sizes that vary independently. Return None if there are more than MAX_SYMBOLS.
+    """Return the indices of the tensor sizes that vary independently between `calls`: the variables of the polynomials.
 
-    Every other size is constant, or a polynomial of the independent sizes at lower indices. If two sizes are related
-    by chance in `calls`, one of them is missing from the result until a call without the relation is added.
+    Return None if there are more than MAX_SYMBOLS.
+
+    Every other size is constant, or a polynomial of the independent sizes at lower indices. If two sizes are related by
+    chance in `calls`, one of them is missing from the result until a call without the relation is added.
     """
     places: list[int] = []
     basis = Basis([()] * len(calls))

@@ -45,7 +45,7 @@ class CodecOption:
     encode_ms: float
     decode_ms: float
     error: float
-    """Relative L2 error of the round trip; 0 for a lossless codec."""
+    """Relative L2 error of the round trip, or 0 for a lossless codec."""
     lossless: bool
 
 
@@ -67,7 +67,7 @@ class Value:
     nbytes: int
     """Bytes of the whole storage."""
     producer: int | None
-    """Index of the operator that computes the value; None for a block input."""
+    """Index of the operator that computes the value, or None for a block input."""
     saved: bool
     """True if autograd saves the value in this block."""
     activation: bool
@@ -81,7 +81,7 @@ class Value:
     """Class of tensor for codec selection (paper, section 3.2): linear, norm, activation, qkv, softmax, mask, input,
     parameter (a cast parameter), generator (state of a random generator), whole (see WHOLE), other."""
     cached: bool = False
-    """True if the value lives until the end of the model's forward whatever the policy: a cast parameter in autocast's
+    """True if the value lives until the end of the model's forward under every policy: a cast parameter in autocast's
     cache, or a value that a module or an autograd Function references."""
     is_kept: bool = False
     """True if a reference outside the block's slots also keeps the value alive: an output that another block or the
@@ -193,10 +193,11 @@ class KindProfile:
     """Indices into `Profile.shared` of the tensors that a block keeps alive for backward only if the block's replay
     reads them. Memory was measured under full recomputation, in which replay reads all these tensors."""
     given: tuple[int, ...] = ()
-    """Indices into `Profile.shared` of the arguments of a call, used or not. Torch's checkpoint keeps them alive."""
+    """Indices into `Profile.shared` of all arguments of a call, unused arguments included. Torch's checkpoint keeps
+    them alive."""
     copied_slots: tuple[int, ...] = ()
-    """Slots of autograd Functions written in Python. Their backward may write into saved tensors, and gets a copy of
-    each tensor that a replay reads (rule R6)."""
+    """Slots of autograd Functions written in Python. The Functions' backward may write into saved tensors, and
+    therefore gets a copy of each tensor that a replay reads (rule R6)."""
     untrusted: str | None = None
     """Reason why the block's operators cannot be replayed, or None if replay is possible. Without replay, all saved
     tensors form one activation of role WHOLE, which a plain block retains and torch's checkpoint recomputes."""
@@ -280,7 +281,10 @@ class KindProfile:
         return self.untrusted is None and not is_imprecise and not self.index_values(inputs)
 
     def codec_option(self, value: int, choice: Choice) -> CodecOption:
-        """Return the cost of compressing `value` as `choice` says. Raises ValueError if the codec was not measured."""
+        """Return the cost of compressing `value` with the codec of `choice`.
+
+        Raises ValueError if the codec was not measured.
+        """
         for option in self.values[value].codecs:
             if (option.codec, option.options) == (choice.codec, choice.options):
                 return option
@@ -380,7 +384,7 @@ class Profile:
     accumulation, the gradients of earlier micro-batches."""
     outside_peak_bytes: int
     """Peak in bytes in the forward of the head and the loss, without the bytes that blocks store. Casts in autocast's
-    cache are included, because they are live whatever the policy."""
+    cache are included, because they are live under every policy."""
     loss_peak_bytes: int
     """Peak in bytes in the backward of the head and the loss, without the bytes that blocks store."""
     tail_peak_bytes: int
@@ -453,7 +457,7 @@ class Profile:
         return replace(self, kinds=tuple(replace(k, values=tuple(map(limited, k.values))) for k in self.kinds))
 
     def with_extra_live_bytes(self, forward: int, blocks: Sequence[int], after: int) -> Profile:
-        """Return a copy with more bytes live, or fewer if negative, for every head.
+        """Return a copy with more live bytes for every head. Negative numbers reduce the live bytes.
 
         `forward` bytes are live in the forward and in the loss's backward, `blocks[i]` in the backward of the i-th
         block, and `after` after the backward of all blocks. `static_bytes` and the optimizer's peak do not change.
@@ -539,7 +543,7 @@ class Profile:
         """
         base, unread = self.unread_shared_bytes(-1, frozenset()), self.unread_shared_bytes(-1, read)
         extra = self.extra_shared_bytes(-1, read)
-        # The tensors that are read add at most their bytes to the peak without any of the shared tensors.
+        # The read tensors raise the peak by at most their own bytes, compared with the peak without any shared tensor.
         reduction = max(0, self.outside_live_bytes - (base - unread))
         return self.outside_peak_bytes - reduction + extra, self.loss_peak_bytes - unread + extra
 

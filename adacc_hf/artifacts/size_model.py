@@ -1,10 +1,10 @@
 """A model of how the numbers of a profile (bytes, shapes) depend on the sizes of a batch, fitted to a few batches.
 
-A profile is taken at one size, and its memory at three more (price/batch_subsampling.py). A number that is a sum of
-products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`). A peak is the maximum of several
-sums, and may follow no polynomial. The model then interpolates linearly between the two nearest measured sizes, which
-overestimates the peak, and extrapolates above the largest size with the line through the largest and the next clearly
-smaller one. The time of an operator scales with the bytes that it reads and writes.
+A profile is measured at one size, and memory alone at three more sizes (price/batch_subsampling.py). A number that is a
+sum of products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`). A peak is the maximum of
+several sums, and may follow no polynomial. The model then interpolates linearly between the two nearest measured sizes,
+which overestimates the peak, and extrapolates above the largest size with the line through the largest and the next
+clearly smaller one. The time of an operator scales with the bytes that it reads and writes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SIZE_CLASS_RATIO = 1.25
 needs more policies."""
 
 MIN_SHARE_FOR_LINES = 0.75
-"""Minimum part of a batch's elements that grows with all independent sizes (samples and length). Below this part,
-memory is not interpolated over the number of elements."""
+"""Minimum fraction of a batch's elements that must grow with all independent sizes (samples and length). Below this
+fraction, memory is not interpolated over the number of elements."""
 
 MAX_EXACT_SIZE = 16
 """Sizes up to this number are not rounded. Each of these sizes is a size class of its own."""
@@ -92,14 +92,15 @@ class SizeModel:
         self._basis = Basis([tuple(call[p] for p in self._symbols) for call in calls])
         self._dimension_rules = [self._basis.fit(column) for column in zip(*calls, strict=True)]
         self._num_elements = [_num_elements(shapes) for shapes, _ in measured]
-        """Elements of each measured batch."""
+        """Number of elements of each measured batch."""
         elements = self._basis.fit(tuple(self._num_elements))
         smallest = tuple(min(calls, key=prod)[p] for p in self._symbols)
         self._uses_lines = len(self._symbols) < 3 and (
             elements is None or self._basis.share_of_full_products(elements, smallest) >= MIN_SHARE_FOR_LINES
         )
-        """True if a number that is no sum of products is interpolated linearly over the elements of a batch. False for
-        images with texts: the elements of images grow with samples alone, the memory with the text's length too."""
+        """True if a number that is not a sum of products is interpolated linearly over the elements of a batch. False
+        for images with texts: the number of elements grows with the samples alone, but memory also grows with the
+        text's length."""
         columns = list(zip(*(numbers for _, numbers in measured), strict=True))
         rules = {column: self._rule(column) for column in dict.fromkeys(columns)}
         self._rules = [rules[column] for column in columns]
@@ -131,8 +132,8 @@ class SizeModel:
     def size_class(self, shapes: Shapes) -> Shapes | None:
         """Return the shapes of the size class of `shapes`, the upper bound of all batches in the class.
 
-        Neighbouring classes differ by SIZE_CLASS_RATIO. Return None if the batch has other tensors than the measured
-        batches, or if its sizes are not related to each other as in the measured batches.
+        Neighbouring classes differ by SIZE_CLASS_RATIO. Return None if the batch lacks a tensor of the measured
+        batches, or if the batch's sizes are not related to each other as in the measured batches.
         """
         ranks = {name: len(size) for name, size in self._shapes}
         shapes = tuple((name, size) for name, size in shapes if name in ranks)  # the Trainer's batch may have more
@@ -149,8 +150,9 @@ class SizeModel:
     def profile_at(self, profile: Profile, shapes: Shapes) -> Profile:
         """Return `profile` as predicted for batches of `shapes`.
 
-        `profile` is the measured profile or a copy with other prices, with the head that was measured. `shapes` must
-        have a size class. The codecs are not changed: `estimated_profile.resize_profile` selects codecs for the shapes.
+        `profile` is the measured profile, or a copy of it with other prices. The profile's head must be the measured
+        one. `shapes` must have a size class. The codecs are not changed: `estimated_profile.resize_profile` selects
+        codecs for the shapes.
         """
         if shapes == self._shapes:
             return profile
@@ -187,8 +189,10 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
 
 
 class _Exact:
-    """Rule for a number that is a polynomial of the sizes. If the result is not an integer, return the measured
-    number."""
+    """Rule for a number that is a polynomial of the sizes.
+
+    If the result is not an integer, the rule returns the measured number.
+    """
 
     def __init__(self, polynomial: Polynomial, measured: int) -> None:
         self._polynomial, self._measured = polynomial, measured
@@ -220,8 +224,9 @@ class Interpolation:
         smaller = [point for point in self._points if point[0] * SIZE_CLASS_RATIO <= largest] or self._points[:1]
         high = max(number for num_elements, number in self._points if num_elements >= smaller[-1][0])
         self._line = smaller[-1], (largest, high)
-        """Two points of the line for sizes above the largest. The two sizes are not close to each other: sizes such as
-        3 x 88 and 2 x 129 tokens differ more in shape than in size, and a line through their points may fall."""
+        """Two points of the line that extrapolates to sizes above the largest measured size. The two sizes are not
+        close to each other: sizes such as 3 x 88 and 2 x 129 tokens differ more in shape than in size, and a line
+        through their points may fall."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
         points = self._points
@@ -239,8 +244,8 @@ class Interpolation:
 def _round_size(size: int, reference: int) -> int:
     """Return the upper bound of the size class of `size`. `reference` is the upper bound of one of the classes.
 
-    Sizes up to MAX_EXACT_SIZE are not rounded, except for 1. A batch of one sample often runs other operators, whose
-    memory is not predicted. The batch belongs to the class of two samples.
+    Sizes up to MAX_EXACT_SIZE are not rounded, except that 1 becomes 2: memory is not predicted for a batch of one
+    sample, which often runs different operators.
     """
     if size <= MAX_EXACT_SIZE:
         return size if size > 1 or reference == 1 else 2

@@ -1,4 +1,5 @@
-"""CompAct (arXiv 2410.15352): linear layers that save a random projection of their input, and train in its subspace.
+"""CompAct (arXiv 2410.15352): linear layers that save a random projection of their input, and train in the projection's
+subspace.
 
 `Trainer(optimizer_cls_and_kwargs=(CompactFactory, {"target_modules": "all-linear", "rank": 0.25}))`. The gradient of a
 weight and its moments have rank r. This takes less memory than a policy with codecs, but training differs from AdamW.

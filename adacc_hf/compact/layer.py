@@ -143,7 +143,7 @@ class _CompactProduct(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dbias = dcore = None
         if ctx.needs_input_grad[0]:
-            # As under autocast: compute the product in the dtype of the output, and cast it to the dtype of the input.
+            # As under autocast, compute the product in the dtype of the output, and cast it to the dtype of the input.
             dx = (rows @ weight.to(dy.dtype)).view(*dy.shape[:-1], -1).to(x_dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0).to(bias_dtype)
@@ -157,7 +157,7 @@ class CompactLayer(nn.Module):
 
     `core` [outputs, rank] is an additional parameter, which is zero whenever a forward runs. The gradient of `core` is
     the weight's gradient in the subspace of the projection. The optimizer steps `core`, and `apply_core` adds the step
-    to the weight. `core` is not in the state_dict. It has memory before the first step, because DDP broadcasts
+    to the weight. `core` is not in the state_dict. `core` has memory before the first step, because DDP broadcasts
     parameters, and during optimizer steps. At all other times it is an expanded zero, which takes no memory.
     """
 
@@ -226,7 +226,7 @@ class CompactConv1D(CompactLayer, Conv1D):
 
 Plain = nn.Linear | Conv1D
 CLASSES: dict[type[nn.Module], type[CompactLayer]] = {nn.Linear: CompactLinear, Conv1D: CompactConv1D}
-"""By supported class of linear layers, the compact class. Subclasses of the supported classes are not supported."""
+"""Compact class of each supported class of linear layers. Subclasses of the supported classes are not supported."""
 
 
 def make_compact(layer: Plain, rank: int, group: InputGroup) -> CompactLayer:

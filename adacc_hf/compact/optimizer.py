@@ -100,9 +100,9 @@ class CompactAdamW(torch.optim.AdamW):
             make_plain(self.layers.pop())
 
     def _begin_periods(self) -> None:
-        """Set the period of each compact layer's input group, the number of the subspace in use, for the next step.
+        """Set the period of each compact layer's input group for the next step.
 
-        The period increases by one every `update_proj_gap` steps.
+        The period is the number of the subspace in use. It increases by one every `update_proj_gap` steps.
         """
         for group, layer in self._grouped_layers():
             layer.group.period = group.get("steps", 0) // self.update_proj_gap
@@ -120,7 +120,7 @@ class CompactAdamW(torch.optim.AdamW):
 
 
 def _check_cores(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Hook before each step: raise ValueError if cores of compact layers are not among the optimizer's parameters."""
+    """Hook before each step: raise ValueError if the optimizer's parameters lack the `core` of any compact layer."""
     parameter_ids = {id(core) for group in optimizer.param_groups for core in group["params"]}
     num_missing = sum(id(layer.core) not in parameter_ids for layer in optimizer.layers)
     if num_missing:
@@ -147,7 +147,7 @@ ATTENTION_OUTPUT = re.compile(
     r"attention\.output\.dense|(SelfAttention|EncDecAttention)\.o)"
 )
 """Pattern of the names of attention's output projection in Transformers' models. This layer is not made compact,
-because fused attention saves its input in any case."""
+because fused attention always saves the layer's input."""
 
 
 class CompactFactory:
@@ -300,7 +300,7 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of the optimizer, as the Trainer would make them, and one more for the cores.
 
-    The others are matrices with weight decay, and biases and norms without.
+    The others are a group of matrices, with weight decay, and a group of biases and norms, without weight decay.
     """
     cores = [layer.core for layer in layers]
     core_ids = {id(core) for core in cores}

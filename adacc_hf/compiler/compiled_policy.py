@@ -41,13 +41,13 @@ class RegionPlan:
     """Bytes that torch's own partitioner would store for backward, parameters excluded."""
     stored_bytes: int = 0
     peak_bytes: int = 0
-    """Most live bytes in backward while a segment of the graph is recomputed: the values stored up to the end of the
-    segment, and the segment's recomputed values."""
+    """Maximum of the live bytes in backward while a segment of the graph is recomputed: the values stored up to the end
+    of the segment, and the segment's recomputed values."""
     backward_bytes: int = 0
-    """Most live bytes of the backward, temporaries and gradients included, as estimated from the graph."""
+    """Maximum of the live bytes in the backward, temporaries and gradients included, as estimated from the graph."""
     code_bytes: tuple[int, int] | None = None
-    """Most live bytes of the forward, without its inputs, and of the backward, measured on the compiled code. None if
-    not measured yet or if the measurement is impossible."""
+    """Maxima of the live bytes in the forward, without its inputs, and in the backward, measured on the compiled code.
+    None if not measured yet or if the measurement is impossible."""
     overhead_ms: float = 0.0
     """Estimated time for replay, storing and codecs, minus the same time under torch's own partition. Can be
     negative."""
@@ -87,8 +87,8 @@ class CompiledPolicy:
     """Plans of all regions that a run with torch.compile has compiled so far, and the budget of these plans."""
 
     share: float | None
-    """Fraction of `plain_bytes` that each region may store. None means `budget_bytes`. If `budget_bytes` is None too,
-    each region stores the least possible."""
+    """Fraction of `plain_bytes` that each region may store. None means that `budget_bytes` applies instead. If
+    `budget_bytes` is None too, each region stores the least possible."""
     budget_bytes: int | None = None
     """Bytes that each region may hold for its backward, if the budget was given in bytes."""
     settled_for: str | float | int | None = None
@@ -96,7 +96,7 @@ class CompiledPolicy:
     regions: tuple[RegionPlan, ...] = ()
 
     def allowed_bytes(self, plain_bytes: int) -> int | None:
-        """Return the limit for a region of `plain_bytes`, or None for the least possible.
+        """Return the limit for a region of `plain_bytes`, or None if the region must store the least possible.
 
         A share limits the stored bytes. A budget in bytes limits the stored and the recomputed values.
         """
@@ -125,17 +125,21 @@ class CompiledPolicy:
 
     @property
     def peak_bytes(self) -> int:
-        """Most live bytes during the backward of any region, including the values that earlier regions store."""
+        """Maximum of the live bytes during the backward of any region, including the values that earlier regions
+        store."""
         return self._most([plan.peak_bytes for plan in self.call_plans])
 
     @property
     def backward_bytes(self) -> int:
-        """Most live bytes as in `peak_bytes`, and in addition temporaries and the region's own gradients."""
+        """Same maximum as `peak_bytes`, but with temporaries and the region's own gradients."""
         return self._most([plan.backward_bytes for plan in self.call_plans])
 
     @property
     def code_bytes(self) -> int | None:
-        """Most live bytes that a step adds, measured on the compiled code. None if any region is not measured."""
+        """Maximum of the live bytes that a step adds, measured on the compiled code.
+
+        None if any region is not measured.
+        """
         plans = self.call_plans
         region_bytes = [max(plan.code_bytes) for plan in plans if plan.code_bytes is not None]
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
@@ -280,7 +284,7 @@ class PlanStore:
     def load(self, decision_key: str, digest: str) -> RegionPlan | None:
         """Return the stored plan for the graph with this `digest`, or None.
 
-        A plan that was made with other settings has another `decision_key`, and is not returned.
+        A plan that was made with different settings has a different `decision_key`, and is not returned.
         """
         record = self._records.get(_name(decision_key, digest)) if _is_on() else None
         return None if record is None else RegionPlan.from_json(record)

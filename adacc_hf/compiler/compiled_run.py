@@ -39,8 +39,8 @@ compilation."""
 SLACK = 0.03
 """Fraction of the budget that may stay unused before the regions are compiled again for a larger share."""
 MARGIN = 0.01
-"""Safety margin if a step exceeded the budget: the regions then lose the excess, and this fraction of the bytes that
-plain torch.compile stores."""
+"""Safety margin, as a fraction of the bytes that plain torch.compile stores. After a step that exceeded the budget, the
+regions must store less by the excess and this margin."""
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "profile_steps")
 """Fields of `AdaccConfig` that affect a compiled run."""
 
@@ -55,7 +55,7 @@ class CompiledRun:
 
     All ranks have the same share and compile again at the same steps. The rank with the highest peak sets the share.
     Each rank plans its own graphs within the share, with its own costs and batch sizes. Ranks may store different
-    tensors, because gradients are reduced outside of the graphs.
+    tensors, because gradients are reduced outside the graphs.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class CompiledRun:
         else:
             self._note(step, "memory", measured_peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         free_bytes = budget_bytes - peak_bytes
-        # Memory left by a small batch is needed by larger batches, by whose peak the share was set.
+        # Memory left by a small batch is needed by larger batches. Their peak has determined the share.
         is_full = free_bytes <= SLACK * budget_bytes or modelled_bytes >= plain_bytes or is_smaller
         fits = free_bytes >= 0 and is_full
         self._num_rounds += 1
@@ -263,7 +263,7 @@ class CompiledRun:
         self._next_change = _ShareChange(step, next_share, reason)
 
     def _compile_again(self, change: _ShareChange) -> None:
-        """Recompile all regions with the changed share, the fraction of bytes that a graph may store for backward."""
+        """Recompile all regions with the changed share (the fraction of bytes that a graph may store for backward)."""
         step, share, reason = change
         allowed = "the least possible" if share is None else format_bytes(int(share * self.policy.plain_bytes))
         plain = format_bytes(self.policy.plain_bytes)
@@ -307,10 +307,10 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """Return a lower share with which all regions together store the fraction `budget`.
+    """Return a lower share, at which all regions together store `budget`, a fraction of torch.compile's stored bytes.
 
-    Some regions cannot keep to the current share. These store as much as now, so the new share is computed for all
-    other regions. Return None if no share is low enough, or if the regions store the least possible already.
+    Regions that cannot keep to the current share continue to store as many bytes as now, so the new share is computed
+    for the other regions. Return None if no share is low enough, or if the regions store the least possible already.
     """
     if policy.share is None:
         return None

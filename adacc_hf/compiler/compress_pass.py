@@ -2,7 +2,8 @@
 
 One pass replaces saved values by codec payloads. The codecs are traced into plain operators, so Inductor fuses encoding
 with the operator that computes the value, and decoding with the value's readers. Elements are encoded in memory order,
-and a decoded value has the strides of the original. Another pass keeps products in backward apart from additions.
+and a decoded value has the strides of the original. Another pass keeps Inductor from fusing products in backward with
+additions.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def compress_saved(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a tensor, ordered from the outermost to the innermost in memory."""
+    """Return the dimensions of a saved tensor from the outermost to the innermost in memory, the order of encoding."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda d: (-hint(strides[d]), d))
 
@@ -63,7 +64,7 @@ def _has_codec(node: Any, codecs: Mapping[str, Codec]) -> bool:
 
 
 def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
-    """Insert the encoding of `node` before `before`. Return the nodes of the payload."""
+    """Insert nodes that encode `node` before the node `before`. Return the nodes of the payload."""
     example = node.meta["val"]
     traced = _traced(lambda tensor: codec.encode_traceable(_in_memory_order(tensor)), [example], example.fake_mode)
     with graph.inserting_before(before):
@@ -137,9 +138,9 @@ aten = torch.ops.aten
 def prevent_addmm_fusion(backward: fx.GraphModule) -> None:
     """Rewrite gradient sums in the backward graph to keep Inductor from fusing a product with the addition.
 
-    Inductor fuses a product and an added term to one `addmm`, which runs only when the term is known. If the head
-    shares its weight with the embedding, the term is known at the end of backward. Until then the logits' gradient and
-    the head's input would stay in memory. Inductor does not fuse a - (-b), which equals a + b bit for bit.
+    Inductor fuses a product and an added term into one `addmm`, which can run only once the term is computed. If the
+    head shares its weight with the embedding, the term is computed at the end of backward. Until then the logits'
+    gradient and the head's input would stay in memory. Inductor does not fuse a - (-b), which equals a + b bit for bit.
     """
     graph = backward.graph
     gradients = {node for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}

@@ -1,5 +1,7 @@
-"""Interface to torch's compiler. Most of torch's side is private, so all access is in this module (tested: torch 2.11,
-2.13, 2.15)."""
+"""Interface to torch's compiler.
+
+Most names that it needs are private names of torch, so they are all in this module (tested: torch 2.11, 2.13, 2.15).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 _FUNCTION = private_name("CompiledFunctionBackward", "_forward_cls")
-"""Attribute of an autograd node: the autograd function whose backward the node is."""
+"""Attribute of an autograd node: the autograd function whose backward the node runs."""
 _GRAPH_NUMBER = private_name("CompiledFunction", "_aot_id")
 """Attribute of a compiled graph's autograd function: the number that AOTAutograd gave to the joint graph."""
 
@@ -75,7 +77,7 @@ def recompile_limit() -> int:
 def compile_number() -> tuple[str, str]:
     """Return Dynamo's numbers of the function being compiled and of this compilation.
 
-    Return ("", "") outside of a compilation.
+    Return ("", "") outside a compilation.
     """
     compiling = CompileContext.current_compile_id()
     return ("", "") if compiling is None else (str(compiling.frame_id), str(compiling))
@@ -92,7 +94,7 @@ def graph_number() -> int | None:
 
 
 def graph_calls(result: torch.Tensor) -> Iterator[tuple[int, type]]:
-    """Yield (graph number, autograd function) for each call of a compiled graph that `result` was computed by.
+    """Yield (graph number, autograd function) for each compiled-graph call that contributed to `result`.
 
     Each call is one autograd node. The last calls come first.
     """

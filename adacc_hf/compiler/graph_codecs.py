@@ -32,8 +32,8 @@ def graph_codec_options(
 
     Values in `degraded` get lossless codecs only. Casts of parameters get no codec (rule R4). Tensors with
     data-dependent sizes get no codec, because a codec's groups are laid out before these sizes are known. If the
-    settings name no codecs, values in `fine` get the precise codec only. On a GPU, all other values may then use the
-    precise codec in addition to coarser codecs.
+    settings name no codecs, values in `fine` get only the precise codec (INT8). On a GPU, all other values may then use
+    INT8 in addition to coarser codecs.
     """
     node = joint.nodes[value]
     tensor = node.meta["val"]
@@ -48,7 +48,7 @@ def graph_codec_options(
     if config.codecs is None and any(not codec_type(name).lossless for name in names):
         if value in fine:
             names = [precise_codec()]
-        elif tensor.device.type != "cpu":  # the precise codec's codes share no bytes, so encoding is fused on a GPU
+        elif tensor.device.type != "cpu":  # INT8 codes share no bytes, so encoding is fused on a GPU
             names = list(dict.fromkeys([*names, precise_codec()]))
     codecs = [make_codec(name, config, num_outliers) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in degraded]

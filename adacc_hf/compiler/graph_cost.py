@@ -27,7 +27,8 @@ class _DeviceCosts:
     """Cost of encoding and decoding on one device type, without the traffic of the payloads."""
 
     encode_passes: float
-    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter of this."""
+    """Arithmetic of encoding, as a number of ordinary elementwise operators. Decoding takes a quarter of this
+    number."""
     is_memory_bound: bool
     """True if re-reading a value costs time, because arithmetic is hidden behind memory traffic."""
     compile_ms: float
@@ -42,9 +43,9 @@ _DEVICES = {
     "cuda": _DeviceCosts(encode_passes=0, is_memory_bound=True, compile_ms=50.0, launch_ms=0.005),
 }
 NUM_STEPS = 10_000
-"""Assumed steps of a training run, over which the compile time is spread."""
+"""Assumed number of steps of a training run, over which the compile time is spread."""
 REDUCTION_RATIO = 4
-"""Minimum number of input elements per result element, from which an operator counts as a reduction. Operators in gated
+"""Minimum number of input elements per result element for an operator to count as a reduction. Operators in gated
 layers have smaller ratios."""
 
 
@@ -77,8 +78,10 @@ def coding_ms(codec: Codec, node: fx.Node, payload_bytes: int, forward: frozense
 
 
 def _read_bytes(node: fx.Node) -> int:
-    """Return the bytes that a kernel reads to get a value. If the value is fused, the kernel reads its operator's
-    inputs."""
+    """Return the bytes that a kernel reads to get a value.
+
+    If the value is fused, the kernel reads the inputs of the value's operator.
+    """
     inputs = [nbytes_of(n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return nbytes_of(node) if is_materialized(node) or not inputs else min(nbytes_of(node), sum(inputs))
 
@@ -147,8 +150,8 @@ LARGE_BYTES = 64 * 2**20
 """Size of the tensor that is copied to measure bandwidth. The size exceeds the caches, because a stored value has left
 the caches when backward reads it."""
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
-"""Elements of the tensor that functions are timed on, by device type. The tensor fills the device but stays in the
-cache, so the time is that of the arithmetic and not of memory traffic."""
+"""Number of elements of the tensor on which functions are timed, by device type. The tensor fills the device but stays
+in the cache, so the time is that of the arithmetic and not of memory traffic."""
 
 POINTWISE_FRACTION = {"cpu": 0.1, "cuda": 0.02}
 """Arithmetic of an ordinary operator in a fused kernel, as a fraction of the time to move its input and result.
@@ -175,7 +178,8 @@ class DeviceSpeed:
     bytes_per_ms: float
     """Bytes per millisecond of a copy, counting both reads and writes."""
     pointwise_fraction: float
-    """Arithmetic of an ordinary operator, as a fraction of its memory traffic's time (see POINTWISE_FRACTION)."""
+    """Arithmetic time of an ordinary operator, as a fraction of the time of its memory traffic (see
+    POINTWISE_FRACTION)."""
 
     def moving_ms(self, nbytes: float) -> float:
         return nbytes / self.bytes_per_ms

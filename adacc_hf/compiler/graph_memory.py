@@ -29,7 +29,7 @@ from adacc_hf.torch_glue.private import TorchDispatchMode, tree_leaves
 def most_live_bytes(graph: fx.Graph, elsewhere: Set[str]) -> int:
     """Return the peak of live bytes while `graph` runs, estimated from its operators.
 
-    Inputs named in `elsewhere` are not counted, because code outside of the graph keeps them alive.
+    Inputs named in `elsewhere` are not counted, because code outside the graph keeps them alive.
     """
     results = {root_of(node) for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}
     tensors = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
@@ -101,7 +101,7 @@ class GraphInput:
     """Size, strides and dtype of the input, or None if the input is a number."""
     number: int | None
     owned: bool
-    """True if no code outside of the graph keeps the tensor alive. The tensor is then freed after its last reader."""
+    """True if no code outside the graph keeps the tensor alive. The tensor is then freed after its last reader."""
     on_gpu: bool
 
     def make(self) -> Any:
@@ -109,8 +109,7 @@ class GraphInput:
 
 
 def graph_inputs(graph: fx.Graph, owned: Set[str]) -> tuple[GraphInput, ...]:
-    """Return the inputs of `graph`. `owned` has the names of the inputs that no code outside of the graph keeps
-    alive."""
+    """Return the inputs of `graph`. `owned` has the names of the inputs that no code outside the graph keeps alive."""
     return tuple(_input(node, node.name in owned) for node in graph.find_nodes(op="placeholder"))
 
 
@@ -182,7 +181,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Kernel:
-    """Replacement for a generated kernel, called directly or by Triton's `run`. Does nothing."""
+    """Replacement for a generated kernel. Does nothing, both when called directly and through Triton's `run`."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None

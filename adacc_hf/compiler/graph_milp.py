@@ -29,8 +29,8 @@ class GraphChoice:
     """Bytes of each stored value."""
     nbytes: int
     peak_bytes: int
-    """Most live bytes while a segment of the graph is recomputed: the values stored up to the end of the segment, and
-    the segment's recomputed values."""
+    """Maximum of the live bytes while a segment of the graph is recomputed: the values stored up to the end of the
+    segment, and the segment's recomputed values."""
     ms: float
     """Time for replay, storing and codecs."""
 
@@ -48,7 +48,8 @@ class GraphModel:
     """Values that must not be recomputed from a value stored by a coarse codec."""
 
     def is_coarse(self, value: int, option: int) -> bool:
-        """Return True if entry `option` of the value's menu compresses with a codec coarser than the precise codec."""
+        """Return True if entry `option` of the value's menu is a codec that is coarser than the precise codec
+        (INT8)."""
         store = self.model.menus[value][option]
         return not store.is_lossless and store.choice.codec != precise_codec()
 
@@ -63,7 +64,7 @@ def graph_model(
     """Return the integer program's input, in which each value can be retained, compressed or recomputed.
 
     `keep_ms` has the time to retain each value, and `codecs` the codecs that may compress the value. `live_bytes` and
-    `precise` are those of `GraphModel`.
+    `precise` are the fields of `GraphModel`.
     """
     menus = {
         value.index: (
@@ -88,7 +89,7 @@ def graph_model(
 
 
 class _GraphProgram:
-    """Integer program of one graph. Bytes are counted in KiB, which gives the coefficients ordinary magnitudes."""
+    """Integer program of one graph. Bytes are counted in KiB, to keep the coefficients well scaled."""
 
     def __init__(self, graph: GraphModel) -> None:
         self._graph = graph
@@ -97,7 +98,10 @@ class _GraphProgram:
         self._constrain_precise()
 
     def bound(self, cap_bytes: int, *, limits_peak: bool) -> None:
-        """Limit the stored bytes to `cap_bytes`. With `limits_peak`, limit the live bytes during recomputation too."""
+        """Limit the stored bytes to `cap_bytes`.
+
+        With `limits_peak`, also limit the live bytes during recomputation to `cap_bytes`.
+        """
         high = (cap_bytes + 0.5) / 1024  # half a byte absorbs rounding errors in both directions
         self.program.constrain(self.block.terms_bytes(1 / 1024), high=high)
         for segment in range(self._graph.segments.count if limits_peak else 0):
@@ -155,7 +159,7 @@ class _GraphProgram:
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
         """Return the live KiB while a segment is recomputed, as terms of the integer program.
 
-        Values stored up to the end of the segment are live, and the segment's recomputed values.
+        The values stored up to the end of the segment, and the segment's recomputed values, are live.
         """
         of_value = self._graph.segments.of_value
         stored = [
@@ -229,7 +233,7 @@ def _choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
 
 
 def _peak_bytes(graph: GraphModel, stored_bytes: Mapping[int, int], runs: Set[int]) -> int:
-    """Return the most live bytes while a segment is recomputed."""
+    """Return the maximum of the live bytes while a segment is recomputed."""
     stored, recomputed = [0] * graph.segments.count, [0] * graph.segments.count
     for value, segment in enumerate(graph.segments.of_value):
         stored[segment] += stored_bytes.get(value, 0)
@@ -262,7 +266,7 @@ class Segments:
 
 
 def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments:
-    """Cut a graph where the bytes stored at the boundaries, plus the bytes of the largest segment, are least.
+    """Cut a graph such that the bytes stored at the boundaries, plus the bytes of the largest segment, are least.
 
     `value_bytes` has the bytes that each value takes while its segment is recomputed.
     """

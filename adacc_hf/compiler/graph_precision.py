@@ -1,7 +1,7 @@
 """Values of a compiled graph that need more precision, found from the graph's operators before any data is seen.
 
 Some values must be stored without loss (`precision_sensitive_nodes`). Some values may be compressed with loss, but only
-by the precise codec. Some values must not be recomputed from a value that a coarser codec, such as INT4, stores
+by the precise codec (INT8). Some values must not be recomputed from a value that a coarser codec, such as INT4, stores
 (`precision_needs`).
 
 A mask's infinities, or large numbers in place of infinities, take up the whole scale of a codec's group. Sums with a
@@ -23,8 +23,8 @@ from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.price.precision_sensitive import EXPONENTS, ZERO_TO_ZERO, attention_arguments, divisors, is_summary
 
 HUGE = 1e4
-"""Magnitude from which a number belongs to a mask and not to an activation. Masks contain -10000, the least number of
-their dtype, or -inf."""
+"""Magnitude from which a number counts as part of a mask instead of an activation. Masks contain -10000, the least
+number of their dtype, or -inf."""
 
 BOUNDED = {"exp", "sigmoid", "tanh", "erf", "softmax", "reciprocal", "cos", "sin"}
 """Operators whose results have ordinary magnitude even if the input contains a mask's large numbers."""
@@ -60,7 +60,7 @@ def exponents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    """Return `nodes`, and the nodes that `nodes` are computed from elementwise.
+    """Return `nodes`, and all nodes on which they depend through elementwise operators only.
 
     The search stops at products and sums, which average errors out, and at bounded functions, which keep errors small.
     """
@@ -84,7 +84,8 @@ def _is_logistic(node: fx.Node) -> bool:
 
 
 def _divisors(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes used as divisors, and the nodes from which divisors are computed such that 0 gives 0."""
+    """Return the nodes used as divisors, and the nodes from which divisors are computed by operators that map 0 to
+    0."""
     return divisors(
         (
             [read for read in node.all_input_nodes if _is_inverted_by(node, read)],
@@ -158,13 +159,13 @@ class PrecisionNeeds:
     """Indices of the values of a compiled graph for which coarse codecs such as INT4 are too inaccurate."""
 
     fine: frozenset[int]
-    """Values that may be stored with loss by the precise codec only."""
+    """Values that may be stored with loss only by the precise codec (INT8)."""
     precise: frozenset[int]
     """Values that must not be recomputed from a value stored by a coarser codec."""
 
 
 def precision_needs(joint: JointGraph) -> PrecisionNeeds:
-    """Return the indices of the values that need the precise codec.
+    """Return the indices of the values that need the precise codec (INT8).
 
     These are the inputs and the result of fused attention, the inputs of exponentials and other operators that amplify
     errors, and the values that are compared with a constant such as zero.
@@ -172,7 +173,7 @@ def precision_needs(joint: JointGraph) -> PrecisionNeeds:
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     factors = _sources_read_by(_is_factor_of, graph)
     # Products average errors out: hardly any element of a product of coarse values becomes zero by an error. So values
-    # that are compared may be recomputed from coarse ones.
+    # that are compared may be recomputed from coarse values.
     compared = _sources_read_by(_is_compared_by, graph)
     return PrecisionNeeds(fine=_indices(joint, factors | compared), precise=_indices(joint, factors | exponents(graph)))
 

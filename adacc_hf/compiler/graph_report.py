@@ -34,8 +34,8 @@ def compiled_report(*, policy: CompiledPolicy, history: Sequence[Record] = ()) -
 def write_compiled_report(folder: str | Path, *, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    `history` is `AdaccCallback.history`. Raises NotADirectoryError if `folder` is a file and ImportError without
-    matplotlib, before anything is written.
+    `history` is `AdaccCallback.history`. Before anything is written, raises NotADirectoryError if `folder` is a file,
+    and ImportError without matplotlib.
     """
     return compiled_report(policy=policy, history=history).save(folder)
 

@@ -43,11 +43,14 @@ class JointGraph:
     """Node of each operator."""
 
     def value_of(self, node: fx.Node) -> int | None:
-        """Return the index of the value whose storage `node` has. Return None for other tensors, such as parameters."""
+        """Return the index of the value that shares its storage with `node`.
+
+        Return None for other tensors, such as parameters.
+        """
         return self._index.get(root_of(node))
 
     def source_values(self, nodes: Iterable[fx.Node]) -> set[int]:
-        """Return the indices of the values whose storage `nodes` have.
+        """Return the indices of the values that share their storages with `nodes`.
 
         For a node of backward, return the values that the node is computed from.
         """
@@ -66,7 +69,7 @@ class JointGraph:
 def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterable[fx.Node]) -> JointGraph:
     """Return the values and operators of `module`'s forward.
 
-    `held_inputs` are no values, because they stay allocated until backward.
+    `held_inputs` are not listed as values, because they stay allocated until backward.
     """
     static, forward = set(held_inputs), _forward_nodes(module, info)
     nodes = [n for n in forward if _is_value(n) and n not in static]
@@ -100,13 +103,16 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
 
 
 def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
-    """Return the nodes in `ends` that `nodes` are views of or are computed from. A node in `ends` is its own source."""
+    """Return the nodes in `ends` of which `nodes` are views, or from which `nodes` are computed.
+
+    A node in `ends` is its own source.
+    """
     sources, _ = walk_back(map(root_of, nodes), lambda n: None if n in ends else map(root_of, n.all_input_nodes))
     return sources
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """Return the node whose storage `node` is a view of, or `node` if it is not a view."""
+    """Return the node that owns the storage of `node`: the base if `node` is a view, else `node` itself."""
     while is_view(node) or (is_getitem(node) and is_view(maker_of(node))):
         node = node.all_input_nodes[0]
     return node

@@ -48,7 +48,8 @@ class AdaccKnapsack(CustomKnapsackSolver):
 
 
 def best_saved(memory: list[float], times: list[float], max_memory: float) -> list[int]:
-    """Return the indices of the tensors to save: together they fit in `max_memory`, and take longest to recompute."""
+    """Return the indices of the tensors to save: those that together fit in `max_memory` and take longest to
+    recompute."""
     program = LinearProgram()
     variables = [program.variable() for _ in memory]
     scale = max(max_memory, sum(memory)) or 1.0

@@ -72,7 +72,9 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         example_sizes: tuple[int, ...] = (),
         **overrides: Any,
     ) -> None:
-        """Create a partitioner for `config`, by default a `memory_budget` of 0.5. `overrides` replace fields of it.
+        """Create a partitioner for `config`, by default a `memory_budget` of 0.5.
+
+        `overrides` replace fields of `config`.
 
         `initial_policy` has plans of known regions. Its budget applies to all other regions, instead of the budget in
         `config`. `store` has the plans of earlier runs and receives new plans. `example_sizes` are the dynamic sizes in
@@ -155,7 +157,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         joint = read_joint_graph(gm, info, held_inputs)
         saved = functorch.plain_saved(gm, info)
         plain = {value for node in saved if (value := joint.value_of(node)) is not None}
-        # Torch may have forward compute tensors that only backward reads. They are no values of the joint graph.
+        # Torch may have forward compute tensors that only backward reads. These tensors are not values of the joint
+        # graph.
         plain_bytes = sum(nbytes_of(root) for root in {root_of(node) for node in saved} - {*held_inputs})
         plan = replace(plan, plain_bytes=plain_bytes, stored_bytes=plain_bytes, peak_bytes=plain_bytes)
         recorded_plan = self._recorded_plans.get(plan.digest) or self._from_store(plan, joint)
@@ -322,7 +325,7 @@ class _Graph:
     is weak, because torch may free the function at any time."""
 
     def code_bytes(self) -> tuple[int, int] | None:
-        """Return the most live bytes of the compiled forward and of the compiled backward.
+        """Return the maxima of the live bytes in the compiled forward and in the compiled backward.
 
         Return None if the code is not compiled yet or cannot be measured.
         """

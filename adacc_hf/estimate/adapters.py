@@ -51,7 +51,7 @@ def lora_model(
         model = fresh_model(config, attention, dtype)
         if quantization is not None:
             quantize_linear_layers(model, quantization)
-        # Without this setting PEFT would set it itself, and warn.
+        # If this setting is absent, PEFT sets it itself, and warns.
         is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
         explicit_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         lora = LoraConfig(task_type=task, fan_in_fan_out=is_transposed, **explicit_options)

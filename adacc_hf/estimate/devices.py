@@ -53,8 +53,8 @@ _CUDA_LAUNCH_MS = 0.005
 
 _AMPERE_ATTENTION, _HOPPER_ATTENTION = 0.75, 0.5
 """Rate of torch's flash kernels divided by the rate of matrix products, on A100 and H100. FlashAttention-2 reaches 50
-to 73 % of an A100's peak (arXiv 2307.08691), where products are assumed to reach 85 %, and 35 % of an H100's peak
-(arXiv 2407.08608), where products are assumed to reach 70 %."""
+to 73 % of an A100's peak (arXiv 2307.08691), and 35 % of an H100's peak (arXiv 2407.08608). Matrix products are assumed
+to reach 85 % and 70 %."""
 
 
 _UNALIGNED = 0.4

@@ -54,7 +54,8 @@ class _BackwardPass:
         self._ready: list[tuple[float, int, Any]] = []
         self._gradients: dict[EdgeKey, list[torch.Tensor | None]] = {}
         self._owners: dict[EdgeKey, list[Any]] = {}
-        """Earlier nodes that keep a node alive, for nodes that their own Python objects do not keep alive."""
+        """Earlier nodes that keep a node alive, by node. Nodes that their own Python objects keep alive are left
+        out."""
         self._root = root
 
     def run(self, loss_gradient: torch.Tensor) -> None:

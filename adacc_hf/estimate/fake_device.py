@@ -32,7 +32,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
 """Largest head width that the flash kernel supports."""
 _ALIGNMENT = 8
-"""Number of elements to whose multiples head widths and rows of attention masks are padded for the fused kernels."""
+"""Alignment in elements. For the fused kernels, head widths and rows of attention masks are padded to multiples of this
+number."""
 
 
 @contextmanager
@@ -297,7 +298,8 @@ class FakeMemoryMeter(MemoryMeter):
         """Handle the allocation of a storage. Subclasses override this method. `key` is unique among live storages."""
 
     def _on_free(self, key: int) -> None:
-        """Handle the freeing of a counted storage. Subclasses override this method. `key` is that of the allocation."""
+        """Handle the freeing of a counted storage. Subclasses override this method. `key` is the key of the
+        allocation."""
 
 
 class _StorageObserver(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Profiler's measurements on fake tensors: bytes are counted from storage lifetimes, times and errors are estimated.
+"""Profiler's measurements on fake tensors: bytes are counted from storage lifetimes. Times and errors are estimated.
 
 - Replay is assumed to be exact only for the operators of torch and of this package (rule R7). Operators that draw
   random numbers are replayed where rule R5 allows this.
@@ -331,7 +331,7 @@ _MULTIPLY_ADD = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 """Product operators whose first argument is a summand. The summand's dtype may be wider than the factors' dtype."""
 
 _ROW_BYTES = 16
-"""Bytes that the fast kernels for 16-bit matrices load at once. Rows must start at multiples of this."""
+"""Bytes that the fast kernels for 16-bit matrices load at once. Rows must start at multiples of this number."""
 
 
 def _is_unaligned(matrix: torch.Tensor) -> bool:

@@ -107,7 +107,7 @@ _MAX_REASON = 120
 
 
 class FakeModel:
-    """Fake model of a workload, ready to be traced. Create an object by `fake_model`."""
+    """Fake model of a workload, ready to be traced. Create one with `fake_model`."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -136,7 +136,8 @@ class FakeModel:
     def estimate(self, batch_size: int, seq_len: int) -> Profile:
         """Return the profile of a step at another batch shape. Only a few of the model's equal blocks are traced.
 
-        Times of the step and of the heads are 0. Call `profile` once before, to find the equal blocks.
+        Times of the step and of the heads are 0. Before the first call, `profile` must have been called once, to find
+        the equal blocks.
         """
         assert self._thinning is not None, "call profile() first: it finds the blocks that can be left out"
         with thinned(self.model, self._thinning):
@@ -163,7 +164,7 @@ def fake_model(workload: Workload) -> Iterator[FakeModel]:
     """Create the fake model of `workload`, which can be traced while the context is open.
 
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
-    model needs other inputs than input_ids and labels, or if its code depends on the values of tensors.
+    model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
     """
     with fake_tensors(workload.trace), shared_sequences(workload.ranks_per_sequence):
         try:

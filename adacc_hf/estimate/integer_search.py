@@ -14,7 +14,8 @@ MAX_STALLS = 3
 by a bisection."""
 
 MAX_GROWTH = 32
-"""Upper limit of the next guess, as a multiple of the largest n that is known to fit. Extrapolation beyond is rough."""
+"""Upper limit of the next guess, as a multiple of the largest n that is known to fit. Extrapolation beyond this limit
+is rough."""
 
 
 def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints: Mapping[int, int]) -> int:

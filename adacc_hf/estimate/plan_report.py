@@ -110,7 +110,10 @@ def _verdict(plan: TrainingPlan) -> str:
 
 
 def _expectation(plan: TrainingPlan) -> str:
-    """Return a text on the expected memory in use on the device. If this may exceed the device, recommend a budget."""
+    """Return a text on the expected memory in use on the device.
+
+    If this may exceed the device's memory, recommend a budget.
+    """
     shape = "All batches have the planned shape: longer or larger ones need more."
     expected = expected_bytes(plan)
     if expected is None:

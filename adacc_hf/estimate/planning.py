@@ -123,8 +123,8 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
 def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
     """Return the bytes that the caching allocator reserves for plain steps of `request`, or for checkpointed steps.
 
-    The allocator is not simulated on several devices, on a CPU and with a saved profile. Return None then. Raises the
-    same errors as `plan`.
+    The allocator is not simulated on several devices, on a CPU and with a saved profile. In these cases, return None.
+    Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
         return _reserved_bytes(request, model, is_checkpointed)
@@ -406,7 +406,10 @@ def _smallest_peak(profile: Profile, config: AdaccConfig) -> int:
 
 
 def plain_ms(profile: Profile) -> float:
-    """Return the milliseconds of a plain step. The profiled step recomputes, and this time is subtracted."""
+    """Return the milliseconds of a plain step. The profiled step also recomputes.
+
+    The time of recomputation is subtracted.
+    """
     return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 
 

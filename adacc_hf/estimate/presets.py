@@ -68,7 +68,8 @@ class T5Size:
 PRESETS: dict[str, Gpt2Size | LlamaSize | T5Size] = {
     # 4.9 million parameters. With a vocabulary of 2048 instead of 512 the loss did not fall within a hundred steps.
     "demo": Gpt2Size(n_layer=6, n_embd=256, n_head=4, n_positions=256, vocab_size=512),
-    # OpenAI's names count 117 and 345 million; with the embeddings counted in full it is 124.4 and 354.8 million.
+    # OpenAI's names count 117 and 345 million parameters. With the embeddings counted in full, there are 124.4 and
+    # 354.8 million.
     "gpt2-117m": Gpt2Size(n_layer=12, n_embd=768, n_head=12),
     "gpt2-345m": Gpt2Size(n_layer=24, n_embd=1024, n_head=16),
     # The paper gives only the total, 4.7 billion; 40 layers of width 3072 make 4.69 billion.

@@ -1,4 +1,5 @@
-"""Linear layers with 4-bit weights for fake models: memory and operators are bitsandbytes', kernels are not needed.
+"""Linear layers with 4-bit weights for fake models, with the memory and operators of bitsandbytes, but without its
+kernels.
 
 The rules are those of bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
 `integrations/bitsandbytes.py` and PEFT's `tuners/lora/bnb.py`. In forward, bitsandbytes dequantizes the weight if the
@@ -31,7 +32,7 @@ class Quantization:
     """Settings of a model with 4-bit weights."""
 
     has_nested_scales: bool = False
-    """True for `bnb_4bit_use_double_quant`. The scales then have 8 bits and second scales."""
+    """True for `bnb_4bit_use_double_quant`. A scale then has 8 bits, and NESTED_BLOCK scales share a second scale."""
     skipped_modules: tuple[str, ...] = ()
     """Names of modules whose weights are not quantized, in addition to the output embedding."""
 

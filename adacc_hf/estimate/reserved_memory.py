@@ -23,7 +23,7 @@ from adacc_hf.torch_glue.memory import forward_loss
 
 STEPS = 2
 """Number of simulated steps. At the end of the first step, the optimizer's state is allocated where activations were.
-In the second step, the activations therefore need other places. A third step reserved nothing more in any of the
+In the second step, the activations are therefore allocated elsewhere. A third step reserved nothing more in any of the
 published runs."""
 
 

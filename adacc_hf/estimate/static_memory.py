@@ -236,8 +236,8 @@ def _float32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:
-    """Return the bytes of the parameters that are gathered at a time: those outside the blocks and of the two largest
-    blocks."""
+    """Return the bytes of the parameters that are gathered at the same time: those outside the blocks and of the two
+    largest blocks."""
     from adacc_hf.torch_glue.memory import distinct_bytes
 
     sizes = sorted(distinct_bytes(block.parameters()) for block in blocks)

@@ -1,10 +1,10 @@
 """Cross entropy of a linear layer's outputs in chunks of rows, without the full logits in memory.
 
 For each chunk, forward computes the logits, the loss and the gradients. So every matrix product runs once, as in plain
-training. Recomputing the logits in backward would need the same peak memory, and one product in four more.
+training. Recomputing the logits in backward would need the same peak memory, and a fourth product in addition to three.
 
-torch 2.13 has `F.linear_cross_entropy`, which does the same; 2.11 does not. This implementation stays until 2.13 is the
-oldest supported release and both were compared on a GPU.
+torch 2.13 has `F.linear_cross_entropy`, which does the same, but 2.11 does not. This implementation stays until 2.13 is
+the oldest supported release and both were compared on a GPU.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from adacc_hf.torch_glue.compat import adds_into_wider
 from adacc_hf.torch_glue.tensors import is_fake, is_plain
 
 COLUMNS = 64
-"""Rows of logits are padded to a multiple of this number of columns, which are 128 bytes in half precision.
+"""Rows of logits are padded to a multiple of this number of columns: 128 bytes in half precision.
 
 cuBLAS' kernels for Hopper need rows that start at multiples of 16 bytes. Rows of 50257 half-precision numbers, for
 example, would start at any even address."""
 MIN_CHUNK_ROWS = 64
-"""Least number of rows per chunk. With fewer rows the products are slow, because each chunk reads and writes the
+"""Minimum number of rows per chunk. With fewer rows the products are slow, because each chunk reads and writes the
 weight's gradient once."""
 
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
@@ -51,7 +51,7 @@ def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
 def chunk_rows(width: int) -> int:
     """Return the number of rows of logits per chunk, for an output layer whose weight has `width` columns.
 
-    A chunk's float logits then take half the memory of the weight's gradient, which is needed in any case.
+    A chunk's float logits then take half the memory of the weight's gradient, which is always needed.
     """
     return max(MIN_CHUNK_ROWS, width // 2)
 
@@ -70,12 +70,9 @@ def chunked_cross_entropy(
     """Return `F.cross_entropy(F.linear(rows, weight, bias), target)`, computed in chunks of rows.
 
     Args:
-        rows: [N, D], the input of the output layer.
-        target: [N], class numbers.
-        dtype: dtype of the matrix products. Everything else is computed in float32, or wider if `dtype` is.
-        ignore_index: class number of the rows that do not count.
-        reduction: "mean" or "sum".
-        num_rows: number of rows per chunk. None uses `chunk_rows`.
+        rows: [N, D], the input of the output layer. target: [N], class numbers. dtype: dtype of the matrix products.
+        Everything else is computed in float32, or in `dtype` if that is wider. ignore_index: class number of the rows
+        that do not count. reduction: "mean" or "sum". num_rows: number of rows per chunk. None uses `chunk_rows`.
 
     Only one backward is possible, because it passes the gradients computed in forward to autograd without a copy.
     """
@@ -151,8 +148,8 @@ def _forward(
         total -= outputs.gather(-1, labels).where(is_counted, 0).sum()
         if not any(needed):
             continue
-        # The gradient of the logits is softmax, minus one at the label, and 0 for ignored rows. The latter is enforced
-        # by the narrow factors of the products below, which takes a fraction of the time.
+        # The gradient of the logits is softmax, minus one at the label, and 0 for ignored rows. Setting these rows to 0
+        # in the narrow factors of the products below takes a fraction of the time.
         outputs.exp_().scatter_add_(-1, labels, is_counted.to(wide).neg_())
         if bias_gradient is not None:
             bias_gradient += outputs.mul_(is_counted)[:, : len(bias_gradient)].sum(0)
@@ -191,7 +188,8 @@ def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
     """Add `outputs.T @ inputs` to `total` in place.
 
-    If the GPU supports it, the kernel of the product adds to the wider `total`, which reads and writes it only once.
+    If the GPU supports it, the product's kernel itself adds to the wider `total`. Then `total` is read and written only
+    once.
     """
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)

@@ -41,7 +41,7 @@ class ChunkedHead:
         self._layer.__dict__["forward"] = HeadForward(self, self._layer)
 
     def remove(self) -> None:
-        """Restore the layer's own forward. Further calls have no effect."""
+        """Restore the output layer's own forward. Further calls have no effect."""
         if self._layer is not None:
             self._layer.__dict__.pop("forward", None)
         self._layer = None

@@ -50,7 +50,7 @@ class HeadCall:
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def full_logits_from(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the logits as `full_logits` does, from other tensors."""
+        """Compute the logits as `full_logits` does, but from these tensors instead of the call's own."""
         return replace(self, rows=rows, weight=weight, bias=bias).full_logits()
 
 
@@ -66,7 +66,7 @@ class LossCall:
     reduction: str
 
     def on(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> LossCall:
-        """Return a copy of this loss with other rows, weight and bias."""
+        """Return a copy of this loss with these rows, weight and bias."""
         return replace(self, rows=rows, call=replace(self.call, weight=weight, bias=bias))
 
     def chunked(self) -> Tensor:
@@ -94,11 +94,12 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class LazyLogits(Tensor):
-    """Tensor without memory in place of the logits of `rows`, or of a view or cast of these logits. `compute()` returns
-    the real tensor.
+    """Tensor without memory in place of the logits of `rows`, or of a view or cast of these logits.
+
+    `compute()` returns the real tensor.
 
     The tensor is an output of an autograd function, so C++ code that reads its graph (DDP, other autograd functions)
-    finds the way back to the layer.
+    can follow the graph back to the layer.
     """
 
     call: HeadCall
@@ -203,7 +204,7 @@ class _Placeholder(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:  # DDP passes on outputs that were not read
+        if gradient is None:  # DDP passes through outputs that the loss did not read
             _free_sources(ctx)
             return (None,) * len(ctx.needs_input_grad)
         # Rebuild the graph from detached sources to the logits. Otherwise autograd would follow the graph of the rows

@@ -72,7 +72,8 @@ def config_of(settings: Mapping[str, Any]) -> AdaccConfig:
 
 
 def refuse_offloading(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if axolotl's offloading is on. It moves activations or weights that the policy handles."""
+    """Raise ValueError if axolotl's offloading is on, because offloading moves activations or weights that the policy
+    handles."""
     offloading = {name: settings.get(name) for name in OFFLOADING}
     if settings.get("gradient_checkpointing") in ("offload", "offload_disk"):  # older forms of the first setting
         offloading["gradient_checkpointing"] = settings["gradient_checkpointing"]

@@ -43,14 +43,14 @@ OUT_OF_MEMORY = (
 SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 """Strategies whose ranks hold parts of the parameters."""
 FILES = "files"
-"""Key, in the callback's state, of the session's files: a dict of bytes by file name."""
+"""Key of the session's files in the callback's state. The files are a dict of bytes by file name."""
 
 
 class AdaccLightningCallback(SessionAdapter, Callback):
     """Callback that trains a language model in a LightningModule within a memory budget, as AdaccCallback does.
 
-    The callback needs automatic optimization with one optimizer, on one device or with DDP. It logs AdaccCallback's
-    metrics every `log_every_n_steps` steps. A checkpoint contains the policies and their state, and
+    The callback needs automatic optimization with one optimizer, on one device or with DDP. The callback logs
+    AdaccCallback's metrics every `log_every_n_steps` steps. A checkpoint contains the policies and their state, and
     `trainer.fit(ckpt_path=...)` resumes with them. When training ends or fails, the model is restored. If memory runs
     out, the step is not repeated, because Lightning's optimizer step contains forward and backward. For example:
 
@@ -194,7 +194,7 @@ def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Mo
     """Return the submodule of `pl_module` to which the budget applies: `model` or, if None, the only language model.
 
     A language model inside another one does not count. Raises ValueError if `model` is not a submodule, or if
-    `pl_module` has no language model or several.
+    `pl_module` has no language model or more than one.
     """
     peft = sys.modules.get("peft")  # a PeftModel calls the forward of its model, and so not the hooks of its model
     language_models = PreTrainedModel if peft is None else (PreTrainedModel, peft.PeftModel)
@@ -248,7 +248,7 @@ def refuse_unsupported(trainer: Any, pl_module: LightningModule) -> None:
 
 
 def saved_files(session: AdaccSession) -> dict[str, bytes]:
-    """Return the contents of the files that `AdaccSession.save` writes, by file name. Only the first rank has any."""
+    """Return the contents of the files that `AdaccSession.save` writes, by file name. Only the first rank has files."""
     with TemporaryDirectory(prefix="adacc_hf-") as folder:
         session.save(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

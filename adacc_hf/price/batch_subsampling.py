@@ -26,11 +26,11 @@ LEAST_TOKENS = 8
 FEW_TOKENS = 16
 """Length of the texts in the smallest part, in tokens, unless a quarter of the batch's length is less."""
 ALIGNED = 16
-"""On a GPU, lengths that are multiples of this number and other lengths have separate tapes (see
+"""Alignment of text lengths on a GPU: multiples of this number and other lengths have separate tapes (see
 `symbolic_tape.CallSizes`)."""
 
 MEDIA = ("image", "video", "audio", "speech")
-"""Words in the names of config settings that hold the number of a token which stands for an image or a sound."""
+"""Words in the names of config settings that hold the id of an image or sound token."""
 
 UNSUPPORTED_BATCH_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
 """Errors that models raise on a part of a batch whose tensors do not fit together."""
@@ -86,8 +86,8 @@ class Batch:
 
 
 def move_media_first(model: nn.Module, batch: Batch) -> tuple[Batch, int]:
-    """Return `batch` with the positions that stand for images or sounds moved first in all texts, and the number of
-    these positions.
+    """Return `batch` with the image and sound positions moved to the start of all texts, and the number of these
+    positions.
 
     A model with images rejects a text from which some of these positions were cut. The operators and the memory do not
     depend on the order of the positions.
@@ -105,7 +105,7 @@ def move_media_first(model: nn.Module, batch: Batch) -> tuple[Batch, int]:
 
 
 def _media_tokens(model: nn.Module) -> list[int]:
-    """Return the token numbers that stand for images and sounds, read from the model's config."""
+    """Return the token ids that stand for images and sounds, read from the model's config."""
     config = getattr(getattr(model, "config", None), "__dict__", {})
     return sorted(
         value
@@ -120,7 +120,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     No part is larger than half of the batch, and a list's smallest part comes first. Without texts, a batch of fewer
     than four samples has no parts. With texts, the parts vary in samples (a quarter of the batch, and one more) and
     length. With `has_pairs`, or if labels are longer or shorter than their text, the second text's length varies
-    independently. The first `uncut_tokens` tokens of each text are never cut, and the limit of a half excludes them.
+    independently. The first `uncut_tokens` tokens of each text are never cut, and do not count in the limit of a half.
 
     Later lists are alternatives if the first list's parts take too much memory, or if the model runs different
     operators on one sample. For texts these are parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the larger of
@@ -247,7 +247,7 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
-    """Yield one more copy of `batch` for profiling, of another batch size than all `profiled_parts`.
+    """Yield one more copy of `batch` for profiling, whose batch size differs from those of all `profiled_parts`.
 
     Yield nothing if the texts are too short to be cut. A peak is a sum of three terms: attention's scores, other
     tensors of the batch, and the weights. Three batch sizes determine the terms, and this fourth size checks the fit.
@@ -261,7 +261,7 @@ def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def _is_of_decoder(name: str) -> bool:
-    """Return True if the batch's tensor `name` is as long as the decoder's text in an encoder-decoder model."""
+    """Return True if the batch's tensor `name` has the length of the decoder's text in an encoder-decoder model."""
     return name == "labels" or name.startswith("decoder_")
 
 
@@ -272,8 +272,8 @@ def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
 def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
     """Return `batch` with `num_samples` samples. `tokens` are the lengths of the first and the second text.
 
-    If `tokens` is None, no text is cut. Each length of the batch maps to a distinct length, and so do two texts of a
-    pair that have equal lengths.
+    If `tokens` is None, no text is cut. Each length of the batch maps to a distinct length. The two texts of a pair map
+    to distinct lengths even if their lengths are equal.
     """
     lengths = batch.lengths
 
@@ -290,19 +290,19 @@ def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair
 
 
 def _shorter(length: int, target: int) -> int:
-    """Return a text length of about `target` tokens, a multiple of ALIGNED only if `length` is one.
+    """Return a text length of about `target` tokens.
 
-    Aligned and other lengths have separate tapes. If `length` is not aligned, or below 3 * ALIGNED, return an odd
-    length.
+    If `length` is a multiple of ALIGNED, and at least 3 * ALIGNED, the result is a multiple of ALIGNED. Otherwise the
+    result is odd. Aligned and other lengths have separate tapes.
     """
     return max(ALIGNED, target // ALIGNED * ALIGNED) if length % ALIGNED == 0 and length >= 3 * ALIGNED else target | 1
 
 
 def _keep_documents(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return the positions `part`, cut from the positions `whole`, with a second document in each row if `whole` has
-    rows of several documents.
+    """Return `part`, positions cut from `whole`. If rows of `whole` hold several documents, rows of the result do too.
 
-    A document begins where positions do not increase. A model masks other documents only if a row has several.
+    A document begins where positions do not increase. If `part` holds one document per row, a second document is
+    started in each row, because a model masks other documents only in rows with several documents.
     """
 
     def has_documents(positions: torch.Tensor) -> bool:

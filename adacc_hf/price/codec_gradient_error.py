@@ -3,7 +3,7 @@
 The round-trip error of a codec does not predict the gradient's error. The backward of fused attention recomputes its
 softmax, which takes the exponential of scores. If the scores are large, queries and keys with a relative error of 10 %
 destroy the softmax. A softmax replayed from such queries and keys sums to one, but the gradient of a sharp softmax
-depends on the difference to one, which is mostly lost. The recorded operators are therefore run once more. Their
+depends on the difference from one, which is mostly lost. The recorded operators are therefore run once more. Their
 backward runs once on exact values, and once for each tensor that may replace a saved one.
 
 The relative error of a product's gradient equals the relative error of the replaced factor. Products are therefore not
@@ -31,8 +31,10 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "grouped_mm", "convoluti
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """Relative L2 errors of operators' gradients. Each is the largest error among all operators that saved the
-    value."""
+    """Relative L2 errors of operators' gradients.
+
+    The error of a value is the largest among all operators that saved the value.
+    """
 
     codecs: dict[tuple[int, str], float] = field(default_factory=dict)
     """Error if a codec stores the value, keyed by (value index, codec name)."""
@@ -82,7 +84,8 @@ def _measure_once(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int
 def _raise_errors(
     backward: _Backward | _Product | None, values: Sequence[int], stand_ins: _StandIns, worst_errors: GradientErrors
 ) -> None:
-    """Update the maxima in `worst_errors` with the errors of `backward` for each stand-in for `values`."""
+    """Raise the maxima in `worst_errors` to the errors that `backward` has with the `stand_ins` for each of
+    `values`."""
     if backward is None:
         return
     for value in values:
@@ -97,7 +100,8 @@ def _raise_error(errors: dict, key: object, error: float) -> None:
 
 
 class _StandIns:
-    """Tensors that may replace a tape's saved values: decoded values and replayed values, one operator after the other.
+    """Tensors that may replace a tape's saved values: decoded values and replayed values, computed operator by
+    operator.
 
     A replayed value is computed from decoded activations right before it, because replay may start anywhere.
     """
@@ -150,7 +154,8 @@ class _StandIns:
             self._set_current(value)
 
     def _set_current(self, value: int) -> None:
-        """Store the tensor that later operators read: the coarsest codec's decoded value, else the recorded value."""
+        """Store the tensor that later operators read: the decoded value of the coarsest codec, or else the recorded
+        value."""
         if value in self._codecs:
             self._inexact.add(value)
             self._environment[value] = self.decoded(value)[0][1]

@@ -85,8 +85,10 @@ def assumed_outliers(channels: int, config: AdaccConfig, share: float = OUTLIER_
 def codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, outliers: Mapping[int, int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return the codec options of each value of `storable_values`. Encoding and decoding are timed on the recorded
-    tensor, in time of the device or the host (`resource`)."""
+    """Return the codec options of each value of `storable_values`.
+
+    Encoding and decoding are timed on the recorded tensor. Times are those of the device or of the host (`resource`).
+    """
     options = {}
     for value, names in codec_candidates(tape, config).items():
         tensor = view(bases[value], encode_view(tape, value))
@@ -110,8 +112,10 @@ def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor, config: AdaccC
 def precise_codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Return the option of the precise codec for each of the `values` that the codec supports. Empty if the settings
-    name the allowed codecs."""
+    """Return, for each of `values` that the 8-bit codec supports, the option of this codec (`precise_codec`).
+
+    Return an empty dict if the settings name the allowed codecs.
+    """
     options: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
@@ -123,7 +127,8 @@ def precise_codec_options(
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """Return the codec `options` for a value with `num_outliers` outlier channels, with payload bytes predicted again.
+    """Return the codec `options` for a value with `num_outliers` outlier channels, with the payload bytes predicted
+    anew.
 
     Codecs with outliers store these channels uncompressed. `num_outliers` is the largest number of outlier channels of
     `value` in any block of the kind.
@@ -225,7 +230,7 @@ def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
     if config.codecs is not None:
         return [name for name in config.codecs if _may_encode(codec_type(name), role)]
     suitable = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
-    # Under a bound on errors, the precise codec may still encode values for which INT4 is too coarse.
+    # Under a bound on errors, the 8-bit codec may still encode values for which INT4 is too coarse.
     precise = [precise_codec()] if config.max_error is not None and role != MASK else []
     return list(dict.fromkeys([*suitable, *precise]))
 

@@ -43,8 +43,9 @@ def price_tape(
     outliers: dict[int, int],
     run_block: Callable[[], object] | None = None,
 ) -> Prices:
-    """Return the prices of `tape`, measured on the recorded tensors in the time of the limiting resource, device or
-    host.
+    """Return the prices of `tape`, measured on the recorded tensors.
+
+    Times are those of the limiting resource: device or host.
 
     `run_block` runs the block itself, or is None if the block cannot run again.
     """
@@ -113,12 +114,18 @@ def price_call(run: Callable[[], object], device: torch.device) -> Prices:
 
 
 def host_ms_of_block(run: Callable[[], object] | None, device: torch.device) -> float | None:
-    """Return the host's milliseconds to launch a block's forward in training. None on a CPU, or if `run` is None."""
+    """Return the milliseconds that the host takes to launch a block's forward in training.
+
+    None on a CPU, or if `run` is None.
+    """
     return None if run is None or device.type != "cuda" else host_ms_of(run, device)
 
 
 def host_ms_of(run: Callable[[], object], device: torch.device) -> float:
-    """Return the host's milliseconds for `run` with gradients enabled. Tensors saved for backward are dropped."""
+    """Return the milliseconds that the host takes for `run` with gradients enabled.
+
+    Tensors saved for backward are dropped.
+    """
     drop_saved_tensors = torch.autograd.graph.saved_tensors_hooks(_drop_tensor, _refuse_backward)
     with torch.enable_grad(), drop_saved_tensors:
         return time_of(run, device).host_ms
@@ -133,7 +140,8 @@ def _refuse_backward(_: object) -> torch.Tensor:
 
 
 def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
-    """Return the median times of each operator of `tape` on the recorded tensors; 0 for operators that never run again.
+    """Return the median times of each operator of `tape` on the recorded tensors, or 0 for operators that never run
+    again.
 
     If the tape cannot be replayed, all operators are timed, because torch's checkpoint runs all of them again.
     Operators that replace a recorded tensor's storage take negligible time, and are not run.
@@ -145,7 +153,7 @@ def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
 
 
 def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes live at each operator's peak on top of its inputs and results; 0 for operators that never run
+    """Return the bytes live at each operator's peak on top of its inputs and results, or 0 for operators that never run
     again.
 
     The allocator measures them, because an operator may consist of several (a safe softmax also has masks and a second

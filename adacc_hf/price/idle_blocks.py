@@ -29,7 +29,7 @@ class ExecutedBlocks:
         ]
 
     def remove(self) -> None:
-        """Stop recording. Further calls have no effect."""
+        """Stop recording which blocks run. Further calls have no effect."""
         for hook in self._hooks:
             hook.remove()
 
@@ -41,7 +41,10 @@ class ExecutedBlocks:
 
 
 class _NameRecorder:
-    """Hook that records a block's name. The hook refers to no model, to add little to a copy of a hooked model."""
+    """Hook that records a block's name.
+
+    The hook has no reference to the model, so that a copied hook does not copy the model.
+    """
 
     def __init__(self, name: str, names: set[str]) -> None:
         self.name = name

@@ -43,7 +43,7 @@ class KindProfileBuilder:
         input_values = {value.index for value in self.tape.values if self.tape.is_block_input(value.index)}
         own_values = {value for value in storable_values(self.tape) if self.shared_records.get(value) is None}
         self.activations = own_values & (self.saved_values | input_values)
-        """Values that the block may store. Dead slots store nothing."""
+        """Values that the block may store. Values that only `dead_slots` saved are left out."""
         self.held_values = held_values
         self.optional = self.activations - held_values
         """Activations that a policy may compress or recompute. An output, a cast or any other value that code outside
@@ -121,7 +121,7 @@ class KindProfileBuilder:
         return max(errors.codecs.get((index, codec), 0.0) for errors in self.errors)
 
     def _equal_to(self, index: int) -> int | None:
-        """Return the earlier activation that replay reads in place of this value, by the rule of `ExecutionPlan`.
+        """Return the earlier activation that replay reads in place of this value, by the same rule as `ExecutionPlan`.
 
         Return None if there is no such activation, or if the value must be stored.
         """

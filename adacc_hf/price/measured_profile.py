@@ -1,4 +1,4 @@
-"""The profile of a batch, measured in a few passes over it.
+"""The profile of a batch, measured in a few passes.
 
 One forward records every block's tape, verifies replay and measures prices. Further passes measure memory: one forward,
 and one forward and backward under full recomputation for each group of kinds, in which one block of each kind is
@@ -92,7 +92,7 @@ class _Readings:
     step_ms: float
     """Milliseconds of a step under full recomputation."""
     coming_bytes: int
-    """Bytes of state that the optimizer has yet to make."""
+    """Bytes of state that the optimizer has yet to create."""
     chunked_head: tuple[StepLayout, dict[str, float]] | None
     """The step with the chunked head, and the milliseconds of each head. None if the profile has one head."""
 

@@ -136,8 +136,8 @@ class Measurement:
 
 
 HEAD_REPEATS = 3
-"""Repeats of a head's timing. A head takes long compared to the clock's noise. One interruption must not decide which
-head is faster."""
+"""Number of timed runs of a head. A few suffice, because a head takes long compared to the clock's noise. One
+interruption must not decide which head is faster."""
 
 # Times of a model's output layer and loss on one batch, with full logits and with chunked logits.
 

@@ -67,12 +67,12 @@ class SlotProbe:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all activations that autograd saves. The probe stores all of them."""
+        """Bytes of all activations of the probed block that autograd saves. The probe stores all of them."""
         return sum(value.nbytes for value in self.kind.activations if value.saved)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of the stored activations that live until the end of the model's forward under any policy."""
+        """Bytes of the probed block's activations that live until the end of the model's forward under every policy."""
         return sum(value.nbytes for value in self.kind.activations if value.saved and value.cached)
 
     def _mark(self, event: tuple[str, int]) -> None:

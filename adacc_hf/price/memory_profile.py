@@ -36,7 +36,7 @@ class ForwardLayout:
     bases: dict[str, int]
     """Live bytes at the start of each block."""
     outside_peak_bytes: int
-    """Peak from the end of the last block on. The shared inputs that replay would read are freed before."""
+    """Peak from the end of the last block on. The shared inputs that replay would read are freed before that."""
     events: dict[str, tuple[ForwardEvent, ...]]
     """Memory events in the forward of each watched block (the last block of each kind)."""
 
@@ -132,9 +132,9 @@ def measure_step(
 ) -> StepLayout:
     """Run one forward and backward under full recomputation, and return the measured memory by block.
 
-    The calls in `watched_names` retain everything under a probe instead. If the step accumulates gradients, gradients
-    of an earlier micro-batch must be live during the measurement. If no earlier measurement has left these gradients,
-    another micro-batch runs first.
+    The calls in `watched_names` retain all saved tensors instead, and a `SlotProbe` records when they are freed. If the
+    step accumulates gradients, gradients of an earlier micro-batch must be live during the measurement. If no earlier
+    measurement has left these gradients, another micro-batch runs first.
     """
     measurement, device, model = profiled.measurement, profiled.device, profiled.model
     functions = profiled.installation.functions
@@ -230,8 +230,10 @@ class _StepReadings:
         return (point for point in self.points if point.label[0] == moment)
 
     def _peak(self, first: tuple[str, ...], until: str | None) -> int:
-        """Return the peak from the mark `first` to the next mark of `until`, or to the end; 0 without the mark
-        `first`."""
+        """Return the peak from the mark `first` to the next mark that is in `until`, or to the end.
+
+        Return 0 if there is no mark `first`.
+        """
         labels = [point.label for point in self.points]
         if first not in labels:
             return 0
@@ -290,11 +292,11 @@ class _LiveSlots:
 # on the policy. Bytes that one step takes above its prediction therefore occur under other policies too.
 
 FORWARD, AFTER, OPTIMIZER = "forward, head and loss", "before or after the blocks", "optimizer"
-"""Names of the parts of a step outside of the blocks' backward. A block's backward has the name of the block call."""
+"""Names of the parts of a step outside the blocks' backward. A block's backward has the name of the block call."""
 
 
 class StepMarker:
-    """Recorder of the parts of a training step in `meter`, active until `remove()`. `functions` are the block calls."""
+    """Recorder that marks the parts of a training step in `meter` until `remove()`. `functions` are the block calls."""
 
     def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
         self._markers = []
@@ -305,7 +307,8 @@ class StepMarker:
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
-        """Restore the strategies that the blocks had before, unless other code has replaced them since.
+        """Stop marking steps: restore the strategies that the blocks had before, unless other code has replaced them
+        since.
 
         Further calls have no effect.
         """

@@ -42,8 +42,8 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_DRAWS = 8
-"""Forwards without gradients that search for random numbers with which all blocks run, if the model skips blocks at
-random."""
+"""Maximum number of forwards without gradients that search for random numbers with which all blocks run. Used if the
+model skips blocks at random."""
 
 
 def record_model(profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache | None = None) -> ModelRecording:
@@ -79,11 +79,11 @@ def _new_tape_cache(profiled: ProfiledModel) -> TapeCache:
 
 
 def _find_draws_of_all_blocks(profiled: ProfiledModel, batch: Batch) -> bool:
-    """Check that all blocks run in a forward without gradients, such as a teacher's blocks that the batch does not
-    train.
+    """Check that a forward without gradients runs all blocks, also blocks that the batch does not train, such as a
+    teacher's.
 
     If the forward draws random numbers and skips blocks, try other random states. Return True if later passes will
-    start from another random state than before. Raises UncalledBlocksError if some block never runs.
+    start from a different random state. Raises UncalledBlocksError if some block never runs.
     """
     modules, no_trace = profiled.installation.modules, profiled.no_trace
     for num_draws in range(1 + MAX_DRAWS):

@@ -80,7 +80,8 @@ class ModelRecording:
 
     @property
     def watched_names(self) -> list[str]:
-        """Names of the calls at which memory is measured: the last block call of each kind, measured for the kind."""
+        """Names of the calls at which memory is measured: the last block call of each kind, which stands for its
+        kind."""
         return list({block.kind: block.name for block in self.blocks}.values())
 
     @cached_property

@@ -141,7 +141,7 @@ class _OptimizerCopy:
                 vars(self._copy)[name] = _copy_of(value)
 
     def state_bytes(self, slot: _StateSlot) -> int:
-        """Return the bytes that a step creates for the parameter of `slot` alone, on its device.
+        """Return the bytes that a step allocates for the parameter of `slot` alone, on its device.
 
         Raises OptimizerStateError if the step fails, and torch.OutOfMemoryError.
         """
@@ -166,14 +166,15 @@ class _OptimizerCopy:
         return nbytes
 
     def shared_bytes(self) -> int:
-        """Return the bytes that the copy's steps created once for all parameters, such as the codes of bitsandbytes."""
+        """Return the bytes of state that the copy's steps allocated once for all parameters, such as bitsandbytes'
+        codes."""
         return sum(nbytes for storage, nbytes in self._shared_storages.items() if storage not in self._known_storages)
 
     def _set_parameter(self, slot: _StateSlot, stand_in: nn.Parameter) -> None:
-        """Prepare the optimizer's copy for a step on `stand_in` alone, a new tensor like the parameter of `slot`.
+        """Prepare the optimizer's copy for a step on `stand_in`, a new tensor like the parameter of `slot`.
 
-        `stand_in` gets a gradient of ones, and the settings and existing state of the parameter of `slot`. The copy has
-        no other parameters during the step.
+        `stand_in` gets a gradient of ones, and the settings and existing state of the parameter of `slot`. During the
+        step, the copy has no other parameters.
         """
         gradient = torch.ones_like(stand_in.detach())
         # SparseAdam accepts only sparse gradients, and its state has all elements.

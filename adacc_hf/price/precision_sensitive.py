@@ -13,10 +13,10 @@ from adacc_hf.torch_glue.private import OpOverload, schema_of
 V = TypeVar("V")
 
 SUMMARY_RATIO = 8
-"""Minimum ratio of the elements of a source to the elements of a summary, which has fewer dimensions. A codec saves
-little on a summary, and each element of a summary affects many other elements."""
+"""Minimum ratio of the numbers of elements of a source and its summary. A summary has fewer dimensions than its source.
+A codec saves little on a summary, and each element of a summary affects many other elements."""
 EXPONENTS = ("log_softmax", "logsumexp", "cos", "sin")
-"""Operators in whose backward an input or a result is exponentiated, or used as an angle."""
+"""Operators whose backward exponentiates an input or a result, or uses one as an angle."""
 _BIAS = ("attn_mask", "attn_bias", "bias")
 """Names of the argument that fused attention adds to its scores."""
 _WHOLE = ("log", "log2", "log10", "log1p", "logit", "asin", "acos", "atanh", "acosh", "sqrt", "hypot", "atan2")
@@ -25,7 +25,7 @@ DIVISORS: Mapping[str, int | None] = {"div": 1, "xlogy": 1, "addcdiv": 2} | dict
 arguments. None means any input or result."""
 ZERO_TO_ZERO = frozenset({"mul", "div", "neg", "abs", "relu", "pow", "sqrt", "clamp", "clamp_max", "minimum"})
 ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
-"""Operators that map an element 0 to an element 0, on tapes and in compiled graphs."""
+"""Operators, on tapes and in compiled graphs, that map elements of 0 to 0."""
 
 
 def precision_sensitive_values(tape: Tape) -> set[int]:
@@ -42,11 +42,12 @@ def _is_summary(tape: Tape, value: int) -> bool:
 
 
 def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
-    """Return True if a value of shape `size` has only a few numbers for each row of its source. `source` is the shape
-    of the first operand of the operator that computes the value.
+    """Return True if a value of shape `size` has only a few numbers for each row of its source.
+
+    `source` is the shape of the first operand of the operator that computes the value.
 
     Examples are a mean, a norm, or the log-sum-exp of attention, possibly padded. The result of a product or an index
-    is no summary: it has as many dimensions as its operand, even if it has few rows or columns.
+    is not a summary: the result has as many dimensions as its operand, even if it has few rows or columns.
     """
     if is_statistic(size):
         return True
@@ -74,7 +75,7 @@ def attention_bias(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name of fused attention or its backward. Empty for other operators."""
+    """Return the arguments of fused attention, or of its backward, by name. Empty for other operators."""
     schema = schema_of(target) if isinstance(target, OpOverload) else None
     if schema is not None and any(name in schema.name for name in ("attention", "attn")):
         names = [argument.name for argument in schema.arguments]

@@ -67,9 +67,10 @@ class Row:
 
 
 def default_folder() -> Path:
-    """Return $ADACC_HF_PROFILES, else profiles in $XDG_CACHE_HOME/adacc_hf, which also contains the compiled kernels.
+    """Return $ADACC_HF_PROFILES if it is set, else the folder $XDG_CACHE_HOME/adacc_hf/profiles.
 
-    Raises ProfileCacheError for a user without a home, such as in containers that run under an arbitrary user ID.
+    The parent folder also contains the compiled kernels. Raises ProfileCacheError for a user without a home, such as in
+    containers that run under an arbitrary user ID.
     """
     configured_folder = os.environ.get(PROFILES_VARIABLE)
     if configured_folder:
@@ -114,7 +115,7 @@ class ProfileCache:
         return sorted(rows, key=lambda row: row.created, reverse=True)
 
     def find(self, name: str) -> Row:
-        """Return the only row whose name begins with `name`. Raises ValueError if there is none or several."""
+        """Return the only row whose name begins with `name`. Raises ValueError unless exactly one row matches."""
         rows = [row for row in self.list() if row.key.name.startswith(name)]
         if len(rows) != 1:
             raise ValueError(f"{len(rows)} profiles have names that begin with {name!r}: see `adacc profiles list`")

@@ -21,7 +21,8 @@ from adacc_hf.torch_glue.memory import distinct_bytes, forward_loss
 from adacc_hf.torch_glue.no_trace import NoTrace
 
 _profiling_lock = threading.RLock()
-"""Held while a thread profiles. A second thread would distort the times and draw from the same random generators."""
+"""Lock held while a thread profiles. A second thread would distort the times and draw from the same random
+generators."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,8 @@ class SharedTensors:
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
         """Assign each shared tensor to an owner.
 
-        The other arguments are sets of storage addresses: `outside` is saved by the rest of the model, `state` is the
-        model's parameters and buffers, `batch` is the model's input.
+        `outside`, `state` and `batch` are sets of storage addresses: of the tensors that the rest of the model saves,
+        of the model's parameters and buffers, and of the model's input.
         """
         readers: dict[int, set[str]] = {}
         for block in blocks:
@@ -160,8 +160,10 @@ class SharedTensors:
         self.records.append(record)
 
     def _output_record(self) -> int:
-        """Return the index of the one record for all shared outputs. A record per output would make every block
-        a kind of its own."""
+        """Return the index of the one record for all shared outputs.
+
+        With one record per output, no two blocks would be of the same kind.
+        """
         record = Shared(name="what the blocks that made it retain", nbytes=0, saved=True)
         if record not in self.records:
             self.records.append(record)

@@ -68,7 +68,7 @@ def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMI
     """Return the median times of `repeats` runs of `run`, after one warm-up run.
 
     A GPU runs with a cold cache, because the operators of a training step read tensors that were stored long before. If
-    a run were repeated on cached tensors, it would seem to move them at twice the speed of memory.
+    a run were repeated on cached tensors, the run would seem to move the tensors at twice the speed of memory.
     """
     run()
     is_gpu = device.type == "cuda"

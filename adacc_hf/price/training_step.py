@@ -37,7 +37,7 @@ class TrainingStep:
     """Context of all micro-batches but the last. None if ranks exchange gradients in every micro-batch."""
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise ValueError if a number is out of range, and OptimizerStateError if the optimizer's coming state for
+        """Raise ValueError if a number is out of range, and OptimizerStateError if the optimizer's future state for
         `parameters` cannot be predicted."""
         minimums = {"gradient_accumulation_steps": 1, "prefetched_batches": 0, "optimizer_step_bytes": 0}
         if self.optimizer_state_bytes is not None:
@@ -49,11 +49,11 @@ class TrainingStep:
         self.coming_bytes(parameters)
 
     def coming_bytes(self, trained: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of state that the optimizer has yet to make for the `trained` parameters."""
+        """Return the bytes of state that the optimizer has yet to create for the `trained` parameters."""
         if self.optimizer_state_bytes is not None:
             return self.optimizer_state_bytes
         return 0 if self.optimizer is None else coming_state_bytes(self.optimizer, trained)
 
     def other_batches_bytes(self, batch_bytes: int) -> int:
-        """Return the bytes of the batches on the device without the profiled one. Each batch has `batch_bytes`."""
+        """Return the bytes of all batches on the device except the profiled batch. Each batch has `batch_bytes`."""
         return (self.gradient_accumulation_steps - 1 + self.prefetched_batches) * batch_bytes

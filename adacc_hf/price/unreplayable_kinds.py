@@ -20,7 +20,8 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     """Return the profile of blocks whose operators cannot be replayed. Memory of forward and backward is added later.
 
     `group` has the recorded blocks of one kind, and `forward_ms` is the time of one forward. The blocks may save
-    different numbers of bytes, because the number of tokens that an expert gets varies. The profile has the largest.
+    different numbers of bytes, because the number of tokens that an expert gets varies. The profile contains the
+    largest number.
     """
     block = group[0]
     arguments = [

@@ -118,7 +118,7 @@ def check_belongs(policy: Policy, profile: Profile) -> None:
 
 
 def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
-    """Return (names of blocks as text, profile of the blocks, plan) for each different plan of `policy`."""
+    """Return (names of blocks as text, profile of the blocks, plan) for each distinct plan of `policy`."""
     kinds = [profile.kind_of(block) for block in profile.blocks]
     names = [name for name, _ in policy.blocks]
     groups = []
@@ -188,7 +188,10 @@ def describe_block(kind: KindProfile, plan: Plan) -> list[str]:
 
 
 def describe_calls(kind: KindProfile) -> list[str]:
-    """Return a list with a note if blocks of this kind are not replayed, or if each call is validated; else []."""
+    """Return a list with a note if blocks of this kind are not replayed, or if each call is validated.
+
+    Otherwise return [].
+    """
     if kind.untrusted is not None:
         return [f"no replay: blocks of this kind run plainly or under torch's checkpoint, because {kind.untrusted}"]
     if kind.untraced is not None:

@@ -34,10 +34,10 @@ Span = tuple[float, float]
 
 HEAD = "head and loss"
 SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe blocks", "optimizer": "optimizer"}
-"""Labels of the sections of a step outside of the blocks' forward and backward. The head's section has both its forward
+"""Labels of the sections of a step outside the blocks' forward and backward. The head's section has both its forward
 and its backward."""
 SECTION_SHARE = 0.15
-"""Least width of a section of SECTIONS, as a fraction of all blocks' width. A label then has 0.9 inches or more."""
+"""Minimum width of a section of SECTIONS, as a fraction of all blocks' width. A label then has 0.9 inches or more."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
 ROW_INCHES = 0.24  # height of a line of text
@@ -106,7 +106,7 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
 
 
 def matplotlib_module():
-    """Return the matplotlib module. Raises ImportError that names the extra to install."""
+    """Return the matplotlib module. Raises an ImportError that names the extra to install."""
     try:
         import matplotlib
     except ImportError as error:
@@ -184,7 +184,7 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
 def _spans(phases: Sequence[str]) -> dict[str, Span]:
     """Return the start and width of each phase on the axis. A block is one unit wide.
 
-    Each section of the step outside of the blocks has at least `SECTION_SHARE` of the blocks' width, to fit its label.
+    Each section of the step outside the blocks has at least `SECTION_SHARE` of the blocks' width, to fit its label.
     """
     num_blocks = sum(_is_block(phase) for phase in phases)
     spans: dict[str, Span] = {}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""Row of a table, or event of a run, as a dict. Names that end in `_bytes` or `_ms` have that unit."""
+"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have that unit."""
 
 TITLE = "Adacc report"
 ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")
@@ -106,8 +106,8 @@ def write_report(
 ) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    The arguments are those of `policy_report`. Raises the errors of `policy_report`, and NotADirectoryError if `folder`
-    is a file, before anything is written.
+    The arguments are those of `policy_report`. Before anything is written, raises the errors of `policy_report`, and
+    NotADirectoryError if `folder` is a file.
     """
     report = policy_report(profile=profile, policy=policy, history=history, comparison=comparison, remarks=remarks)
     return report.save(folder)

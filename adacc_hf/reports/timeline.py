@@ -1,4 +1,5 @@
-"""Report's picture of a run over the optimizer steps: outliers (the paper's Figure 4), errors, step time and peak."""
+"""Picture of a run in its report, over the optimizer steps: outliers (the paper's Figure 4), errors, step time and
+peak."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class BlockExecutor:
         self.plan = plan
         self._is_plain = plan.is_plain
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
-        """For a checkpointed block: (value, codec) of each input that is stored compressed, by the input's place."""
+        """(value, codec) of each compressed input of a checkpointed block, by the input's place."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
             _is_checkpointed_on_all_ranks(shape.tape) for shape in (known_shapes or {}).values()
         )
@@ -89,7 +89,8 @@ class BlockExecutor:
         """Known shapes of the block, shared by all its plans."""
         self.entries = PlanEntries(name, plan, tape_cache, self.known_shapes, earlier)
         self.wrap_codec: Callable[[int, Codec], Coder] | None = None
-        """Function of (value, codec) that returns the coder to use in place of the codec, for measurements, or None."""
+        """Function of (value, codec) that returns a measuring coder to use in place of the codec. None if nothing is
+        measured."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
 
@@ -185,8 +186,8 @@ class BlockExecutor:
     ) -> Any:
         """Run a call in which the block's own tensors differ from the tape.
 
-        If their layout changed, the call gets another key. If they are gone, for example because an adapter was merged
-        for this call, the call runs without a tape.
+        If the layout of these tensors changed, the call gets another key. If the tensors are gone, for example because
+        an adapter was merged for this call, the call runs without a tape.
         """
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
@@ -202,8 +203,8 @@ class BlockExecutor:
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
-        torch's checkpoint would run collectives again in backward. Another rank, which has a tape for its call, would
-        not, and the ranks would wait for each other (rule R13).
+        torch's checkpoint would run collectives again in backward. A rank that has a tape for its call would not run
+        them again, and the ranks would wait for each other (rule R13).
         """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
@@ -274,7 +275,7 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Pass the order in which the last backward unpacked slots to the tape cache."""
+        """Tell the tape cache in which order the last backward unpacked slots."""
         if entry.unpacked_slots:
             self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None
@@ -331,8 +332,8 @@ class BlockExecutor:
     def _is_too_large_to_record(self, key: CallKey) -> bool:
         """Return True if the budget has no room to record the call. Recording keeps all intermediates of a block alive.
 
-        Return False for calls that must be recorded in any case. These are the first call of a block, calls at a size
-        that a symbolic tape covers (rule R7), and calls of a block with collectives (rule R13).
+        Return False for calls that must always be recorded. These are the first call of a block, calls at a size that a
+        symbolic tape covers (rule R7), and calls of a block with collectives (rule R13).
         """
         tapes = self.tapes.values()
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
@@ -340,7 +341,10 @@ class BlockExecutor:
         return not self.tape_cache.may_record()
 
     def _end_expected_call(self, key: CallKey, expected_entry: Entry, call: ValidatedCall) -> None:
-        """Keep `expected_entry` for the key if the validated first call ran the operators of its tape. Else drop it."""
+        """Keep `expected_entry` for the key if the validated first call ran the operators of the entry's tape.
+
+        Else drop the entry.
+        """
         if call.divergence is None:
             expected_entry.unpacked_slots = call.unpacked_slots
             self.tape_cache.remember(expected_entry.known_shape.tape, key, self.name)
@@ -352,7 +356,7 @@ class BlockExecutor:
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
-    """Return True if a block with this tape must run under torch's checkpoint, whatever its plan is (rule R13).
+    """Return True if every plan must run a block with this tape under torch's checkpoint (rule R13).
 
     This holds for untrusted tapes with collectives, because other ranks may have another plan.
     """

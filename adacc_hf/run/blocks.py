@@ -1,8 +1,8 @@
-"""Search for a model's transformer blocks, and removable functions around the blocks.
+"""Search for a model's transformer blocks, and installation of removable functions that run the blocks' calls.
 
 The functions use an entry point of Transformers: a GradientCheckpointingLayer whose flag is set passes its forward to a
 function. Each block gets its own function object, which therefore knows its block. For classes that the user names in
-`AdaccConfig.block_classes`, the function is put around `forward` instead, even if other code replaced the `forward`.
+`AdaccConfig.block_classes`, the function wraps `forward` instead, even a `forward` that other code has replaced.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _ABSENT = object()
 _CALLS = ("forward", "__call__")
-"""Name prefixes of the functions in which layers of Transformers and other libraries check their flag."""
+"""Name prefixes of the functions in which layers of Transformers and other libraries check their checkpointing flag."""
 
 
 class Strategy(Protocol):
@@ -109,7 +109,7 @@ class CallThread:
         self._ident: int | None = None
 
     def enter(self, block: str) -> int | None:
-        """Note that this thread begins a call of `block`. Return the value to pass to `leave` after the call.
+        """Record that this thread begins a call of `block`. Return the value to pass to `leave` after the call.
 
         Raise ConcurrentCallError if another thread is inside a call.
         """
@@ -124,13 +124,15 @@ class CallThread:
         return previous
 
     def leave(self, previous: int | None) -> None:
-        """Note that a block's call has ended. `previous` is the value that `enter` returned at the beginning of the
-        call."""
+        """Record that a block's call has ended.
+
+        `previous` is the value that `enter` returned at the beginning of the call.
+        """
         self._ident = previous
 
 
 class BlockFunction:
-    """Function around one block, which runs each call of the block under a strategy.
+    """Function that is installed around one block, and runs each call of the block under a strategy.
 
     The object can be pickled and copied with its model. A copy runs its block plainly.
     """
@@ -205,7 +207,8 @@ class BlockFunction:
         return [self, *self.later]
 
     def set_later(self, number: int) -> None:
-        """Set the number of calls in a step after the first. New calls start with the first call's strategy."""
+        """Set how many calls follow the block's first call in a step. New calls start with the first call's
+        strategy."""
         self.step.reset()
         names = [call_name(self.name, 2 + place) for place in range(number)]
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
@@ -253,7 +256,7 @@ class Installation:
         thread = CallThread()
         self.blocks = {name: BlockFunction(name, block, PlainStrategy(), thread) for name, block in blocks}
         self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
-        """Object with the strategy of each call in a step, by call name. Initially, each block has one call."""
+        """Objects with the strategies of the calls in a step, by call name. Initially, each block has one call."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self.on_step: Callable[[], object] | None = None
         """Callback at the beginning of each step (`begin_step`), or None."""
@@ -372,8 +375,8 @@ def _is_on_for_adacc(layer: nn.Module) -> bool:
 class WrappedForward:
     """Replacement of a block's `forward`, for classes that the user names.
 
-    In train mode it calls the block function, which runs the block under its strategy. Otherwise it calls the original
-    `forward`.
+    In train mode, this object calls the block function, which runs the block under its strategy. Otherwise it calls the
+    original `forward`.
     """
 
     def __init__(self, function: BlockFunction, forward: Callable[..., Any]) -> None:
@@ -388,7 +391,7 @@ class WrappedForward:
 
 
 class Reinstaller:
-    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions again when enabled.
+    """Replacement of a model's `_set_gradient_checkpointing` that also installs the block functions when enabled.
 
     TRL switches checkpointing off around reference forwards and on again, which would silently drop the functions.
     """
@@ -487,7 +490,7 @@ class StepCount:
         self._hooks: list[RemovableHandle] = []
 
     def next_of(self, expected: int) -> int:
-        """Return the number, from 0, of the call that begins now.
+        """Return the number of the call that begins now, counted from 0.
 
         `expected` is the number of the block's calls in a step.
         """

@@ -43,7 +43,7 @@ from adacc_hf.torch_glue.tensors import (
 PackedSlot = tuple[int, Any, "int | None", Any]
 
 _NOTHING = ReplayProgram((), (), (), ())
-"""Replay program of a slot whose saved tensor autograd keeps: nothing to run."""
+"""Empty replay program, for slots whose saved tensor autograd keeps."""
 
 
 class Cell:
@@ -55,8 +55,8 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """The tensor that autograd saved, whose version counts changes in place. For a DTensor, `tensor` is the local
-        part instead, whose version does not count these changes."""
+        """The tensor that autograd saved. Its version counts changes in place. For a DTensor, `tensor` is the local
+        part, and the local part's version does not count these changes."""
         self.version = 0
 
 
@@ -106,7 +106,10 @@ class Call:
         self._in_order = True
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward and return `fn(*args)`. Store the tensors that autograd saves as the plan says."""
+        """Run the block's forward and return `fn(*args)`.
+
+        Store the tensors that autograd saves in the form that the plan requires.
+        """
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = fn(*args)
         self.finish()
@@ -158,7 +161,7 @@ class Call:
         self._cells = {}
 
     def has(self, value: int) -> bool:
-        """Return True if the cell of `value` is filled."""
+        """Return True if this call has already filled the cell of `value`."""
         cell = self._cells[value]
         return cell.tensor is not None or cell.payload is not None
 
@@ -173,7 +176,7 @@ class Call:
             cell.version = version_of(cell.saved)
 
     def note_divergence(self, bases: Mapping[int, torch.Tensor]) -> None:
-        """Handle a call that diverges from its tape now: store all that replay of the slots packed so far reads.
+        """Handle the call's divergence from its tape: store all values that replay of the slots packed so far reads.
 
         `bases` maps value indices to tensors. These tensors are copied, because no tape describes later changes in
         place. No further slots are packed.
@@ -224,7 +227,8 @@ class Call:
         """Run a replay program, and return the tensor of the slot. `cells` hold the stored values that the program
         reads."""
         environment = self._environment
-        # Check only these: an optimizer may step inside backward, on weights that are no longer needed.
+        # Check only the tensors of this program: an optimizer may step inside backward, on weights that are no longer
+        # needed.
         for value in program.reads:
             self._check_unchanged(value)
         for step in program.steps:
@@ -246,7 +250,7 @@ class Call:
     def _fetch(self, value: int, slot: int, cells: list[Cell]) -> None:
         """Put a stored value into the environment of the replay.
 
-        Decode a compressed value, unless it is still decoded.
+        Decode a compressed value, unless its decoded tensor still exists.
         """
         cell = cells[self.plan.slots[slot].position[value]]
         if cell.tensor is not None:

@@ -28,8 +28,8 @@ def run_checkpointed(
     """Run a block's call `fn(*args)` under torch's checkpoint, and store some of its inputs as payloads until backward.
 
     `codecs` has (codec, coder) for each of these inputs, by its place among the arguments. The coder is the codec
-    itself, or in a tracking step a wrapper that measures. An input is stored as it is if the codec does not support it,
-    or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`.
+    itself, or in a tracking step a wrapper that measures. An input is stored without encoding if the codec does not
+    support it, or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`.
     """
     inputs = {place: tensor for place in codecs if (tensor := _at(place, args, kwargs)) is not None}
     compressible = {place: tensor for place, tensor in inputs.items() if _can_encode(codecs[place][0], tensor)}
@@ -89,7 +89,7 @@ class _RepeatableCall:
 
 
 def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the argument at `place`, a position or a keyword, if it is a plain tensor. Else return None."""
+    """Return the argument at `place` (a position or keyword) if it is a plain tensor, else None."""
     if len(place) != 1:
         return None
     arguments_by_place: dict[int | str, Any] = dict(enumerate(args))

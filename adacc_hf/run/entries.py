@@ -88,9 +88,10 @@ class PlanEntries:
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries of calls at sizes that were not recorded, the latest last."""
         self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
-        """By symbolic tape, the entry from which the entries of all its sizes are derived."""
+        """Entry from which the entries of all sizes of a symbolic tape are derived, by symbolic tape."""
         self.differs_from_record = False
-        """True if the block's first call ran other operators than the tape recorded for another block of its kind."""
+        """True if the operators of the block's first call differ from the tape recorded for another block of its
+        kind."""
 
     @property
     def are_empty(self) -> bool:
@@ -108,14 +109,14 @@ class PlanEntries:
         return tuple(entry.execution_plan for entry in entries) or self._earlier
 
     def find(self, key: CallKey) -> Entry | None:
-        """Return the entry for a call with this key. Create it if a tape is known for the key.
+        """Return the entry for a call with this key. Create the entry if a tape is known for the key.
 
         Return None if the call must be recorded, or validated against a tape from a profile or another block.
         """
         return self.recorded.get(key) or self._known_entry(key) or self._sized_entry(key)
 
     def latest(self, key: CallKey) -> Entry | None:
-        """Return the existing entry for this key, or None."""
+        """Return the existing entry for the call key `key`, or None."""
         return self.recorded.get(key) or self.sized.get(key)
 
     def add(self, key: CallKey, known_shape: KnownShape) -> Entry:
@@ -199,7 +200,8 @@ class PlanEntries:
         self.recorded.pop(key, None)
 
     def _entry(self, known_shape: KnownShape, tape: Tape | None = None) -> Entry:
-        """Create the entry for `known_shape`. `tape` replaces its tape, if the call has another size."""
+        """Create the entry for `known_shape`. If the call has another size, `tape` replaces the tape of
+        `known_shape`."""
         tape = tape or known_shape.tape
         if tape.untrusted is not None:
             self.tape_cache.warn_untrusted(self.name, tape)
@@ -216,7 +218,7 @@ class PlanEntries:
     def _fallback_of(self, tape: Tape) -> str | None:
         """Return the reason why calls with this unusable `tape` run under torch's checkpoint.
 
-        Return None if this is no deviation, because the plan itself asks for the checkpoint or for a plain run.
+        Return None if the plan itself requires the checkpoint or a plain run, because the calls then follow the plan.
         """
         if tape.untrusted is None:
             return VARYING
@@ -229,9 +231,9 @@ class PlanEntries:
         If `tape` has these operators, values whose planned choice is impossible are retained. Otherwise, the plan's
         choices are transferred to the matching values, and all other values get the choice with the least memory.
 
-        Raise PolicyMismatchError if the tape has other operators than the same call had in the profile. Do not raise if
-        the block has run the planned operators before: then the operators changed during training, for example because
-        weights were frozen.
+        Raise PolicyMismatchError if the tape's operators differ from those of the same call in the profile. Do not
+        raise if the block has run the planned operators before: then the operators changed during training, for example
+        because weights were frozen.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
@@ -244,7 +246,7 @@ class PlanEntries:
                 (earlier_tape for earlier_tape in fitted_tapes if earlier_tape.structure.startswith(structure)), None
             )
             recorded_tape = self.tape_cache.tape_of_structure(structure)
-            # A profile in this process was of this model, which may run other operators by now.
+            # A profile in this process was of this model, which may run different operators by now.
             if planned_tape is None and (identity != own_identity or (call == own_call and recorded_tape is None)):
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "

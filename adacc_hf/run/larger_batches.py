@@ -31,13 +31,13 @@ class LargerBatches:
             self._hook = model.register_forward_pre_hook(ModelHook(self._forward_begins), with_kwargs=True)
 
     def remove(self) -> None:
-        """Remove the hook. Calling this again has no effect."""
+        """Remove the hook that warns about larger batches. Calling this again has no effect."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the batch of a training forward with the profiled batch, and warn if it is larger."""
+        """Warn if the batch of a training forward is larger than the profiled batch."""
         if not module.training or not torch.is_grad_enabled():
             return
         batch_shapes = {

@@ -11,13 +11,13 @@ R3  Each storage has one payload, however many operators save it.
 R4  Parameters and casts of parameters are never compressed. A cast may be recomputed. Divisors of backward are never
     compressed with loss.
 R5  Random operators are replayed from the recorded state of the default generator. Then the generator is restored, so
-    that training draws the same numbers as plain training. A plan sees no operators, so a call captures the state
-    when autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects
-    draws in between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from
-    exact data only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
-    probabilities), draw from another generator, or follow another draw with no saved tensor in between: their results
-    are retained or stored losslessly. In dropout only the mask is random, and the mask reads no element of the input.
-    Dropout in fused attention depends only on its sizes.
+    that training draws the same numbers as plain training. A plan sees no operators, so a call captures the state when
+    autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects draws in
+    between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from exact data
+    only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
+    probabilities), if they draw from another generator, or if no tensor was saved since the previous draw. Their
+    results are retained or stored losslessly. In dropout only the mask is random, and the mask reads no element of the
+    input. Dropout in fused attention depends only on its sizes.
 R6  An in-place operator makes a new version of a storage. Replay never changes a version that another operator or slot
     needs. Neither does the backward of an autograd function written in Python: it gets a copy of each tensor that
     replay reads again.
@@ -27,21 +27,21 @@ R7  Replay is verified: a value is replayed only if its replay had the original 
     size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs
     it. Each operator is compared as soon as it has run, which takes the memory of one operator's results. Values with
     different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects by a benchmark
-    (`torch.backends.cudnn.benchmark`) are not replayed, because it may select another kernel in backward's thread. An
-    autograd Function whose kernels write unseen is one operator, and its forward runs again
+    (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in backward's thread.
+    An autograd Function whose kernels write unseen is one operator, and its forward runs again
     (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of all its operators gave the
     original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
 R8  A call runs on a tape only if there is evidence that it runs the tape's operators. Usually Dynamo's guards provide
-    it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that depends on. The
+    it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that path depends on. The
     call's key adds properties that guards leave out: the numbers that are inputs of the traced graph, offsets and
     shared storages of the arguments. The block's own tensors must have the layout of the tape. Otherwise the call is
     another shape, which is recorded separately. A block that Dynamo cannot trace completely is validated at each call:
     every operator is compared with the tape before it runs (`run/validation.py`). The second call of each tape, a few
     later calls, and the first call at some new sizes are validated too. After a call diverges from its tape, all
     tensors that it saves are kept, so the call stays exact. Each call compares the tensors that autograd saves with the
-    tape. If the block reads an argument into Python, a few integers count as sizes, and other data has tapes of its
-    own. If operators depend on any other data, torch's checkpoint is used. It is also used for a call that differs from
-    all records and that the budget has no room to record.
+    tape. If the block reads an argument into Python, a few integers count as sizes, and other data has its own tapes.
+    If operators depend on any other data, torch's checkpoint is used. It is also used for a call that differs from all
+    records and that the budget has no room to record.
 R9  A call without gradients, in generate(), after an exception, with retain_graph or create_graph, or one of several
     forwards before one backward, is correct or refused, and leaves no state behind. Each of a block's calls in a step
     has its own plan, and is also correct under the plan of any other call.
@@ -126,8 +126,9 @@ class PolicyHandle:
             self.larger_batches = LargerBatches(self.installation.model, policy)
 
     def prepare(self, policy: Policy, earlier: BlockPlans | None = None) -> BlockPlans:
-        """Return the executors for `policy`, for a later `follow`. They share known shapes with the executors in
-        `earlier`.
+        """Return the executors for `policy`, for a later `follow`.
+
+        These executors share known shapes with the executors in `earlier`.
 
         Raise PolicyMismatchError if the policy was made for other blocks.
         """
@@ -151,12 +152,12 @@ class PolicyHandle:
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
             function.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
-        if plans is not None:  # else keep the head: a plain head is safer at no batch size
+        if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy
 
     def _chunk_head(self, is_on: bool) -> None:
-        """Switch the chunked output layer on or off, as the policy says."""
+        """Switch the chunked output layer on or off, as the policy requires."""
         if self._head is None and is_on:
             try:
                 self._head = ChunkedHead(self.installation.model)
@@ -221,7 +222,7 @@ class PolicyHandle:
 
 
 APPLIED = "_adacc_applied"
-"""Name of a model's attribute with an `Applied`, the reference to its policy handle or session."""
+"""Name of the model attribute that holds an `Applied`: the reference to the model's policy handle or session."""
 
 
 class Applied:
@@ -252,8 +253,8 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
-    checkpointing. Each block's first call is recorded. It raises PolicyMismatchError if its operators differ from the
-    profile's, and NestedHooksError inside other saved-tensor hooks.
+    checkpointing. Each block's first call is recorded. This call raises PolicyMismatchError if its operators differ
+    from the profile's, and NestedHooksError inside other saved-tensor hooks.
     """
     remove_policy(model)
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
@@ -265,7 +266,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 def remove_policy(model: nn.Module) -> bool:
     """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on it.
 
-    Return False if there was none.
+    Return False if there was neither.
     """
     applied = model.__dict__.get(APPLIED)
     if applied is None or applied.remove is None:

@@ -57,7 +57,7 @@ class TapePosition:
         return self.divergence is not None
 
     def diverge(self, reason: str) -> None:
-        """Mark the call as diverged from its tape, with the reason. Have no effect if it has diverged before."""
+        """Mark the call as diverged from its tape, with the reason. Do nothing if the call has diverged before."""
         if not self.has_diverged:
             self.divergence = reason
             stored_bases, self._stored_bases = self._stored_bases, {}
@@ -184,17 +184,18 @@ class TapePosition:
     # Tensors.
 
     def own(self, value: int, tensor: torch.Tensor) -> None:
-        """Note that the storage of `tensor` now contains the tape's `value`."""
+        """Record that the storage of `tensor` now contains the tape's `value`."""
         self._owners[storage_key(tensor.untyped_storage())] = value
         if value in self._stored:
             self._stored_bases[value] = tensor.detach()
 
     def disown(self, storage: int) -> None:
-        """Forget the value of the storage with key `storage`. The storage is new, and reuses the key of a freed one."""
+        """Forget the value noted for the key `storage`, because a new storage reuses a freed storage's key."""
         self._owners.pop(storage, None)
 
     def note_cast(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is a parameter's cast that autocast cached in an earlier call, note the tape's value for it."""
+        """If `tensor` is a parameter's cast that autocast cached in an earlier call, record the tape's value for
+        `tensor`."""
         if self._casts and has_storage(tensor) and storage_key(tensor.untyped_storage()) not in self._owners:
             value = self._casts.get((id(cast_source(tensor)), tensor.dtype))
             if value is not None:
@@ -214,7 +215,7 @@ class TapePosition:
         return owner == ref.value
 
     def _has_unknown_source(self, value: int) -> bool:
-        """Return True if the tape does not know where the value comes from. Replay never reads these values."""
+        """Return True if the tape lists the source of `value` as unknown. Replay never reads these values."""
         source = self.values[value].source
         return source is not None and source.place == "unknown"
 

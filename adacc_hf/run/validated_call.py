@@ -64,7 +64,7 @@ class ValidatedCall:
         """Values that replay did not recompute bit for bit."""
         self._begin = partial(Call, plan, name, codecs, externals)
         self._call: Call | None = None
-        """None if the arguments of the call already differ from the tape."""
+        """The call under the plan. None if the arguments of the call already differ from the tape."""
         self._validator = Validator(plan, checks_bits, self._on_divergence)
 
     @property

@@ -48,7 +48,7 @@ class Validator(TorchDispatchMode):
     """Dispatch mode that compares each operator of a block's call with the tape's next operator before it runs.
 
     At the first difference, `on_divergence` gets the tensors that the plan stores and autograd has not saved yet, as a
-    dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must be
+    dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must run
     inside `paused`.
     """
 
@@ -175,7 +175,7 @@ class Validator(TorchDispatchMode):
     def _register_results(
         self, operator: TapeOperator, results: Sequence[Any], written: Sequence[torch.Tensor]
     ) -> bool:
-        """Compare the results of an operator with the tape, and note their values.
+        """Compare the results of an operator with the tape, and record their values.
 
         `written` contains the tensors that the operator changed in place. If the tape has different results, mark the
         call as diverged and return False.
@@ -272,7 +272,7 @@ class Validator(TorchDispatchMode):
             return run()
         expected = self._position.take_function(function)
         parts = None if expected is None else self._parts_of(expected, function, args)
-        if expected is None or parts is None:  # compare its operators, or nothing
+        if expected is None or parts is None:  # compare the inner operators, or nothing after a divergence
             return run()
         written = _written_by(expected, parts)
         is_compared = self._is_compared(expected)
@@ -350,6 +350,6 @@ def _copied(
 
 
 def _stored(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors in `trees` that have memory. DTensors are represented by their local tensors."""
+    """Return the tensors in `trees` that own memory. A DTensor is represented by its local tensor."""
     tensors = [local_of(leaf) for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if not tensor.is_meta and not is_fake(tensor) and has_storage(tensor)]

@@ -30,11 +30,11 @@ class Bandwidths:
     value: int
     recompute_ms: float | None
     recompute: float | None
-    """Bytes per ms: the paper's Band_recomp."""
+    """Bytes freed per ms by recomputing the activation: the paper's Band_recomp."""
     store: StoredForm | None
-    """The codec with the highest bandwidth."""
+    """The stored form with the highest bandwidth."""
     compress: float | None
-    """Bytes per ms: the paper's Band_comp."""
+    """Bytes freed per ms by compressing the activation: the paper's Band_comp."""
 
     @property
     def best(self) -> float | None:
@@ -80,7 +80,10 @@ def _per_ms(nbytes: int, ms: float) -> float:
 
 
 def replay_ms(model: KindModel, value: int) -> float | None:
-    """Return the ms to recompute one activation while all others are stored. None if `value` cannot be recomputed."""
+    """Return the time in ms to recompute one activation while all others are stored.
+
+    None if `value` cannot be recomputed.
+    """
     if model.recompute(value) is None:
         return None
     return price(model, {**dict.fromkeys(model.menus, RETAIN), value: RECOMPUTE}).ms

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 SLOPE_TOLERANCE = 1e-6
-"""Minimum distance in ms of a corner below the line between its neighbours, as a part of the neighbours' difference in
-ms. Far above HiGHS's optimality tolerance."""
+"""Minimum distance in ms of a corner below the line between its neighbours, as a fraction of the neighbours' difference
+in ms. The value is far above HiGHS's optimality tolerance."""
 INTEGRALITY = 1e-4
 """Maximum distance from an integer at which a variable counts as integer: far above HiGHS's tolerance."""
 SCALE = 1e3
@@ -32,8 +32,7 @@ SCALE = 1e3
 
 
 def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPlan]]:
-    """Return the frontier of each kind of block: plans from all RETAIN to the fewest bytes, with bytes falling and ms
-    rising.
+    """Return the frontier of each kind of block: plans from all RETAIN to the fewest bytes, with rising ms.
 
     Frontiers do not depend on the budget, so policies for different budgets are comparable. Shared tensors cost no
     bytes here.
@@ -81,7 +80,7 @@ class _PricedMemory:
         return self._solve([*self.block.terms_ms(weight), *self.block.terms_bytes(weight * price)])
 
     def least_bytes(self) -> PricedPlan:
-        """Return the plan that stores the fewest bytes, and the fastest of several such plans."""
+        """Return the plan that stores the fewest bytes. If there are several, return the fastest of them."""
         least = self._solve(self.block.terms_bytes(SCALE / self.total_bytes))
         # Values of an integer solution are integers only within a tolerance, so the limit needs the same slack.
         limit = least.nbytes / self.total_bytes + TOLERANCE
@@ -139,8 +138,8 @@ def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> It
     """Yield policies from all RETAIN to the fewest bytes. Each moves one more block to the next plan of the frontier.
 
     `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. Steps are sorted by their price in ms
-    per byte, so each policy is the fastest of all policies that store as little. The first blocks are changed first,
-    because their backward comes last, when least other memory is stored.
+    per byte, so no policy that stores at most as much is faster. The first blocks are changed first, because their
+    backward comes last, when least other memory is stored.
     """
     policy = [frontiers[kind][0] for kind in kinds]
     yield list(policy)
@@ -170,14 +169,15 @@ def _is_below(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bo
 # uses up the bytes that the others leave.
 
 TIE_BREAK = 1e-6
-"""Weight of all stored bytes relative to all ms in the objective: decides between plans that are equally fast."""
+"""Weight of all stored bytes relative to all ms in the objective. This term decides between plans that are equally
+fast."""
 MAX_CORRECTIONS = 3
 """Maximum number of runs with a lowered cap on stored bytes. A rounded solution may exceed the cap by a few bytes in a
 hundred GiB."""
 
 
 def fixed_bytes(profile: Profile) -> int:
-    """Return the bytes that every policy stores: outside of the blocks, and shared tensors that autograd saves."""
+    """Return the bytes that every policy stores: outside the blocks, and shared tensors that autograd saves."""
     return profile.outside_stored_bytes + sum(shared.nbytes for shared in profile.shared if shared.saved)
 
 
@@ -290,13 +290,14 @@ class MixtureProgram:
         return solution
 
     def _ms(self, weight: float) -> list[tuple[int, float]]:
-        """Return the objective's terms for time, scaled to at most `weight`."""
+        """Return the objective's terms for time, scaled so that their sum is at most `weight`."""
         terms = [(x, self.num_free[k] * ms) for k, block in self.free.items() for x, ms in block.terms_ms()]
         terms += [(count, self.frontiers[k][c].ms) for (k, c), count in self.counts.items()]
         return [(x, weight * ms / self.total_ms) for x, ms in terms]
 
     def _bytes(self, weight: float) -> list[tuple[int, float]]:
-        """Return the objective's terms for stored bytes, scaled to at most about `weight`."""
+        """Return the objective's terms for stored bytes, scaled so that their sum is at most a little above
+        `weight`."""
         return [(x, weight * self.unit * nbytes) for x, nbytes in self._terms_bytes()]
 
     def _terms_bytes(self) -> list[tuple[int, float]]:

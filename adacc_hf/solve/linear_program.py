@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pulp
 
 MAX_NODES = 200
-"""Maximum number of branch-and-bound nodes of an integer program. GPT-2's programs take below ten. A time limit alone
-would make the policy depend on the machine's load."""
+"""Maximum number of branch-and-bound nodes of an integer program. GPT-2's programs take fewer than ten. A time limit
+alone would make the policy depend on the machine's load."""
 TOLERANCE = 1e-9
 """Feasibility tolerance. With HiGHS's default of 1e-6, stored bytes could exceed the budget by kilobytes."""
 
@@ -48,7 +48,8 @@ class LinearProgram:
         return len(self.variables) - 1
 
     def constrain(self, terms: Terms, low: float = -math.inf, high: float = math.inf) -> int:
-        """Add a row, and return its number: the sum of `terms` is at least `low`, at most `high`, or equal to both."""
+        """Add a row that keeps the sum of `terms` between `low` and `high`, or equal to both. Return the row's
+        number."""
         import pulp
 
         total = combine(terms)
@@ -70,8 +71,8 @@ class LinearProgram:
 def _import_pulp() -> None:
     """Import PuLP in a separate thread, because PuLP keeps the stack frames of its import alive.
 
-    PuLP stores the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames.
-    Imported in the caller's thread, PuLP would keep the caller's local variables, such as the model, alive forever.
+    PuLP stores the exceptions of solvers that are not installed, and their tracebacks refer to the importing frames. An
+    import in the caller's thread would keep the caller's local variables, such as the model, alive forever.
     """
     if "pulp" not in sys.modules:
         thread = Thread(target=import_module, args=("pulp",))
@@ -92,7 +93,7 @@ class SolverLog:
     """Limits of a search, and statistics of its HiGHS runs."""
 
     gap: float = 0.0
-    """Relative optimality gap at which an integer program stops; 0 requires a proof of optimality."""
+    """Relative optimality gap at which an integer program stops. 0 requires a proof of optimality."""
     seconds: float = 60.0
     """Time limit of each run of an integer program. Relaxations have no limit."""
     num_solves: int = 0
@@ -103,7 +104,7 @@ class SolverLog:
 
 
 class Solver:
-    """HiGHS model of a linear or integer program. `minimize` can be called repeatedly, with other costs or bounds."""
+    """HiGHS model of a linear or integer program. `minimize` can be called repeatedly, with changed costs or bounds."""
 
     def __init__(self, program: LinearProgram, log: SolverLog, *, integer: bool) -> None:
         import numpy
@@ -135,7 +136,7 @@ class Solver:
         self._rows = [row.index for row in program.rows]
 
     def bound(self, row: int, low: float = -math.inf, high: float = math.inf) -> None:
-        """Replace the bounds of the row number `row`: its sum is between `low` and `high`."""
+        """Replace the bounds of the row number `row`: the row's sum must be between `low` and `high`."""
         self._highs.changeRowBounds(self._rows[row], low, high)
 
     def minimize(self, costs: Terms, limit: float = math.inf) -> Sequence[float] | None:

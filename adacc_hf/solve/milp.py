@@ -39,7 +39,7 @@ class StoredForm:
     choice: Choice
     nbytes: int
     ms: float
-    """Sum of encode and decode time; 0 for the tensor itself."""
+    """Sum of encode and decode time, or 0 for the tensor itself."""
     is_lossless: bool = True
 
 
@@ -120,7 +120,7 @@ MAX_CODED_INPUTS = 3
 
 
 def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan]:
-    """Return the plans in which torch's checkpoint runs a block of `kind`; [] if recomputation is not allowed."""
+    """Return the plans in which torch's checkpoint runs a block of `kind`, or [] if recomputation is not allowed."""
     if checkpoint_plan(kind) is None or not kind.slots:
         return []
     if Action.RECOMPUTE not in config.parsed_actions and BlockAction.PLAIN in kind.block_actions:
@@ -158,7 +158,7 @@ def _codec_forms(value: Value, config: AdaccConfig) -> list[StoredForm]:
 
 
 def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]) -> bool:
-    """Return True if a replayed operator can read `value`, when `runnable` are the earlier operators to replay."""
+    """Return True if a replayed operator can read `value` when replay may run only the earlier operators `runnable`."""
     is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
     return _is_always_readable(value) or value.index in menus or is_recomputable
 
@@ -174,7 +174,7 @@ def _is_always_readable(value: Value) -> bool:
 def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     """Return the plan with `choices`, and its cost in bytes and ms. Unread values are neither replayed nor stored.
 
-    A block input that autograd does not save costs bytes only if a replay reads it, and so does a generator's state.
+    A block input that autograd does not save, or a generator's state, costs bytes only if a replay reads it.
     Activations with the same bits as an earlier activation are recomputed. Activations that must not be recomputed from
     a lossily stored value are retained. If torch's checkpoint must run the block, `choices` are ignored.
     """
@@ -236,7 +236,7 @@ class BlockVariables:
         for j, run in self.run.items():
             for value in self._unsaved_inputs(j):
                 program.constrain([*self._stored(value), *self._recomputed(value), (run, -1.0)], low=0.0)
-        # [Exactness] a value that must not be recomputed from a lossy one is stored if the other is stored with loss.
+        # [Exactness] if a value is stored with loss, the values that must not be recomputed from it are stored too.
         for value, others in self.model.kind.exactness_dependents.items():
             for other in others if self._recomputed(value) else ():
                 lossy = [

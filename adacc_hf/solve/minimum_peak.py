@@ -48,7 +48,8 @@ class PeakOracle:
         return step_peak_bytes(self.profile, [self.outcome(block.kind, plan) for block, plan in blocks])
 
     def peak_block(self, plans: Sequence[PricedPlan]) -> int | None:
-        """Return the first block in whose forward or backward the peak occurs; None if it occurs outside of blocks."""
+        """Return the first block whose forward or backward contains the peak, or None if the peak occurs outside
+        blocks."""
         peak = self.peak_bytes(plans)
         earlier = EarlierBlocks()
         for index, (block, plan) in enumerate(zip(self.profile.blocks, plans, strict=True)):
@@ -106,9 +107,9 @@ class PeakOracle:
     def _within(self, pools: Sequence[Pools], budget: int) -> list[PricedPlan] | None:
         """Return a policy whose peak is at most `budget`, or None if no policy from `pools` fits.
 
-        Go through the blocks from the first, and choose the plan that stores least of the plans whose own forward and
-        backward fit. Storing less never hurts a later block. Reading another shared tensor may, so the best policy is
-        tracked for each set of shared tensors.
+        Go through the blocks in forward order. Of the plans whose own forward and backward fit, choose the plan that
+        stores least. Storing less never hurts a later block, but reading another shared tensor may. Therefore the best
+        policy is tracked for each set of shared tensors.
         """
         prefixes: dict[frozenset[int], tuple[tuple[PricedPlan, ...], EarlierBlocks]] = {
             frozenset(): ((), EarlierBlocks())
@@ -140,8 +141,8 @@ class PeakOracle:
 PLANS_PER_ROUND = 8
 """Number of plans whose neighbours are computed in a round. With one plan, GPT-2's least peak is 4 % higher."""
 MAX_NEIGHBOR_PLANS = 1200
-"""Number of neighbour plans after which no further round begins, each of 0.3 to 1 ms. GPT-2 needs this many. T5 would
-go on for a minute, for a peak lower by 2 %."""
+"""Number of neighbour plans after which no further round begins. Each plan takes 0.3 to 1 ms. GPT-2 needs this many. T5
+would continue for a minute, to lower the peak by 2 %."""
 
 
 def local_search(
@@ -172,15 +173,15 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return the plans of a kind whose neighbours to compute next: plans of `policy` first, then the least working
-    set."""
+    """Return the plans of a kind whose neighbours are computed next: first the plans of `policy`, then the plans with
+    the least working set."""
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
 
 
 def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[PricedPlan]:
-    """Yield the plans that differ from `priced_plan` in one activation; none if the whole block is checkpointed."""
+    """Yield the plans that differ from `priced_plan` in one activation, or none if the whole block is checkpointed."""
     if priced_plan.plan.is_checkpointed:
         return
     choices = dict(priced_plan.plan.choices)
@@ -210,7 +211,8 @@ def _is_within(needs: _Needs, others: _Needs) -> bool:
 
 
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
-    """Return a lower bound on the peak of all policies: the bytes always live, and the least that blocks can store."""
+    """Return a lower bound on the peak of all policies: the bytes that are always live, plus the least that blocks can
+    store."""
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
     return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
 
@@ -228,7 +230,7 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
 
 
 def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
-    """Yield the bytes that are live at each event of a block's backward, whatever the plan.
+    """Yield the bytes that are live at each event of a block's backward, under every plan.
 
     These are the saved tensors that autograd has unpacked and not yet freed, and the temporaries of backward's
     operators. Tensors shared with other blocks are not counted.

@@ -52,7 +52,7 @@ class Kinds:
 
     def __init__(self, profile: Profile, config: AdaccConfig) -> None:
         self.plain_stored_bytes = profile.plain_stored_bytes
-        """Base of budgets given as a fraction, for every head."""
+        """Bytes that plain training stores. Budgets given as a fraction refer to this number, for every head."""
         self.log = SolverLog(gap=config.solver_gap, seconds=config.solver_seconds)
         self.models: list[KindModel] = [build_block_model(kind, config) for kind in profile.kinds]
         self.outcomes: Outcomes = {}
@@ -113,7 +113,8 @@ class PolicySearch:
             policies += itertools.islice(filter(fits, self._chain(frontiers)), 1)
             program = self._mixture_program(frontiers, 0)
             policies += self._fastest(program, budget.nbytes, self._least_ms_of(policies, incumbent_ms))
-        # A policy with one plan per kind may be no mixture of frontier plans, and faster if kinds have few blocks.
+        # A policy with one plan per kind may not be a mixture of frontier plans, and may be faster if kinds have few
+        # blocks.
         policies += self._fastest(self.uniform_program, budget.nbytes, self._least_ms_of(policies, incumbent_ms))
         if len(self.plain) == 1 and not self.log.num_unproven:
             # The program's gap is relative to the time of the blocks.
@@ -189,7 +190,8 @@ class PolicySearch:
         return Budget(nbytes, nbytes, limits_peak=True)
 
     def bound_ms(self, budget: Budget) -> float:
-        """Return a lower bound on the overhead in ms of any policy within the budget, up to `frontier.SLOPE_TOLERANCE`.
+        """Return a lower bound on the overhead in ms of any policy within the budget, accurate to
+        `frontier.SLOPE_TOLERANCE`.
 
         Return infinity if no policy can fit.
         """

@@ -3,9 +3,9 @@
 First, `frontiers` computes the frontier of plans of each kind of block, once for all budgets. For one kind and a budget
 on stored bytes, one integer program (`MixtureProgram`) gives the policy. For several kinds, or a budget on the peak of
 the step, the solver takes the first policy that fits in the `chain` from all RETAIN to the least bytes, and refines it
-with the same program. The frontiers also give a lower bound on the time of any policy; the relative distance of the
-solver's policy from this bound is its `gap`. At the end every policy is simulated, in whole bytes, by code that is
-independent of the program.
+with the same program. The frontiers also give a lower bound on the time of any policy. The relative distance of the
+solver's policy from this bound is the policy's `gap`. At the end every policy is simulated, in whole bytes, by code
+that is independent of the program.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ PLACES = ("attached", "module")
 """Values of `Source.place` for attached tensors: "attached" for a tensor on a parameter, "module" for one on a
 module."""
 _DEPTH = 2
-"""Search depth: the greatest number of containers and objects between a module or parameter and an attached tensor."""
+"""Search depth: the maximum number of containers and objects between a module or parameter and an attached tensor."""
 _REGISTERED = frozenset({PARAMETERS, BUFFERS, MODULES})
 
 
 def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
     """Yield (source, tensor) of each tensor attached to the block's modules and parameters.
 
-    Attached tensors are not registered as parameters or buffers, such as the scales of a quantized weight.
+    Attached tensors, such as the scales of a quantized weight, are not registered as parameters or buffers.
     """
     for name, parameter in block.named_parameters(remove_duplicate=False):
         if not runs_on_parts(type(parameter)):  # a DTensor is represented by its local tensor
@@ -42,7 +42,7 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the tensor attached to `owner`, a parameter or module, detached from its autograd graph.
+    """Return a tensor that is attached to the parameter or module `owner`, outside its autograd graph.
 
     `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
     """
@@ -54,12 +54,13 @@ def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def _step(owner: Any, name: Any) -> Any:
-    """Return the item or attribute `name` of `owner`, one step of a path."""
+    """Return the item or attribute `name` of `owner`: one step on the path to an attached tensor."""
     return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
 
 
 def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Yield (path, tensor) of each plain tensor in `owner`, a dict or sequence, searched to the given depth."""
+    """Yield (path, tensor) of each plain tensor in the dict or sequence `owner`, nested at most `depth` levels
+    deeper."""
     items = owner.items() if isinstance(owner, dict) else enumerate(owner)
     for name, item in items:
         if _is_plain(item):

@@ -23,12 +23,12 @@ from adacc_hf.tape.symbolic_tape import SymbolicTape
 from adacc_hf.tape.tape import Tape
 
 MAX_LAYOUTS = 64
-"""Greatest number of remembered layouts of a block's own tensors. The least recently used layout is dropped."""
+"""Maximum number of remembered layouts of a block's own tensors. The least recently used layout is dropped."""
 MANY_LAYOUTS, CALLS_PER_LAYOUT = 8, 16
 """The layout of a block's own tensors counts as unstable after MANY_LAYOUTS layouts, if the block was called fewer than
 CALLS_PER_LAYOUT times per layout."""
 MAX_SHAPES = 512
-"""Greatest number of shapes that a block remembers. The least recently used shape is dropped.
+"""Maximum number of shapes that a block remembers. The least recently used shape is dropped.
 
 The limit is high because texts have hundreds of lengths, and recording a shape again takes as long as about ten steps.
 A tape and a plan on it take about 130 KiB of Python objects."""
@@ -46,7 +46,7 @@ class CallKey(NamedTuple):
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
     layout: int
-    """Hash of the layout of the block's own tensors (`block_layout`). A plan also compares each tensor that it reads
+    """Hash of the layout of the block's own tensors (`block_layout`). Plans also compare the tensors that they read
     (`ExecutionPlan.has_all`)."""
 
 
@@ -93,13 +93,13 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._reads: tuple[tuple[Any, ...], ...] = ()
         """Paths of the arguments that the block reads into Python."""
         self._new_data: OrderedDict[CallKey, None] = OrderedDict()
-        """Keys of calls with a known shape and new data that have occurred once."""
+        """Keys of calls with a known shape and new data. Each of these keys has occurred once."""
         self.followers: WeakSet[Follower] = WeakSet()
         """Caches that must drop the entries of keys that this table drops."""
         self.was_compared = False
         """True if a call of the block was validated or recorded in the current run."""
         self.symbolic_shapes: WeakKeyDictionary[SymbolicTape, KnownShape] = WeakKeyDictionary()
-        """By symbolic tape, the entry that counts the calls at all sizes."""
+        """Entry that counts the calls at all sizes, by symbolic tape."""
 
     @property
     def untraced(self) -> str | None:
@@ -123,7 +123,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
         """Return a copy of `key` with the current layout of the block's own tensors.
 
-        The layout changes, for example, if weights are moved into one storage, or if a table grows.
+        The layout changes, for example, if weights are moved into one storage, or if an attached table, such as rotary
+        embeddings, grows.
         """
         self._note_layout(block)
         return key._replace(layout=self._layout)
@@ -147,11 +148,11 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._forget([key])
 
     def num_divergences(self, key: CallKey) -> int:
-        """Return how often calls of `key` diverged from their tapes."""
+        """Return how often calls of this key ran operators that differ from the key's tape."""
         return self._num_divergences.get(key, 0)
 
     def has_new_data(self, key: CallKey) -> bool:
-        """Return True if calls of this shape were recorded, and the data of this call occurs for the first time.
+        """Return True if calls of this shape were recorded, and this call's data occurs for the first time.
 
         The data are the elements of tensors that the block reads into Python. The first call with new data is not
         recorded: recording takes memory, which the budget reserves only for new shapes, and time, which is worthwhile
@@ -164,7 +165,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         return True
 
     def add(self, key: CallKey, known_shape: KnownShape) -> CallKey:
-        """Add a recorded call and return its key.
+        """Add a recorded call of the block to this table. Return the call's key.
 
         If the call read arguments into Python that no earlier call read, the returned key also contains the data of
         these arguments.

@@ -22,7 +22,7 @@ from adacc_hf.torch_glue.tensors import runs_on_parts
 from adacc_hf.torch_glue.watchers import Watchers
 
 MOST_NUMBERS = 64
-"""Greatest number of elements of an integer tensor whose elements count as sizes, such as the ends of a batch's
+"""Maximum number of elements of an integer tensor whose elements count as sizes, such as the ends of a batch's
 images."""
 MAX_READ_BYTES = 1 << 16
 """Largest argument whose data is compared at each call. Reading 64 KiB takes about 10 us, about 1 % of a small block's
@@ -50,13 +50,14 @@ class Read:
 
 
 def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors among `args` whose data decides the result's size, or a Python number that is the result.
+    """Return the tensors among `args` whose data determines the result's size, or the result itself if that is a Python
+    number.
 
     `func` is the ATen operator. Most operators have no tensor of this kind. `item` and `nonzero` have one.
     """
     if not _TAGS.intersection(func.tags):
         return []
-    if schema_of(func).name == "aten::index":  # only masks decide the size
+    if schema_of(func).name == "aten::index":  # only a mask among the indices decides the size
         return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     if schema_of(func).name == "aten::masked_select":
         return [args[1]]
@@ -103,7 +104,7 @@ def data_behind_reads(
 ) -> tuple[dict[Path, Data], Read | None]:
     """Return (data of the arguments that `reads` depend on, by argument path; None).
 
-    If a read depends on another source than arguments, return ({}, that read). `arguments(value)` returns (path,
+    If a read depends on data that is not in an argument, return ({}, that read). `arguments(value)` returns (path,
     tensor) of each argument on the storage of a value. Any of these arguments may have been read.
     """
     data_by_path: dict[Path, Data] = {}
@@ -136,7 +137,8 @@ def data_of(tensor: Any) -> Data | None:
 
     Return None for floats, large tensors and tensors sharded among ranks.
 
-    The rest of the storage is left out, because it may be uninitialized: `unique` allocates for the worst case.
+    Other elements of the storage are left out, because they may be uninitialized: `unique` allocates for the worst
+    case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None

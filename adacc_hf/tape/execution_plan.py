@@ -2,7 +2,7 @@
 
 An execution plan contains the stored values of each slot, the operators that each unpack replays, and the external
 tensors that a call must provide for the replay. The functions at the end of the file adapt a plan's choices to a tape
-with other operators.
+with different operators.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 @dataclass(slots=True)
 class Slot:
-    """Treatment of one saved tensor of a tape under a plan, the same for all batch sizes."""
+    """Instructions for one saved tensor of a tape under a plan, the same for all batch sizes."""
 
     value: int
     """The value that the tensor views."""
@@ -41,8 +41,8 @@ class Slot:
     """True if the storage offset must equal the tape's. The offset of an argument may vary, since an argument may be a
     slice of any tensor."""
     is_read_by_replay: bool
-    """True if replay, or the slot of an equal value, reads the value. A backward function that may write to the value
-    then gets a copy."""
+    """True if replay reads the value, or if slots of other values with the same bits use it. A backward function that
+    may write to the value then gets a copy."""
     state_after: tuple[int, torch.device] | None = None
     """(value, device) of the generator state that the call captures after packing this slot, if any."""
     position: dict[int, int] = field(init=False)
@@ -80,7 +80,7 @@ class Schedule:
 class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
-    `choices` has an entry for every activation. `shared` are inputs that code outside of the block keeps alive. If the
+    `choices` has an entry for every activation. `shared` are inputs that code outside the block keeps alive. If the
     plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell of its own. Its
     slots use the cell of the stored value.
     """
@@ -177,7 +177,7 @@ class ExecutionPlan:
     def _is_shared(self, find: Callable[[Source], torch.Tensor | None]) -> bool:
         """Return True if tensors that shared a storage in the recorded call share one in this call.
 
-        The further tensors on a storage must also have the recorded layout. `find` returns the tensor at a source.
+        Further tensors on a storage must also have the recorded layout. `find` returns the tensor at a source.
         """
         for value, source, geometry in self._sharing:
             first, other = find(self._source_of(value)), find(source)
@@ -227,7 +227,7 @@ class ExecutionPlan:
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
-        """Return the values that replay reads, except those that exist outside of the block, such as parameters."""
+        """Return the values that replay reads, except those that exist outside the block, such as parameters."""
         runs = [closure(self._merged_tape, value, self.store.__contains__)[0] for value in self.needs]
         values_read = {
             value for run in runs for number in run for value in self._merged_tape.operators[number].inputs()
@@ -235,7 +235,11 @@ class ExecutionPlan:
         return {value for value in values_read if not self.tape.is_held_elsewhere(value)}
 
     def _slot(self, value: int, read: set[int]) -> Slot:
-        """Return the treatment of a slot of `value`. `read` are the values that a replay or an equal value reads."""
+        """Return the plan's instructions for a slot that holds `value`.
+
+        `read` contains the values that must not change: replay reads them, or slots of other values with the same bits
+        use them.
+        """
         return Slot(
             value=value,
             in_cell=value in self.roots,
@@ -272,7 +276,7 @@ class ExecutionPlan:
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
-    """Return how the plan stores the values of `tape`, for the schedule of replay."""
+    """Return where replay finds the values of `tape` that the plan does not recompute."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
@@ -318,7 +322,9 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
 def choices_by_value(
     choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int], with_loss: bool
 ) -> dict[int, Choice]:
-    """Transfer the `choices` of a planned tape to `tape`, which has other operators. Return choices by value of `tape`.
+    """Transfer the `choices` of a planned tape to `tape`, which has different operators.
+
+    Return choices by value of `tape`.
 
     `same` maps the planned tape's values to values of `tape`. Other values get the lossless choice with the least
     memory. If `with_loss` is False, lossy codecs are not transferred, because their effect on gradients was measured
@@ -337,8 +343,8 @@ def choices_by_value(
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
     """Return the values whose choice cannot be used on `tape`.
 
-    A choice cannot be used if it is impossible (`can_follow`), or if it would replay a value that must be exact from
-    lossily stored values (rule R14).
+    A choice cannot be used if it is impossible (`can_follow`), or if a value that must be exact would be recomputed
+    from lossily stored values (rule R14).
     """
     lossy_values = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
     exact_values = index_values(
@@ -368,7 +374,7 @@ def _counts_as_index(tape: Tape, value: int) -> bool:
 
 
 def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
-    """Return True if replay would compute `value`, a statistic with one number per row, from `lossy_values`."""
+    """Return True if `value` is a statistic (one number per row) that replay would compute from `lossy_values`."""
 
     def inputs_of(value: int) -> tuple[int, ...]:
         producer = tape.values[value].producer
@@ -380,14 +386,15 @@ def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collect
 
 
 def codec_of(choice: Choice) -> Codec:
-    """Return the codec of a COMPRESS choice. Raise ValueError if the choice names no codec, or an unknown one."""
+    """Return the codec of a COMPRESS choice. Raise ValueError if the choice names no codec or an unknown codec."""
     if choice.codec is None:
         raise ValueError(f"codec=None in the choice {choice}: choose one of {', '.join(list_codecs())}")
     return get_codec(choice.codec, **dict(choice.options))
 
 
 def least_memory_choices(tape: Tape) -> dict[int, Choice]:
-    """Return, for each activation and block input of `tape`, the lossless choice that stores the fewest bytes."""
+    """Return the lossless choice that stores the fewest bytes for each activation and block input of a recorded
+    tape."""
     inputs = [value.index for value in tape.values if tape.is_block_input(value.index)]
     saved_values = [value for value in tape.saved_values() if tape.values[value].source is None]
     return dict.fromkeys(inputs, RETAIN) | {value: least_memory(tape, value) for value in saved_values}

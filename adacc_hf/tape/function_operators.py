@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.gene
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CODE = (types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 4
-"""Greatest nesting depth of containers and objects among a Function's arguments."""
+"""Maximum nesting depth of containers and objects among a Function's arguments."""
 
 
 class NotReplayableError(Exception):
@@ -64,7 +64,7 @@ class FunctionCall(NamedTuple):
     """The forward's result, with None in place of each tensor."""
 
     def is_like(self, other: FunctionCall) -> bool:
-        """Return True if both calls have the same class, required gradients and autocast state."""
+        """Return True if both calls have the same class, `requires_grad` flags and autocast state."""
         return self[:3] == other[:3]
 
 
@@ -247,7 +247,7 @@ def _compose(value: Any) -> Any:
 _DEVICE_TYPES = ("cpu", "cuda")
 
 _numbers: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
-"""Number of each class among the classes of the same name."""
+"""Number that distinguishes each class from other classes of the same name."""
 _num_classes: Counter[str] = Counter()
 """Number of classes by name."""
 
@@ -291,7 +291,7 @@ def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]
 # Globals, closures and class attributes that a forward reads.
 
 _MOST_CODE = 64
-"""Greatest number of Python functions searched for globals and closures that a Function's forward reads."""
+"""Maximum number of Python functions that are searched for globals and closures that a Function's forward reads."""
 
 
 class Surroundings:
@@ -318,7 +318,7 @@ class Surroundings:
         return next((value[0] for value, later_value in pairs if value != later_value), None)
 
     def _search_code(self, code: Any) -> None:
-        """Note the values of all globals and closure variables that a Python function uses."""
+        """Record the values of all globals and closure variables that a Python function uses."""
         code = unwrap(code) if callable(code) else code
         if (
             not isinstance(code, types.FunctionType)
@@ -340,7 +340,7 @@ class Surroundings:
                 self._note(name, code.__globals__[name])
 
     def _note(self, name: str, value: Any) -> None:
-        """Note a value that a forward can reach as `name`. Functions are searched, other objects are ignored."""
+        """Record a value that a forward can reach as `name`. Functions are searched, other objects are ignored."""
         if isinstance(value, torch.Tensor):
             self.has_tensors = True
         elif isinstance(value, (bool, int, float, str, type(None))):

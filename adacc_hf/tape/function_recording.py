@@ -1,4 +1,4 @@
-"""Recording of an `autograd.Function` on a tape: as the operators inside, or as one operator if these do not suffice.
+"""Recording of an `autograd.Function` on a tape: as its inner operators, or as one operator.
 
 NOTE [When a Function is one operator]
 A Function is first recorded by the operators that its forward runs. If replaying these operators recomputes all that
@@ -7,10 +7,10 @@ Otherwise (a kernel that the recorder does not see fills memory, or Python reads
 operator, whose target is the class, and replay runs its whole forward again. In both cases the replayed results are
 compared with the original results, bit for bit (rule R7).
 
-If the forward cannot be run again for the same result, the Function keeps its operators, and the results that these
-operators do not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the block
-or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python values, or has
-arguments that cannot be created again.
+If a second run of the forward would not give the same result, the Function keeps its operators, and the results that
+these operators do not recompute are stored. `refusal_reasons` has the reason: the Function writes into an input of the
+block or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python values,
+or has arguments that cannot be created again.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class FunctionRecorder:
     def __init__(self) -> None:
         super().__init__()
         self.refusal_reasons: dict[str, str] = {}
-        """By a Function's name, the reason why the Function could not become one operator."""
+        """Reason why a Function could not become one operator, by the Function's name."""
         self.function_slots: set[int] = set()
         """Indices of the slots of tensors that Functions saved."""
         self._is_paused = False
@@ -137,7 +137,7 @@ class FunctionRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, do not record operators and reads. The recorder, not the block, runs the operators inside."""
+        """While open, do not record operators and reads, because the recorder and not the block runs the operators."""
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
         try:
@@ -233,7 +233,8 @@ class FunctionRecorder:
         return None if is_complete else recomputed_values
 
     def _unwritten_values(self, operators: Sequence[TapeOperator]) -> set[int]:
-        """Return the values that one of `operators` allocated uninitialized and no operator wrote to."""
+        """Return the values whose memory one of `operators` allocated uninitialized, and which no operator has
+        written."""
         allocated_values = {value for operator in operators if operator.allocates for _, value in operator.outputs}
         return {value for value in allocated_values if not self.values[value].overwritten and self.values[value].nbytes}
 
@@ -291,8 +292,8 @@ class FunctionRecorder:
 
         Conversions to numpy arrays do not count as reads, because replay of the Function converts the tensors again.
         Raise NotReplayableError if the Function converts a tensor to a numpy array and also returns numbers, which may
-        come from the array. Raise NotReplayableError also if the Function reads data that does not follow from the
-        arguments.
+        come from the array. Raise NotReplayableError also if the Function reads data that the arguments do not
+        determine.
         """
         reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
@@ -357,8 +358,8 @@ class FunctionRecorder:
     ) -> None:
         """Run the Function's forward again, and compare its results with those of the first run.
 
-        Raise NotReplayableError if the second run differs, has side effects, or recomputes no exact result. `foreign`
-        are the keys of storages that the forward must not read.
+        Raise NotReplayableError if the second run differs, has side effects, or reproduces none of the results bit for
+        bit. `foreign` are the keys of storages that the forward must not read.
         """
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:

@@ -7,7 +7,7 @@ sizes that take the same branches. Nothing is compiled, and no operator runs whi
 
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. Their values are part of
-   a call's key (`Program.numbers`), and so are zeros, tuples that contain a list, and the order of dicts.
+   a call's key (`Program.numbers`). The key also contains the signs of zeros, lists in tuples, and the order of dicts.
 2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
 3. Tensors that have a name in the block, and that the path reaches in another way: a list of layers, a bound method. A
    program is valid for the recorded names (`Program.fits`).
@@ -52,7 +52,7 @@ from adacc_hf.torch_glue.tensors import storage_of
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 64
-"""Greatest number of traced programs cached for each block class. The least recently used program is dropped."""
+"""Maximum number of traced programs cached for each block class. The least recently used program is dropped."""
 SHORT_LIFE = 16
 """Programs that serve this number of calls or fewer are short-lived. A trace takes as long as about a hundred guard
 checks."""
@@ -70,8 +70,8 @@ class Program:
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
         self._aliases = _aliases(guards.tensors(scope), scope)
-        """(index among the guards' tensors, name) of each parameter or buffer that the path reaches by another way than
-        its name in the block."""
+        """(index among the guards' tensors, name) of each parameter or buffer that the path does not reach by its name
+        in the block."""
         self.number = next(_UNUSED)
         """Number of the program, unique in this process."""
 
@@ -114,7 +114,7 @@ class BlockPrograms:
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
         """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
 
-        Each model has its own object, because the keys do not contain everything that can stop a trace.
+        Each model has its own `untraceable`, because the keys do not contain everything that can stop a trace.
         """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable
@@ -128,8 +128,8 @@ class BlockPrograms:
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no program. None if it has one, or if the block's tensors are fake (in an
-        estimate)."""
+        """The reason why the latest call has no program. None if the call has a program, or if the block's tensors are
+        fake (in an estimate)."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
         """Return (number of the traced program for the call `fn(*args)`, values of the program's input numbers).
@@ -197,7 +197,7 @@ def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return the settings of torch that decide operators and that Dynamo's guards do not compare.
+    """Return the settings of torch that decide which operators run, and that Dynamo's guards do not compare.
 
     The settings are global module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention.
     """

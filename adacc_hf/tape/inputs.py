@@ -67,7 +67,7 @@ def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 def block_layout(block: nn.Module) -> Hashable:
     """Return the geometry, dtype and storage number of each of the block's own tensors.
 
-    Tensors that share a storage have the same number. The views of a tape depend on all of these.
+    Tensors that share a storage have the same number. The views of a tape depend on all these properties.
 
     A layout can change: DeepSpeed moves the parameters of all blocks into one storage, and attached tensors
     (`attached_tensors`) may be tables that grow.
@@ -98,7 +98,7 @@ def fetch(
 def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """Return the tensor at `source` in this call of `block`, detached unless it is a parameter.
 
-    Return None if a tensor that was attached to a parameter or module is gone.
+    Return None if a tensor that was attached to a parameter or module no longer exists.
     """
     if source.place == "module":
         return find_attached(block.get_submodule(source.path[0]), source.path[1:])

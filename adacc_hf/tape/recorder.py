@@ -115,11 +115,11 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._modules: list[str] = []
         """Paths of the submodules that are running, the innermost last."""
         self._externals: dict[int, tuple[torch.Tensor, Source]] = {}
-        """By storage key: (tensor, source) of tensors that existed before the call and that the block may read."""
+        """(tensor, source) of each tensor that existed before the call and that the block may read, by storage key."""
         self._sharing: dict[int, list[tuple[Source, Geometry]]] = {}
-        """By storage key: sources and geometries of further tensors on the storage of an entry of `_externals`."""
+        """Sources and geometries of further tensors on the storages of `_externals`, by storage key."""
         self._arguments: dict[int, list[tuple[tuple[Any, ...], torch.Tensor]]] = {}
-        """By storage key: (path, tensor) of the arguments of the call."""
+        """(path, tensor) of the call's arguments, by storage key."""
         for path, tensor in argument_tensors(args, kwargs):
             self._expect(tensor, Source("argument", path))
             self._arguments.setdefault(storage_key(storage_of(tensor)), []).append((path, tensor))
@@ -135,16 +135,18 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._generator_state = generator_state(self._device)
         """The generator's state when the last tensor was saved, or when the call began. None if an operator has drawn
-        random numbers since then. A call under a plan captures the state at the same moments, because it sees no
+        random numbers since then. A call under a plan captures the state at the same moments, because this call sees no
         operators."""
         state = self._generator_state
         self._fake_state = state if state is not None and is_fake(state) else None
-        """The generator state if the block's tensors are fake. This state never changes. None otherwise."""
+        """The generator state if the block's tensors are fake, else None. This state never changes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, because compiled code must stay compiled in recorded calls. By default torch disables it under a
-        dispatch mode."""
+        """Return True, because compiled code must stay compiled in recorded calls.
+
+        By default, torch disables compiled code under a dispatch mode.
+        """
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
@@ -251,7 +253,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         if func in _NO_OPERATORS or not all(map(self._has_memory, arguments)):
             return func(*args, **kwargs)
         if func is TO_COPY and self._autocast_keeps(args[0], kwargs):
-            return func(*args, **kwargs)  # recorded at its first read, as a cast cached by an earlier call is
+            return func(*args, **kwargs)  # recorded at its first read, like a cast that an earlier call cached
         if func is _CONSTANT and self._is_new_number(args[0]):
             return self._note_number(func(*args, **kwargs))
         recorded_args = map_tensors(args, torch.Tensor, self.refer)
@@ -438,7 +440,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return key in self._current or key in self._externals
 
     def _make(self, tensor: torch.Tensor, operator: int, name: str) -> int:
-        """Add a tape value for a storage that `operator`, an index, has made. Return the index of the value."""
+        """Add a tape value for a storage that the operator with the index `operator` has made.
+
+        Return the index of the value.
+        """
         if self.untrusted is None and wraps_others(tensor):
             self.untrusted = WRAPPED
         return self._add(tensor, None, operator, name)

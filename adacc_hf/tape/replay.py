@@ -197,7 +197,7 @@ class StorageMap:
     """Values of a tape that are available without replay under a plan, grouped by storage."""
 
     persistent: frozenset[int]
-    """Parameters, buffers, attached tensors and shared inputs, which exist in any case."""
+    """Parameters, buffers, attached tensors and shared inputs, which always exist."""
     retained: frozenset[int]
     """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times only the
     slots that need the tensor own it."""
@@ -228,8 +228,8 @@ class ReplayProgram:
 def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
     """Return (operators, inputs) for recomputing `value` of a tape.
 
-    `operators` are the indices of the operators to run, in order. `inputs` are the values from which they start: values
-    that are available, or that no operator computes.
+    `operators` are the indices of the operators to run, in order. `inputs` are the values from which the operators
+    start: values that are available, or that no operator computes.
     """
     operators: set[int] = set()
     leaves: dict[int, None] = {}

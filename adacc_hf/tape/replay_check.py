@@ -16,10 +16,10 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
-    `bases` contains the recorded tensors, indexed by value. If replay of a value gives other bits, the next operators
-    read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend on it are
-    not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd saved no
-    part, only the values that depend on the version are compared.
+    `bases` contains the recorded tensors, indexed by value. If replay of a value gives different bits, the next
+    operators read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend
+    on it are not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd
+    saved no part, only the values that depend on the version are compared.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:
@@ -102,8 +102,8 @@ def _is_timed_by_thread(tape: Tape, operator: TapeOperator) -> bool:
     """Return True if cuDNN selects the operator's kernel by a benchmark whose result is cached per thread.
 
     This holds for convolutions if `torch.backends.cudnn.benchmark` is on (aten/src/ATen/native/cudnn/Conv_v8.cpp:
-    `thread_local benchmark_cache`). Backward's thread may then select another kernel than the thread that compares
-    replay.
+    `thread_local benchmark_cache`). Backward's thread may then select a kernel that differs from the one in the thread
+    that compares replay.
 
     No other cause of different bits in backward's thread is known. torch transfers its thread-local state to backward's
     thread (ATen/ThreadLocalState.h; torch/csrc/autograd/engine.cpp, `Engine::thread_main`), and the stream too. TF32,
@@ -166,7 +166,7 @@ def _is_buffer(tape: Tape, value: int) -> bool:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors have the same dtype, layout and bits."""
+    """Return True if two tensors, such as a recorded tensor and its replay, have the same dtype, layout and bits."""
     if first.dtype is not second.dtype or first.shape != second.shape or first.stride() != second.stride():
         return False
     if first.numel() == 0:
@@ -224,7 +224,7 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
     """
     producers: dict[Any, TapeOperator] = {}
     first: dict[int, int] = {}
-    """First equal value, by duplicate value."""
+    """Map from each duplicate value to the first value with the same bits."""
     for operator in tape.operators:
         if not _is_comparable(tape, operator, recomputable):
             continue
@@ -249,7 +249,7 @@ def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeO
 
 
 def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
-    """Return True if equal arguments imply equal results of the operator, as replay has verified."""
+    """Return True if replay has verified that equal arguments give equal results of the operator."""
     results = operator.results()
     return (
         operator.may_run_again
@@ -291,7 +291,7 @@ def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
     for number, slot in enumerate(tape.slots):
         first_slot.setdefault(slot.value, number)
     saved: dict[int, int] = {}
-    """By the first value of each group of equal values, the first saved value of the group."""
+    """First saved value of each group of equal values, by the first value of the group."""
     for value in sorted({*first, *first.values()}):
         if value in first_slot:
             saved.setdefault(first.get(value, value), value)

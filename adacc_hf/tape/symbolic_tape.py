@@ -30,14 +30,14 @@ ENOUGH_RECORDS = 3
 """Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, a third checks
 it."""
 MOST_RECORDS = 8
-"""Greatest number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
+"""Maximum number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
 rounded up to a multiple of a window, follows no polynomial."""
 AGREED = 16
 """Number of new sizes at which a call is validated. A polynomial is a sum of at most three products of sizes. If it is
 right at this many sizes, it is right at all sizes between the smallest and the largest: a step function, such as
 rounding lengths up, would have differed by then."""
 MOST_SIZES = 32
-"""Greatest number of sizes whose evaluated tapes are cached. Evaluating a tape again takes less than a millisecond."""
+"""Maximum number of sizes whose evaluated tapes are cached. Evaluating a tape again takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CallSizes:
     def of(cls, key: Any, alignment: int) -> CallSizes:
         """Split `key`, a `CallKey`, into sizes and everything else.
 
-        If `alignment` is not 1, multiples of `alignment` are in another size class than other sizes. The first
+        If `alignment` is not 1, multiples of `alignment` and all other sizes are in different size classes. The first
         dimension of a tensor with several dimensions does not count.
         """
         (tensors, plain, *settings), data, block_layout = key
@@ -101,7 +101,7 @@ class RecordedCall:
 class SymbolicTape:
     """One tape for all sizes of a size class: its numbers are polynomials of the sizes.
 
-    Create with `SymbolicTape.of`.
+    Create it with `SymbolicTape.of`.
     """
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
@@ -284,7 +284,8 @@ class SizeClassRecords:
 
     def __init__(self) -> None:
         self.records: list[RecordedCall] = []
-        """Recorded calls of different sizes, without calls whose tape equals the symbolic tape's at their size."""
+        """Recorded calls of different sizes. A call is left out if its tape equals the symbolic tape evaluated at its
+        size."""
         self._digest_without_numbers: str | None = None
         """`TapeNumbers.digest_without_numbers` of the recorded tapes."""
         self.symbolic_tape: SymbolicTape | None = None
@@ -292,11 +293,11 @@ class SizeClassRecords:
         """True if no symbolic tape will be fitted, because operators vary with the size or numbers follow no
         polynomial."""
         self.untrusted: Tape | None = None
-        """An untrusted tape, if all recorded sizes so far, two or more, had untrusted tapes. None otherwise."""
+        """An untrusted tape if at least two sizes were recorded and all their tapes were untrusted. None otherwise."""
         self._num_untrusted = 0
 
     def add(self, record: RecordedCall, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add a recorded call, and fit the symbolic tape again if the call adds information.
+        """Add a recorded call to this size class, and fit the symbolic tape again if the call adds information.
 
         `fit(records)` returns a symbolic tape, or None if no polynomials fit.
         """
@@ -320,7 +321,10 @@ class SizeClassRecords:
                 self._give_up()
 
     def take(self, other: SizeClassRecords, fit: Callable[[Sequence[RecordedCall]], SymbolicTape | None]) -> None:
-        """Add the recorded calls of `other`. `fit(records)` returns a symbolic tape, or None if no polynomials fit."""
+        """Add the recorded calls of `other` to this size class.
+
+        `fit(records)` returns a symbolic tape, or None if no polynomials fit.
+        """
         for record in other.records:
             self.add(record, fit)
         if other.has_failed:
@@ -333,12 +337,13 @@ class SizeClassRecords:
         return self.symbolic_tape if self.symbolic_tape is not None and self.symbolic_tape.is_active else None
 
     def distrust(self, symbolic_tape: SymbolicTape) -> None:
-        """Discard `symbolic_tape`, because a call ran other operators. From now on, each new size is recorded."""
+        """Discard `symbolic_tape`, because a call ran different operators. From now on, each new size is recorded."""
         if self.symbolic_tape is symbolic_tape:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the sizes of `record` were recorded before, or if the symbolic tape agrees with its tape."""
+        """Return True if the sizes of `record` were recorded before, or if the symbolic tape agrees with the record's
+        tape."""
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()

@@ -162,8 +162,8 @@ class TapeOperator:
 
     @property
     def may_run_again(self) -> bool:
-        """True if replay may run the operator: its random numbers can be drawn again, and it is no collective (rules
-        R5, R13)."""
+        """True if replay may run the operator: its random numbers can be drawn again, and the operator is not a
+        collective (rules R5, R13)."""
         return (not self.random or self.generator is not None) and not self.is_collective
 
     def inputs(self) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ class Tape:
     untrusted: str | None = None
     """The reason why the tape must not be used (such as data read into Python), or None."""
     reads: dict[tuple[Any, ...], bytes | tuple[int, ...]] = field(default_factory=dict)
-    """By path, the data of the arguments that the block read into Python. The tape is valid only for calls with equal
+    """Data of the arguments that the block read into Python, by path. The tape is valid only for calls with equal
     data."""
     sharing: tuple[tuple[int, Source, Geometry], ...] = ()
     """(value, source, geometry) of each further tensor on the storage of a value, for example flattened or tied
@@ -301,7 +301,9 @@ class Tape:
         return self if self.reads == reads else replace(self, reads=reads)
 
     def values_in(self, other: Tape) -> tuple[dict[int, int], bool]:
-        """Match this tape with `other`. Return (dict from own values to matching values, True if all operators match).
+        """Match this tape with `other`.
+
+        Return (dict from this tape's values to matching values, True if all operators match).
 
         Two values match only if the operators that made them match: a product with a mask does not match a product with
         a sigmoid. The saved tensors, and the order in which values were first recorded, may differ.

@@ -33,11 +33,11 @@ from adacc_hf.tape.tape import Tape
 log = logging.getLogger(__name__)
 
 MOST_SIZE_CLASSES = 16
-"""Greatest number of size classes remembered for each block. Calls with and without a padding mask, for example, are
-two size classes."""
+"""Maximum number of size classes remembered for each block. Calls with and without a padding mask, for example, are two
+size classes."""
 CUDA_ALIGNMENT = 16
-"""On a GPU, attention kernels need a mask whose last dimension is a multiple of this number. Other masks are padded by
-extra operators."""
+"""Alignment of masks on a GPU. Attention kernels need a mask whose last dimension is a multiple of this number. Extra
+operators pad other masks."""
 
 
 _OTHER_SIZE = (
@@ -48,7 +48,7 @@ _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",
     "profile and train in the same mode",
 )
-"""(likely cause, remedy) for the warning that a block runs other operators: at a new size, and at a known size."""
+"""(likely cause, remedy) for the warning that a block runs unplanned operators: at a new size, and at a known size."""
 
 
 class TapeCache:
@@ -74,13 +74,13 @@ class TapeCache:
         self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
         """Symbolic tapes that are alive, by the identity of their records (`identity_of`)."""
         self._refused: dict[str, set[int]] = {}
-        """By structure, values that replay did not recompute bit for bit at some size."""
+        """Values that replay did not recompute bit for bit at some size, by structure."""
         self._alignment = 1
-        """Alignment that size classes distinguish (`CallSizes.of`)."""
+        """Number whose multiples never share a size class with other sizes (`CallSizes.of`)."""
         self._latest: tuple[CallKey, CallSizes] | None = None
         """The latest key and its sizes. Consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
-        """By structure, the order in which backward unpacks saved tensors. The order does not depend on sizes."""
+        """Order in which backward unpacks saved tensors, by structure. The order does not depend on sizes."""
         self.preliminary: set[str] = set()
         """Structures of tapes that occur only in a block's first call, because this call fills tables for later
         calls."""
@@ -141,12 +141,13 @@ class TapeCache:
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Note that a call of `block` with this key ran the operators of `tape`, and add the tape to its size class."""
+        """Record that a call of `block` with this key ran the operators of `tape`, and add the tape to its size
+        class."""
         for name in (block, None):
             self._of_calls[_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment, self._latest = CUDA_ALIGNMENT, None
-        if all(isinstance(data, tuple) for data in tape.reads.values()):  # other data follows no rule of the sizes
+        if all(isinstance(data, tuple) for data in tape.reads.values()):  # other data is not a function of the sizes
             sizes = self._sizes_of(key._replace(data=key.data or tuple(tape.reads.values())))
             self._records_of(block, sizes).add(RecordedCall(sizes, tape), self._symbolic_tape_of)
 
@@ -168,7 +169,7 @@ class TapeCache:
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
         """Return an untrusted tape from another size, if all recorded tapes of this size class were untrusted.
 
-        Else None.
+        Return None otherwise.
         """
         return self._records_of(block, self._sizes_of(key)).untrusted
 
@@ -210,7 +211,7 @@ class TapeCache:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
 
     def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Discard `symbolic_tape` and log a warning, because a call of `block` at a new size ran other operators.
+        """Discard `symbolic_tape` and log a warning, because a call of `block` at a new size ran different operators.
 
         From now on, each new size is recorded. `reason` describes the difference.
         """
@@ -249,7 +250,7 @@ class TapeCache:
     def forget(self, kind: str, key: CallKey) -> None:
         """Forget which tapes blocks of `kind` ran in calls with this key.
 
-        Used if a call with this key has run other operators than the expected tape.
+        Used if a call with this key has run operators that differ from the expected tape.
         """
         for call in list(self._of_calls):
             if call[:2] == (_structure(kind), key):
@@ -308,8 +309,10 @@ class TapeCache:
         return execution_plan
 
     def warn_untrusted(self, name: str, tape: Tape) -> None:
-        """Warn once for each kind that its blocks run plainly or under torch's checkpoint, because `tape` is
-        untrusted."""
+        """Warn that the blocks of a kind run plainly or under torch's checkpoint, because `tape` is untrusted.
+
+        Warn once for each kind.
+        """
         self._warn_once(
             tape,
             "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s",
@@ -318,7 +321,7 @@ class TapeCache:
         )
 
     def warn_varying(self, name: str, tape: Tape, reason: str) -> None:
-        """Warn once for each kind that its operators vary from call to call."""
+        """Warn that the operators of the block `name` vary from call to call. Warn once for each kind."""
         self._warn_once(
             tape,
             "Adacc: block %s and others of its kind %s: their operators, or the operators' numbers, vary from call to "
@@ -329,7 +332,7 @@ class TapeCache:
         )
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
-        """Warn that a block runs other operators than its plan was made for, and how to avoid this.
+        """Warn that a block runs operators for which its plan was not made. Say how to avoid this.
 
         Only the first warning has level WARNING. Further kinds and shapes are logged at level INFO.
         """
@@ -343,7 +346,7 @@ class TapeCache:
         )
 
     def warn_unrecorded(self, kind: str, name: str, arguments: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Warn that a call of block `name` is not recorded, because the budget has no room, and how to avoid this.
+        """Warn that a call of block `name` is not recorded, because the budget has no room. Say how to avoid this.
 
         `arguments` contains (path, tensor) for each tensor among the call's arguments. Warn once for each kind.
         """
@@ -397,7 +400,7 @@ class TapeCache:
                 execution_plan.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Note the unpack order for new tapes of `kind`, unless an order of more slots was observed before."""
+        """Record the unpack order for new tapes of `kind`, unless an order of more slots was observed before."""
         structure = _structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 

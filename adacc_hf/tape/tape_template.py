@@ -72,7 +72,7 @@ class _Ref:
 
 @dataclass(frozen=True, slots=True)
 class _BlankLike:
-    """Placeholder in a template for a `Blank`. `place` is the index of a tensor reference with its geometry."""
+    """Placeholder in a template for a `Blank`. `place` is the index of a tensor reference with the blank's geometry."""
 
     place: int
     device: torch.device

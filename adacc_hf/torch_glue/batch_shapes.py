@@ -38,10 +38,10 @@ def batch_shapes(batch: Mapping[str, Any]) -> BatchShapes:
 
 
 def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Return True if `tensor` is a list of integers that refer to a larger tensor of the batch, and not data.
+    """Return True if `tensor` is a list of indices into a larger tensor of the batch, and not data.
 
-    Such a list has one dimension, is not as long as the batch has samples, and is shorter than another tensor of
-    integers. Activations do not grow with its length.
+    An index list has one dimension, a length other than the number of samples, and fewer elements than another tensor
+    of integers. Activations do not grow with the length of an index list.
     """
     if tensor.dim() != 1 or not _has_integers(tensor):
         return False
@@ -144,7 +144,7 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
 
 
 def _is_boundary_list(value: Any, mapping: Mapping[int, int]) -> bool:
-    """Return True if `value` divides a dimension of the batch, whose size is a key of `mapping`, into documents."""
+    """Return True if `value` lists the boundaries of documents in a dimension whose size is a key of `mapping`."""
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or len(value) < 2 or not _has_integers(value):
         return False
     return int(value[0]) == 0 and int(value[-1]) in mapping and bool((value.diff() >= 0).all())

@@ -28,7 +28,8 @@ class CachingWarning(logging.Filter):
     """
 
     _has_dropped = False
-    """True if any filter has dropped a warning. A class attribute, because only the first filter sees each record."""
+    """True if any filter has dropped a warning. This is a class attribute, because only the first filter sees each
+    record."""
 
     def __init__(self, is_ours: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class CachingWarning(logging.Filter):
         return True
 
     def remove(self) -> None:
-        """Remove the filter from Transformers' logger. Further calls have no effect."""
+        """Remove this log filter from Transformers' logger. Further calls have no effect."""
         _LOG.removeFilter(self)
         if CachingWarning._has_dropped:
             # Transformers warns once. Let it warn again, for users who checkpoint layers of this class from now on.

@@ -80,12 +80,10 @@ def keyword_arguments(fn: Any) -> dict[str, Any]:
 
 
 def block_of(fn: Any) -> nn.Module | None:
-    """Return the block that `fn` calls, the function that Transformers passes to a checkpoint function.
+    """Return the block that `fn` calls, or None if `fn` calls no block.
 
-    Return None if `fn` is another function.
-
-    Transformers 5.17 passes a partial of the bound `__call__`, 5.23 a partial of the class's `forward` with the block
-    as its first argument.
+    Transformers passes `fn` to a checkpoint function: in 5.17 a partial of the bound `__call__`, and in 5.23 a partial
+    of the class's `forward` with the block as its first argument.
     """
     if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
         return fn.args[0]
@@ -96,7 +94,7 @@ def block_of(fn: Any) -> nn.Module | None:
 def run_inside_hooks(
     fn: Callable[..., Any], args: tuple[Any, ...], run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 ) -> Any:
-    """Run the call `fn(*args)` of a block, with the block's forward hooks outside of `run`. Return the result.
+    """Run the call `fn(*args)` of a block, with the block's forward hooks outside `run`. Return the result.
 
     `run(forward, args)` gets the block's forward without hooks. Transformers 5.23 passes the forward alone as `fn`, but
     5.17 passes the call with its hooks. Hooks must not be recorded and replayed, because FSDP2's hooks gather the
@@ -165,7 +163,7 @@ def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class, without the subclass that FSDP2 puts in front."""
+    """Return the name of a module's class. For a class that FSDP2 derived, return the name of the original class."""
     cls = type(module)
     bases = [base.__name__ for base in cls.__bases__]
     return bases[-1] if bases[0] == "FSDPModule" else cls.__name__
@@ -186,7 +184,7 @@ def is_compiled_around() -> bool:
 
 
 class _Identity(torch.autograd.Function):
-    """Identity as an `autograd.Function`, to test how torch owns its graph node."""
+    """Identity function as an `autograd.Function`, to test how torch owns its graph node."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +211,7 @@ _PYTHON_OBJECTS_OWN = _python_objects_own()
 
 
 def owns_graph_node(node: Any) -> bool:
-    """Return True if a reference to `node`, an autograd node in Python, keeps the node in the graph alive."""
+    """Return True if a reference to the Python object `node` keeps the autograd node in the graph alive."""
     return _PYTHON_OBJECTS_OWN or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
@@ -231,7 +229,8 @@ def graph_owner(tensor: torch.Tensor) -> Any:
 
 
 def cast_source(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the leaf tensor, usually a parameter, that `tensor` is a cast of. Return None if `tensor` is no cast."""
+    """Return the leaf tensor, usually a parameter, that `tensor` is a cast of. Return None if `tensor` is not a
+    cast."""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -291,7 +290,7 @@ def checkpoint_call(
                 for states in states_to_restore:
                     stack.enter_context(states.temporarily_restored())
                 function, arguments = calls[0]()
-                # Under autocast the cache would outlive this call, if backward runs under autocast.
+                # If backward runs under autocast, autocast's cache would otherwise outlive this call.
                 stack.callback(torch.clear_autocast_cache)
                 return function(*arguments)
         try:
@@ -315,7 +314,7 @@ def checkpoint_call(
 
 
 def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return one empty tensor for each device, except the CPU, of the tensors among a call's arguments.
+    """Return one empty tensor for each device of the tensors among a call's arguments, except the CPU.
 
     The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
     """
@@ -329,8 +328,8 @@ def switch_checkpointing(
 ) -> None:
     """Switch Transformers' own gradient checkpointing of `model` on or off.
 
-    `torch_options` go to torch's checkpoint. `options` are further arguments of Transformers' method that switches it
-    on.
+    `torch_options` go to torch's checkpoint. `options` are further arguments of Transformers' method that switches
+    checkpointing on.
     """
     if on:
         getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)

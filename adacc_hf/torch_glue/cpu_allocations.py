@@ -19,11 +19,11 @@ _ALL_THREADS_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 
 _LOG_LEVEL = "FLAGS_caffe2_log_level"
 _ERROR = 2
-"""c10's log level for errors; 0 is information, 1 warnings."""
+"""c10's log level for errors. Level 0 is information, and level 1 is warnings."""
 
 
 def _c10_variable(name: str, kind: type[Any]) -> Any:
-    """Return c10's variable `name` as an object of the ctypes class `kind`; None in a build without it."""
+    """Return c10's variable `name` as an object of the ctypes class `kind`, or None in a build without the variable."""
     try:
         return kind.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY)), name)
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def _c10_variable(name: str, kind: type[Any]) -> Any:
 all_threads_flag: ctypes.c_bool | None = _c10_variable(_ALL_THREADS_FLAG, ctypes.c_bool)
 """Flag that makes all threads report their allocations and frees to the profiler."""
 log_level: ctypes.c_int | None = _c10_variable(_LOG_LEVEL, ctypes.c_int)
-"""Least level of messages that c10 writes to stderr. The level does not affect Python warnings."""
+"""Minimum level of messages that c10 writes to stderr. The level does not affect Python warnings."""
 
 
 @contextmanager
@@ -44,9 +44,9 @@ def count_all_threads() -> Iterator[None]:
     ranks have exchanged. Without the records of these threads, the tensor would count as live forever. In a build of
     torch without the flag (`all_threads_flag` is None), this context has no effect on the count.
 
-    c10 warns of the first, and then of each thousandth, freed block whose allocation the profiler did not record. These
-    warnings are useless here, and c10 has hardly any others, so only c10's errors are written while the context is
-    open.
+    c10 warns about freed blocks whose allocation the profiler did not record: about the first one, then about each
+    thousandth. These warnings are useless here, and c10 has hardly any others, so only c10's errors are written while
+    the context is open.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def num_ranks() -> int:
-    """Return the number of ranks; 1 if torch.distributed is not initialized."""
+    """Return the number of ranks, or 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -157,8 +157,8 @@ def broadcast_from_first_rank(make: Callable[[], T]) -> T:
 
 
 SentError = tuple[type[Exception], tuple[Any, ...], dict[str, Any]]
-"""Class, arguments and attributes of an error. The error itself cannot be unpickled if its constructor has other
-arguments than `args`, and a failed message would leave the other ranks waiting forever."""
+"""Class, arguments and attributes of an error. The error itself cannot be unpickled if its constructor's arguments
+differ from `args`, and a failed message would leave the other ranks waiting forever."""
 
 
 def _picklable_parts(error: Exception) -> SentError:

@@ -78,7 +78,7 @@ class TracedGuards:
             return self._check(scope)
 
     def first_failure(self, scope: Scope) -> str:
-        """Return Dynamo's text of the first guard that rejects a call with these local variables, or "" if none
+        """Return Dynamo's description of the first guard that rejects a call with these local variables, or "" if none
         does."""
         parts = self._manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]).partition("#")[0].strip() if parts else ""
@@ -126,7 +126,7 @@ _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "
 _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
-"""Names of methods of loggers that log. Transformers adds the last three."""
+"""Names of the methods with which loggers log. Transformers adds the last three."""
 _UNUSED_GUARDS = ("._backward_hooks", "._backward_pre_hooks", "_hooks_with_kwargs")
 """Suffixes of the names of guards on module attributes that do not affect the operators of forward: backward hooks, and
 the calling conventions of forward hooks. Calling conventions matter only for existing hooks, which have their own
@@ -178,8 +178,8 @@ class _DeadObjects(list[Any]):
 def _compile_getter(names: Sequence[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
     """Compile Dynamo's source expressions `names` to one function, which returns the values of the expressions.
 
-    The function's argument is a `Scope`, the variable `L` of the expressions. `variables` contains their other
-    variables.
+    The function's argument is a `Scope`, the variable `L` of the expressions. `variables` contains the expressions'
+    other variables.
     """
     items = "".join(f"{name}, " for name in dict.fromkeys(names))
     return eval(f"lambda L: ({items})", variables)
@@ -191,7 +191,7 @@ _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
 class _Inputs:
-    """Inputs of one traced graph that no guard compares, as Dynamo's source expressions."""
+    """Dynamo's source expressions of the graph inputs that no guard compares, for one traced graph."""
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
@@ -364,7 +364,7 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, silence Dynamo's logs and all warnings, for example about `.grad` of tensors that are no leaves."""
+    """While open, silence Dynamo's logs and all warnings, for example about `.grad` of non-leaf tensors."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:

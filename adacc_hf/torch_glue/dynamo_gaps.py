@@ -24,7 +24,7 @@ _CALL_METHODS = ("__call__", "_call_impl")
 class ClassReads:
     """Guard on the methods, properties and attributes that Dynamo looked up on classes during a trace.
 
-    `reads` are (class, name) of each lookup.
+    `reads` has the (class, name) of each lookup.
     """
 
     def __init__(self, reads: Iterable[tuple[type, str]]) -> None:
@@ -119,7 +119,7 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add (class, name) of each attribute that the code looks up on a class to `class_reads`.
+    """While Dynamo traces, add to `class_reads` the (class, name) of each attribute that the code looks up on a class.
 
     Also guard globals of the standard library. For each `__dict__` that is read, add an expression to `numbers` that
     hashes its names.

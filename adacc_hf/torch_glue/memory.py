@@ -31,8 +31,8 @@ _MARK = "adacc_hf.torch_glue.memory.mark"
 FRAGMENTATION_SHARE = 0.1
 """Share of a GPU's memory reserved for fragmentation of torch's caching allocator, unless segments are expandable.
 
-tests/emulated_cuda/fragments.py fills such a device, where `AdaccConfig.memory_margin` alone is not enough. The share
-has not been measured on a GPU yet."""
+tests/emulated_cuda/fragments.py fills an emulated GPU, on which `AdaccConfig.memory_margin` alone is not enough. The
+share has not been measured on a GPU yet."""
 FRAGMENTATION_HINT = (
     f'memory_budget="auto" reserves {FRAGMENTATION_SHARE:.0%} of the GPU for memory fragmentation; set '
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training to use this memory too"
@@ -68,7 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 class MemoryPoint:
     """Live bytes at one mark of a memory meter, and their maximum until the next mark.
 
-    Relative to the meter's start.
+    All bytes are relative to the meter's start.
     """
 
     label: tuple[Any, ...]
@@ -135,7 +135,8 @@ class CpuMemoryMeter(MemoryMeter):
         self._was_interrupted = False
         self._labels: list[tuple[Any, ...]] = []
         self._dying_bytes: list[int] = []
-        # The base of torch.profiler.profile, which itself warns in torch 2.11 or makes Python objects of all events.
+        # The base class of torch.profiler.profile. The derived class warns in torch 2.11, or makes Python objects of
+        # all events.
         self._profile = profile(use_kineto=True, profile_memory=True)
         self._thread_counting = count_all_threads()
 
@@ -191,8 +192,8 @@ class CpuMemoryMeter(MemoryMeter):
     def _add_point(self, live_bytes: int, max_bytes: int) -> None:
         """Append the next point: the live bytes at a mark, and their maximum until the following mark.
 
-        Points are appended in the order of the marks. The first point is the interval before the first mark, and has an
-        empty label.
+        Points are appended in the order of the marks. The first point has an empty label, and covers the interval
+        before the first mark.
         """
         index = len(self.points)
         label = self._labels[index - 1] if index else ()
@@ -214,7 +215,7 @@ def _silenced_stderr() -> Iterator[None]:
 
 
 _peaks_before_reset: dict[torch.device, int] = {}
-"""By device, the highest peak in torch's statistics that a meter has reset since the last `take_peak`."""
+"""Highest peak that a meter has reset in torch's statistics since the last `take_peak`, by device."""
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -226,7 +227,7 @@ def _reset_peak(device: torch.device) -> None:
 def take_peak() -> int:
     """Return the peak of live bytes on the current GPU since the last call, and reset torch's peak statistic.
 
-    In contrast to `torch.cuda.max_memory_allocated()`, the peak is right also if a meter has reset the statistic.
+    In contrast to `torch.cuda.max_memory_allocated()`, the peak is also right if a meter has reset the statistic.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     peak = max(torch.cuda.max_memory_allocated(device), _peaks_before_reset.pop(device, 0))
@@ -354,8 +355,8 @@ def _is_frozen(model: Any) -> bool:
 
 def backward(loss: torch.Tensor) -> None:
     """Run backward from `loss`, with autocast disabled, as training does."""
-    # Without autocast around it no context is entered here: casts that a checkpoint makes in backward are freed when
-    # the outermost autocast context ends, and this context would keep them alive.
+    # Disable autocast only if it is enabled: casts that a checkpoint makes in backward are freed when the outermost
+    # autocast context ends, and a context entered here would keep them alive.
     is_under_autocast = torch.is_autocast_enabled(loss.device.type)
     with torch.autocast(loss.device.type, enabled=False) if is_under_autocast else nullcontext():
         loss.backward()
@@ -370,12 +371,12 @@ def static_bytes(model: nn.Module, batch: Mapping[str, Any], optimizer: torch.op
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
-        gc.collect()  # tensors in reference cycles, as of an earlier model, are live now but not during the step
+        gc.collect()  # tensors in reference cycles, such as an earlier model's, are live now but not during the step
     return max(count_static_bytes(model, batch, optimizer), allocated_bytes(device))
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that this process has allocated on `device`; 0 on a CPU, where torch does not count them."""
+    """Return the bytes that this process has allocated on `device`, or 0 on a CPU, where torch does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -402,7 +403,7 @@ def count_static_bytes(
 ) -> int:
     """Return the bytes of the distinct storages of parameters, buffers, gradients, optimizer state and batch.
 
-    Tensors on other devices than the model's are left out, such as AdamW's step counts and an offloaded state.
+    Tensors on devices other than the model's are left out, such as AdamW's step counts and an offloaded state.
     """
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -419,7 +420,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     Optimizers hold such tensors in the state, in objects of the state (GaLore's projections), in the groups
     (GrokAdamW), or in attributes (AdaLomo).
     """
-    tensors = tensors_in([*optimizer.state.values()])  # DeepSpeed's optimizer has `state`, but is no torch optimizer
+    tensors = tensors_in([*optimizer.state.values()])  # DeepSpeed's optimizer has `state`, but is not a torch optimizer
     for member in component_optimizers(optimizer):
         groups = [value for group in member.param_groups for name, value in group.items() if name != "params"]
         tensors += tensors_in([*member.state.values(), *groups]) + optimizer_attribute_tensors(member)
@@ -427,7 +428,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimizer_attribute_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that `optimizer` holds in its attributes, outside of its state and groups."""
+    """Return the tensors that `optimizer` holds in its attributes, outside its state and groups."""
     leaves = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")])
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 

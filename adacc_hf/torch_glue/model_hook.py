@@ -1,4 +1,4 @@
-"""Forward hook of a whole model (`ModelHook`), and conversion of a call's arguments to names."""
+"""Forward hook of a whole model (`ModelHook`), and mapping of a call's arguments to parameter names."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A profile, the gradient check and torch's checkpoint run blocks more often than training does, and restore the state
 that these runs change. The search for state starts from modules. It follows attributes, containers and the objects in
-them, class attributes, closures, and the globals that functions outside of libraries name.
+them, class attributes, closures, and the globals that functions outside libraries name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SMALL_COPY = 64 << 10
 """Smaller limit that replaces LARGEST_COPY, for tensors that require a gradient, and for blocks whose calls have
 changed no state so far."""
 MAX_ITEMS = 4096
-"""Greatest length of a container whose items are searched for state. Data sets are longer, and blocks do not change
+"""Maximum length of a container whose items are searched for state. Data sets are longer, and blocks do not change
 their items."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
@@ -335,7 +335,7 @@ def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
 
 
 class ModelState:
-    """Snapshot of all state reachable from `roots`, to restore it after a model was run outside of training.
+    """Snapshot of all state reachable from `roots`, to restore it after a model was run outside training.
 
     Roots are, for example, modules, functions, the arguments of a call, or a Trainer. Tensors of more than
     `largest_copy` bytes are not copied, and their changes are only detected. State that is reachable only through

@@ -26,15 +26,15 @@ from adacc_hf.torch_glue.tensors import gradient_leaves, without_gradient_hooks
 class Tables:
     """Registry of tables: dict entries that a model's runs fill with tensors, such as cached rotary embeddings.
 
-    An entry is a table if a run gave it tensors without gradient, and it was absent, None or a tensor of another shape
-    before. Tables are not restored between runs, because training too fills them in its first step and reads them in
-    later steps. After the last run, a table stays if it was filled once and then only read. An entry that later runs
-    change, such as a counter that starts at None, is restored.
+    An entry is a table if a run gave it tensors without gradient, and before that run it was absent, None or a tensor
+    of a different shape. Tables are not restored between runs, because training too fills them in its first step and
+    reads them in later steps. After the last run, a table stays if it was filled once and then only read. An entry that
+    later runs change, such as a counter that starts at None, is restored.
     """
 
     def __init__(self) -> None:
         self._first_values: dict[tuple[int, Any], tuple[Any, list[int]]] = {}
-        """By (id of the dict, name): the first value of each table, and the versions of its tensors at that time."""
+        """(first value, versions of its tensors at that time) of each table, by (id of the dict, name)."""
         self._changed_keys: set[tuple[int, Any]] = set()
         """Keys of entries that a later run has changed."""
         self.has_copies = False
@@ -99,14 +99,14 @@ UNCHANGED_CALLS = 2
 but only detect their changes."""
 
 _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDictionary()
-"""By block: (number of consecutive calls that changed no state, training flags of its modules at these calls)."""
+"""(number of consecutive calls that changed no state, training flags of the modules at these calls), by block."""
 
 
 @contextmanager
 def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
     """While open, watch the state of `block` and of `call`, the called function and its arguments.
 
-    Yield a list. At the end of the context, it receives snapshots with the earlier values of all state that has
+    Yield a list. At the end of the context, the list receives snapshots with the earlier values of all state that has
     changed. Raise UnrestorableError if a change cannot be undone.
     """
     changes: list[ModelState] = []
@@ -121,16 +121,16 @@ def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[M
         _num_unchanged[block] = (0 if changes else num_unchanged + 1), flags
 
 
-# Runs outside of training.
+# Runs outside training.
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """Context manager for runs of a model outside of training. At its end, the state that the runs changed is restored.
+    """Context manager for runs of a model outside training. At its end, the state that the runs changed is restored.
 
     The state includes everything reachable from `roots` (`ModelState`), the random generators, and `grad` and
     `requires_grad` of all reachable parameters. Gradient hooks, such as DeepSpeed's or hooks of optimizers that step in
     backward, are not called inside. Filled tables, such as cached rotary embeddings, stay filled (`Tables`), because a
-    run that fills them calls other operators than later runs. Raise UnrestorableError for a change that cannot be
+    run that fills them calls operators that later runs do not call. Raise UnrestorableError for a change that cannot be
     undone.
     """
 
@@ -171,7 +171,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self._first_states.have_advanced()
 
     def continue_random_states(self) -> None:
-        """Restore the model's state, but not the random generators. Later runs start from their present states."""
+        """Restore the model's state, but not the random generators.
+
+        Later runs start from the generators' present states.
+        """
         self._first_states = self._take_random_states()
         self._state.restore(self._tables)
 

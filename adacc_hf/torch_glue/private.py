@@ -1,9 +1,9 @@
-"""Private names of torch that the package uses, each under a name of its own (tested: torch 2.11, 2.13, 2.15).
+"""Private names of torch that the package uses, each under its own name (tested: torch 2.11, 2.13, 2.15).
 
 If a release of torch drops a private module or function, the import of this file fails. A dropped attribute of torch's
 objects would fail later, or seem to be absent from every object. So each attribute is registered here with its class,
-and tests/adacc_hf/torch_glue/test_private.py checks that it exists. Private names that only the compiler uses are
-in compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
+and tests/adacc_hf/torch_glue/test_private.py checks that it exists. Private names that only the compiler uses are in
+compiler/functorch.py, and Transformers' private names in `compat` and callbacks/trainer_*.py.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def attention_operator(kind: str) -> Any:
 # State of the running process: Dynamo, torch.func, profilers, GPU stream.
 
 eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Function that returns the callback which Dynamo has Python call for each function; None or False if inactive."""
+"""Function that returns the callback that Dynamo makes Python call for each function. None or False if inactive."""
 
 
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
@@ -202,7 +202,7 @@ _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_pre
 transform_level = torch._C._functorch.maybe_current_level
 """Function that returns the nesting depth of torch.func transforms (grad, vmap, jvp), or None if none is active.
 
-Tensors inside of a transform have no storage."""
+Tensors inside a transform have no storage."""
 
 
 def is_profiling() -> bool:

@@ -146,7 +146,8 @@ def gpus_in_use() -> list[torch.device]:
 
 @contextmanager
 def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the default generators of the CPU, of the GPUs among `devices`, of Python and of numpy at the end."""
+    """At the end of the context, restore the default generators of the CPU, the GPUs among `devices`, Python and
+    numpy."""
     before = RandomStates(devices)
     try:
         yield

@@ -206,14 +206,12 @@ CAPTURING = "transformers.utils.output_capturing"
 """Module of Transformers' hooks that collect hidden states.
 
 A model that returns hidden states (LLaVA's vision tower) registers the hooks permanently at its first forward.
-Restoring state does not remove these hooks. Otherwise each forward would have new hooks, and need new guards."""
+Restoring state does not remove these hooks. If they were removed, each forward would register new hooks, and need new
+guards."""
 CAPTURES = "_output_capturing_hooks_installed"
-"""Name of an attribute that Transformers sets on a model that has registered these hooks."""
+"""Name of an attribute that Transformers sets on a model that has registered the hooks of `CAPTURING`."""
 
 
 def is_capturing(name: Any, value: Any) -> bool:
-    """Return True if a dict of a module's state has the entry (`name`, `value`) because of Transformers' hooks.
-
-    These hooks collect hidden states.
-    """
+    """Return True if Transformers' hooks for hidden states put the entry (`name`, `value`) into a module's state."""
     return name == CAPTURES or getattr(value, "__module__", None) == CAPTURING

@@ -32,7 +32,7 @@ _INDICES = {
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
     torch.sparse_coo: (coo_indices,),
 }
-"""By sparse layout, the methods that return the indices of a tensor's elements."""
+"""Methods that return the indices of a tensor's elements, by sparse layout."""
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Classes of plain tensors. Code that tests hundreds of tensors in a step uses this set without a function call."""
 
@@ -43,22 +43,25 @@ def runs_on_parts(kind: type) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor of a DTensor, after waiting for a pending collective; else `tensor` itself."""
+    """Return this rank's local tensor of a DTensor, after waiting for a pending collective.
+
+    Return any other tensor itself.
+    """
     return tensor if is_plain(tensor) else wait_if_async(getattr(tensor, LOCAL_TENSOR, tensor))
 
 
 def wait_if_async(tensor: Tensor) -> Tensor:
-    """Return the result of an asynchronous collective after waiting for it; any other tensor itself."""
+    """Return the result of an asynchronous collective, after waiting for it. Return any other tensor itself."""
     return tensor if is_plain(tensor) or not hasattr(tensor, "trigger_wait") else tensor.trigger_wait()
 
 
 def spec_of(tensor: Tensor) -> Any:
-    """Return the spec of a DTensor (mesh, placements, shape); None for any other tensor."""
+    """Return the spec of a DTensor (mesh, placements, shape), or None for any other tensor."""
     return None if is_plain(tensor) else getattr(tensor, SPEC, None)
 
 
 def to_dtensor(local: Tensor, spec: Any) -> Tensor:
-    """Return the DTensor with the local tensor `local`; if `spec` is None, `local` itself."""
+    """Return the DTensor with the local tensor `local`, or `local` itself if `spec` is None."""
     if spec is None:
         return local
     from torch.distributed.tensor import DTensor
@@ -78,7 +81,10 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor's part on this rank; for a sparse or nested tensor, the storage of its values."""
+    """Return the storage of a tensor's part on this rank.
+
+    For a sparse or nested tensor, return the storage of its values.
+    """
     local = local_of(tensor)
     return (local if local.layout is torch.strided else _elements(local)).untyped_storage()
 
@@ -146,7 +152,7 @@ _called: ContextVar[Any] = ContextVar("adacc_hf_called_node", default=None)
 
 
 def current_node() -> Any:
-    """Return the autograd node whose backward is running in this thread, or None outside of any backward."""
+    """Return the autograd node whose backward is running in this thread, or None outside any backward."""
     node = current_autograd_node()
     return _called.get() if node is None else node
 
@@ -164,13 +170,13 @@ def calling_node(node: Any) -> Iterator[None]:
         _called.reset(token)
 
 
-# Backward passes outside of training steps.
+# Backward passes outside training steps.
 
 
 def gradient_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaf tensors to which a backward from `outputs` accumulates gradients.
+    """Return the leaf tensors into whose `.grad` a backward from `outputs` accumulates.
 
-    Leaves that are only reached by a backward inside of an autograd function are not included.
+    Leaves that only a nested backward, within an autograd Function, reaches are not included.
     """
     queue: list[Any] = [output.grad_fn for output in outputs]
     visited, leaves = set(queue), []
@@ -196,8 +202,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """While open, disable the gradient hooks of `parameters`.
 
-    With its hooks, DeepSpeed's ZeRO 1 and 2 would send the gradients to other ranks, and an optimizer that steps per
-    layer (GaLore) or per parameter (LOMO) would change the weights.
+    In such hooks, DeepSpeed's ZeRO 1 and 2 send the gradients to other ranks, and an optimizer that steps per layer
+    (GaLore) or per parameter (LOMO) changes the weights.
     """
     # The same dicts are emptied and refilled, because handles that remove a hook refer to them.
     saved_hooks = [
@@ -219,7 +225,7 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
 # synchronise.
 
 NUM_PARTS, SMALLEST_PART = 64, 4096
-"""Number of parts of a tensor that are cast to double precision one after the other, and the least number of elements
+"""Number of parts of a tensor that are cast to double precision one after the other, and the minimum number of elements
 in a part."""
 
 
@@ -259,7 +265,7 @@ def _double_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _matching_parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into parts of the same elements. Do not split if layouts differ or have gaps."""
+    """Split tensors of one shape into parts with matching elements. Do not split if layouts differ or have gaps."""
     order = sorted(range(tensors[0].dim()), key=tensors[0].stride, reverse=True)
     permuted = [tensor.permute(order) for tensor in tensors]
     if not all(tensor.is_contiguous() for tensor in permuted):

@@ -14,7 +14,7 @@ class Watchers(Generic[Watcher]):
     """Watchers, by thread, of one patched function of torch. The patched function gets its watcher from `current()`.
 
     The patch is applied when the first watcher begins, and undone when the last one ends. Other code, such as Dynamo,
-    may keep a reference to the patched function. Called later, that function gets None from `current()`.
+    may keep a reference to the patched function. If such a function is called later, `current()` returns None.
     """
 
     def __init__(self, apply_patch: Callable[[], Callable[[], None]]) -> None:

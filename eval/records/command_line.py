@@ -27,7 +27,7 @@ def runner_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, clock: bool = False
 ) -> tuple[argparse.Namespace, Settings]:
-    """Add the options that all runners share, and `--clock` if `clock` is set; parse the command line.
+    """Add the options that all runners share, and `--clock` if `clock` is set. Parse the command line.
 
     The record is named after the runner. Raise ValueError for a missing device, or a clock that does not fit the
     settings.
@@ -91,7 +91,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def check_clock(clock: str, settings: Settings) -> None:
-    """Raise ValueError if CPU time differs from the elapsed time: with several threads, or on another device."""
+    """Raise ValueError if CPU time cannot replace elapsed time: with several threads, or on a device other than the
+    CPU."""
     if clock == "cpu" and (settings.threads > 1 or settings.device != "cpu"):
         raise ValueError(
             f"--clock=cpu sums the CPU time of all threads, and does not include other devices: with "
@@ -100,7 +101,7 @@ def check_clock(clock: str, settings: Settings) -> None:
 
 
 def positive_int(text: str) -> int:
-    """Parse an option that counts something. Raise the error that argparse reports for a wrong value."""
+    """Parse an option as a positive integer. Raise the error that argparse reports for any other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)

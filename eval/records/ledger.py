@@ -21,7 +21,7 @@ from adacc_hf.eval.records.records import Figures, OutOfTimeError, Status
 from adacc_hf.reports.run_record import Settings, make_record, to_json
 
 RETRIED_STATUSES = (Status.ERROR.value, Status.TIMEOUT.value)
-"""Statuses of points that are measured again, because the failure may be the machine's."""
+"""Statuses of points that are measured again, because the machine may have caused the failure."""
 
 
 class RecordError(AdaccError, ValueError):
@@ -92,7 +92,7 @@ class Ledger:
         return any(point.get("status") in [status.value for status in statuses] for point in self.points.values())
 
     def reasons(self, titles: Mapping[str, str] | None = None) -> list[str]:
-        """Return one line for each point that was not measured: its title, or its key, and the reason."""
+        """Return one line for each point that was not measured: its title (or else its key) and the reason."""
         missing = {key: point["reason"] for key, point in self.points.items() if "reason" in point}
         return [f"{(titles or {}).get(key, key)}: {reason}" for key, reason in missing.items()]
 
@@ -111,7 +111,8 @@ class Ledger:
 def open_ledger(settings: Settings, run_info: dict[str, Any], resume: bool | None) -> Iterator[Ledger]:
     """Open the ledger of `settings.output`, and lock its folder for this run until the end.
 
-    Raise RecordError if another run has locked the folder, or, with `resume`, if the record there has other settings.
+    Raise RecordError if another run has locked the folder, or, with `resume`, if the record there has different
+    settings.
     """
     with lock_folder(settings.output.parent):
         empty = json.loads(json.dumps(make_record(settings, run_info, {"points": {}}, "running")))
@@ -127,7 +128,7 @@ def run_points(
     plot: Callable[[Ledger], None] | None = None,
     summary: Callable[[Ledger], dict[str, Any]] | None = None,
 ) -> Ledger:
-    """Measure the points that a record does not have yet; save the record, its plot and its report.
+    """Measure the points that a record does not have yet. Save the record, its plot and its report.
 
     points: function from the ledger to the measurements, by their keys in the record. summary: function from the
     measured ledger to the figures that are derived from its points.
@@ -174,7 +175,7 @@ def _is_ledger(record: Any) -> bool:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process; the lock ends with the process. Raise RecordError if another process has it."""
+    """Lock `folder` for this process, until the process ends. Raise RecordError if another process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

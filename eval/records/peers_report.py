@@ -18,7 +18,7 @@ GROUPS = {
     "adacc_compiled": "Adacc in torch.compile",
     "adacc": "Adacc",
 }
-"""Lines of the plot, by prefix of the keys; longer prefixes come first."""
+"""Lines of the plot, by prefix of the keys. Longer prefixes come first."""
 
 MIB = 2**20
 

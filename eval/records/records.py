@@ -20,7 +20,7 @@ class Status(str, Enum):
     OUT_OF_MEMORY = "out_of_memory"
     """The device ran out of memory, the counted bytes exceed the limit, or no policy fits the budget."""
     CANNOT_RUN = "cannot_run"
-    """A device or package is missing; the reason names it."""
+    """A device or package is missing. The reason names it."""
     RED = "red"
     """The gradients are wrong, so nothing was timed."""
     TIMEOUT = "timeout"
@@ -43,7 +43,7 @@ class WrongResultError(AdaccError):
 
 
 def describe(figures: Figures) -> dict[str, Any]:
-    """Return a point's cells for tables: tokens per second and peak, or the status if there are none."""
+    """Return a point's cells for tables: tokens per second and peak, or the status if the point has no figures."""
     speed = figures.get("tokens_per_second")
     peak = figures.get("peak_bytes")
     return {

@@ -40,7 +40,7 @@ PARTS = {"run_info", "train_info", "meta_info"}
 
 
 def check_record(content: Any) -> None:
-    """Raise RecordError, which names the place, for a record without the structure of runner records."""
+    """Raise a RecordError that names the place, if the record lacks the structure of runner records."""
     # Runners of lm-eval's tasks add `results`.
     if not isinstance(content, dict) or content.keys() - {"results"} != PARTS:
         raise RecordError(f"a record must have exactly {', '.join(sorted(PARTS))}")
@@ -82,7 +82,8 @@ def _check(value: Any, kind: Any, place: str) -> None:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True if a value that was read from JSON has a type: a dataclass, a union, a container, or a plain one."""
+    """Return True if `value`, read from JSON, fits the type `kind`: a dataclass, a union, a container or a plain
+    type."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)

@@ -48,7 +48,7 @@ def compare(curve: Sequence[Point], peers: Sequence[Point]) -> list[Comparison]:
 
 
 def fastest_within(points: Sequence[Point], peak_bytes: float) -> Point | None:
-    """Return the fastest point with at most `peak_bytes`, None if all points need more."""
+    """Return the fastest point with at most `peak_bytes`, or None if all points need more."""
     fitting = [point for point in points if point.peak_bytes <= peak_bytes]
     return max(fitting, key=lambda point: point.speed, default=None)
 
@@ -63,8 +63,9 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def speed_at(best: Sequence[Point], peak_bytes: float) -> float | None:
-    """Return the speed of a frontier at a peak, None below its least peak. Above its largest peak the speed is
-    constant.
+    """Return the speed of a frontier at a peak, or None below the least peak.
+
+    Above the largest peak the speed is constant.
 
     Example: between (peak 10, speed 1) and (peak 20, speed 3) the speed is 2 at peak 15; at peak 30 it is 3.
     """
@@ -78,8 +79,10 @@ def speed_at(best: Sequence[Point], peak_bytes: float) -> float | None:
 
 
 def peak_at(best: Sequence[Point], speed: float) -> float | None:
-    """Return the peak of a frontier at a speed, None above its largest speed. Below its least speed the peak is
-    constant."""
+    """Return the peak of a frontier at a speed, or None above the largest speed.
+
+    Below the least speed the peak is constant.
+    """
     if not best or speed > best[-1].speed:
         return None
     for left, right in pairwise(best):

@@ -47,13 +47,12 @@ LOSSLESS = ("retain", "recompute")
 PROFILED, TRAINED = 0, (1, 2, 1)
 """Seeds of the profiled batch, and of the batches of the training steps.
 
-The executor records a block's first two calls; the third call runs like all later ones. The second batch has other
-values.
-"""
+The executor records a block's first two calls. The third call runs like all later calls. The second batch has other
+values."""
 
 MIXED_FACTOR, MIXED_EXCESS = 2.0, 0.1
 """Bound on the relative gradient error of a mixed policy: MIXED_FACTOR times the error with everything compressed
-(because other tensors are coded then), plus MIXED_EXCESS (because that error is almost 0 if little can be
+(because the set of compressed tensors differs), plus MIXED_EXCESS (because that error is almost 0 if little can be
 compressed)."""
 
 Gradients = dict[str, torch.Tensor]
@@ -77,7 +76,7 @@ class Verdict:
     """Peak of a step under the lossless policy with the least peak, divided by the peak with torch's checkpoint
     around every block. None if the model was refused."""
     calls: str = "-"
-    """Ways in which calls of the blocks are matched with the recorded ones (`describe_calls`)."""
+    """Ways in which calls of the blocks are matched with recorded calls (`describe_calls`)."""
     notes: tuple[str, ...] = ()
     """Reasons: blocks that cannot be replayed, differences in stored bytes, or the refusal of the model."""
 
@@ -174,7 +173,7 @@ def _verdict(
 
 
 def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: AdaccConfig) -> int:
-    """Return the peak of a step with torch's checkpoint around every block, in bytes."""
+    """Return the peak bytes of a step with torch's checkpoint around every block."""
     installation = Installation(model, config.block_classes)
     for function in installation.blocks.values():
         function.strategy = CheckpointStrategy()
@@ -200,7 +199,7 @@ def describe_calls(profile: Profile) -> str:
 
 
 def _unreplayed(profile: Profile) -> Iterator[str]:
-    """Yield the reasons why blocks are not replayed, or are witnessed. Each reason comes once."""
+    """Yield the reasons why blocks are not replayed, or are witnessed. Each reason is yielded once."""
     reasons = ((kind.block_class, kind.untrusted or kind.untraced) for kind in profile.kinds)
     yield from dict.fromkeys(f"{name}: {reason}" for name, reason in reasons if reason)
 
@@ -302,7 +301,7 @@ def train_through_codecs(
     config: AdaccConfig,
     skipped: set[str],
 ) -> list[Gradients]:
-    """Train plainly, with saved tensors passed through the codecs of `policy`; the executor does not run.
+    """Train plainly, with saved tensors passed through the codecs of `policy`. The executor does not run.
 
     This is the reference for compressed policies. The blocks in `skipped` train plainly.
     """

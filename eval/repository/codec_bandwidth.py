@@ -1,6 +1,6 @@
 """Speed of the codecs, as bytes moved per second, compared with a copy of the same tensor in the same run.
 
-Encoding reads the tensor and writes the payload, decoding does the reverse; a copy reads and writes the tensor. Before
+Encoding reads the tensor and writes the payload. Decoding does the reverse. A copy reads and writes the tensor. Before
 every sample the caches are flushed by reading, because dirty lines would be written back during the measurement. The
 alternatives are timed as well: the plain torch reference, torch.compile of the reference (--compile), and bitsandbytes
 if it is installed.
@@ -35,8 +35,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FLUSH_BYTES = {"cuda": 256 * 2**20, "cpu": 64 * 2**20}
 WARM_UPS = 2
 GOALS = {"H100": 0.85, "H200": 0.7}
-"""Fraction of a copy's speed that encoding and decoding should reach, by a part of the card's name. An H200 issues
-as many instructions as an H100 and moves 1.4 times the bytes: a copy leaves fewer instructions per byte there."""
+"""Fraction of a copy's speed that encoding and decoding should reach, by a part of the card's name. An H200 issues as
+many instructions as an H100 but moves 1.4 times the bytes, so a copy leaves time for fewer instructions per byte."""
 LONGEST_ATTENTION = 512
 """Sequence length of the encoded softmax and mask, whose sizes grow with its square."""
 # A codec with a larger relative error is broken, not lossy: per-token INT4 has an error of 0.35 on these outliers, and
@@ -94,7 +94,7 @@ class Row:
         return self.gigabytes_per_s(spread) / self.copy_gigabytes_per_s()
 
     def missed_goals(self, goal: float) -> list[str]:
-        """Describe each of encoding and decoding that is slower than the fraction `goal` of a copy."""
+        """Describe encoding, decoding, or both, if slower than the fraction `goal` of a copy's speed."""
         speeds = {"encode": self.speed_over_copy(self.encode_ms), "decode": self.speed_over_copy(self.decode_ms)}
         return [f"{self.what} {name} ({speed:.0%})" for name, speed in speeds.items() if speed < goal]
 
@@ -142,7 +142,7 @@ def tensors_info(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(ledger: Ledger) -> None:
-    """Measure every codec and its peers, on the activations of each block that the codec is made for."""
+    """Measure every codec and its peers, on those activations of each block for which the codec is made."""
     info = ledger.run_info
     for model in info["model"]:
         for dtype in info["dtype"]:
@@ -188,7 +188,7 @@ def _goal_text(rows: Sequence[Row], card: str) -> list[str]:
 def contenders(
     block: Block, dtype: torch.dtype, tokens: int, with_compile: bool, settings: Settings
 ) -> Iterator[tuple[Contender, Tensor]]:
-    """Yield every codec and its peers, each with an activation of the block that the codec is made for."""
+    """Yield every codec and its peers, each with an activation of the block for which the codec is made."""
     device = torch.device(settings.device)
     generator = torch.Generator(device).manual_seed(settings.seed)
     normal = partial(torch.randn, generator=generator, device=device)
@@ -295,7 +295,7 @@ def rivals(tensor: Tensor, with_compile: bool) -> Iterator[Contender]:
 
 
 def _bitsandbytes(tensor: Tensor) -> Iterator[Contender]:
-    """Yield the compressors of bitsandbytes that work on `tensor`; print the reason for each of the others.
+    """Yield the compressors of bitsandbytes that work on `tensor`. Print the reason for each of the others.
 
     A release may lack kernels for this GPU or for CPUs, or may not find its compiled library.
     """

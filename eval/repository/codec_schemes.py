@@ -33,7 +33,8 @@ ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """Codec, or the layer-specific mixture of codecs, with its options. None if the codec does not have the option."""
+    """Codec, or the layer-specific mixture of codecs, with its options. An option that the codec does not have is
+    None."""
 
     name: str
     scale: str | None = None

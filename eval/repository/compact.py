@@ -4,8 +4,9 @@
 
 Memory is counted in live bytes over whole steps, optimizer included, on the LLaMA shapes of GaLore's and CompAct's
 papers. If a CPU cannot hold all blocks, fewer are used. The peaks of the whole models at the paper's setting are
-predicted by `adacc plan`. Adacc runs with AdamW; its budget is the peak of CompAct at a quarter of the inputs. Steps
-are timed in turn. GaLore comes with `pip install 'adacc-hf[peers]'`; if it is missing, its rows give this reason.
+predicted by `adacc plan`. Adacc runs with AdamW. Its budget is the peak of CompAct with a rank of a quarter of the
+inputs. Steps are timed in turn. GaLore comes with `pip install 'adacc-hf[peers]'`. If GaLore is missing, its rows give
+this reason.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SHAPES = {
     "1B": LlamaShape(width=2048, inner=5461, layers=24, heads=32),
 }
 CUTS = {"60M": (8, 2), "130M": (4, 2), "350M": (2, 1), "1B": (1, 1)}
-"""Blocks and sequences of a measured step, small enough for one CPU thread to take seconds."""
+"""Numbers of blocks and sequences of a measured step, so small that one CPU thread takes only seconds."""
 MEASURED = ("plain", "galore", "galore_layerwise", "compact_2", "compact_4", "compact_8", ADACC, "compact_4_adacc")
 PLANNED = ("plain", "compact_2", "compact_4", "compact_8")
 PEER = "compact_4"
@@ -46,10 +47,9 @@ PAPER_GIB: dict[str, dict[str, float]] = {
     "350M": {"plain": 39.97, "compact_2": 37.94, "compact_4": 34.71, "compact_8": 33.03},
     "1B": {"compact_2": 72.82, "compact_4": 65.57, "compact_8": 61.88},
 }
-"""Peaks of pretraining in GiB, from the paper. AdamW's at 1B is given as above 81."""
+"""Peaks of pretraining in GiB, from the paper. For AdamW at 1B, the paper says "above 81"."""
 PAPER_BATCH = 64
-"""Sequences of 256 tokens. The paper's text gives no batch for its peaks; 64 is the value in the authors' script for
-1B."""
+"""Sequences of 256 tokens. The paper's text gives no batch for its peaks. The authors' script for 1B has 64."""
 TIMED = ("plain", "galore", "compact_2", "compact_4", "compact_8", "compact_4_adacc")
 TIMED_SHAPE = LlamaShape(width=256, inner=688, layers=6, heads=4, vocabulary=512, batch=4, tokens=256)
 

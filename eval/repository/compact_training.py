@@ -2,10 +2,10 @@
 
     adacc eval compact-training
 
-All methods train the same model with the Trainer, on the standard library's text; each seed has its own weights and
+All methods train the same model with the Trainer, on the standard library's text. Each seed has its own weights and
 data, equal for all methods. Each method tries multiples of a base learning rate: the papers' for GaLore, APOLLO and
 CompAct (0.01), and 0.003 for AdamW. The table shows the rate with the least mean loss. GaLore and APOLLO come with `pip
-install 'adacc-hf[peers]'`; if they are missing, their rows give this reason.
+install 'adacc-hf[peers]'`. If they are missing, their rows give this reason.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def save_plot(ledger: Ledger) -> None:
 
 
 MEASURED_STEP = 30
-"""Step whose peak is measured. Adacc has its policy by then, and no method draws a new subspace in it."""
+"""Step whose peak is measured. By this step, Adacc has its policy. No method draws a new subspace in this step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,12 @@
 
     adacc eval compiled
 
-Small models compile through Inductor, each measurement in a process of its own. Each budget bounds the peak of what a
-region stores. The bytes that forward stores for backward must equal the prediction, to the byte (on a GPU up to the
-allocator's rounding); else the run fails. Three more figures are reported: budgets with a higher peak than a larger
-budget has; the difference of peaks from the compiled code's live bytes and from the backward graphs' live bytes; and
-step times over the predicted times, which are plain torch.compile's times plus the plans' overhead. Each compilation
-runs with an empty cache, and again with the filled cache.
+Small models compile through Inductor, each measurement in its own process. Each budget bounds the peak of what a region
+stores. The bytes that forward stores for backward must equal the prediction, to the byte (on a GPU up to the
+allocator's rounding), or the run fails. Three more figures are reported: budgets whose peak is above the peak of a
+larger budget; the difference of peaks from the compiled code's live bytes and from the backward graphs' live bytes; and
+step times divided by the predicted times (plain torch.compile's times plus the plans' overhead). Each compilation runs
+with an empty cache, and again with the filled cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COMPILED = {
 }
 """Compilations that are timed: a share and actions, or None for plain torch.compile."""
 MOST, LEAST = 0.95, 0.2
-"""Largest and smallest share of the budgets."""
+"""Largest and smallest budget, as a share of the bytes that plain torch.compile stores."""
 ROUNDS = 7
 """Timed steps of each graph."""
 
@@ -103,8 +103,7 @@ def compile_twice(order: Figures, timeout_s: float, run: Run) -> Figures:
 
 
 def measure_budgets(family: str, shares: Sequence[float], clock: str, device: str, seed: int, threads: int) -> Figures:
-    """Measure bytes, peak and time of a step under plain torch.compile, and under Adacc at each of the falling
-    budgets."""
+    """Measure bytes, peak and time of a step under plain torch.compile, and under Adacc at budgets in falling order."""
     torch.set_num_threads(threads)
     model, batch = _model_and_batch(family, device, seed)
     # With a budget in bytes, recomputed values count against the budget. `start_over` sets the share of each region.
@@ -319,8 +318,8 @@ class LowestPeak:
             self._inspected_policies.append(policy)
 
     def keep_lowest(self) -> bool:
-        """Go back to the lowest-peak code among those of this share and larger ones, unless this share's code is the
-        lowest.
+        """Go back to the code with the lowest peak of this share and all larger shares, unless this share's code has
+        it.
 
         Inductor orders and fuses operators by its own rules, so the peak is known only from the generated code and can
         exceed the plan's savings. A larger share's code is also faster. Return True if all graphs must be compiled
@@ -348,7 +347,7 @@ class LowestPeak:
 
 
 def _share(policy: CompiledPolicy) -> float:
-    """Return the fraction that the regions were allowed, 0 for the least possible."""
+    """Return the fraction that the regions were allowed, or 0 if they store the least possible."""
     return 0.0 if policy.share is None else policy.share
 
 

@@ -8,7 +8,7 @@ Each call is a slice of at most --minutes of `adacc eval all --device cuda`, mos
 resumes where the last one stopped. After every point DIR has all results: points.md to read, records.tar.gz to resume
 from. Failed points stay failed, and do not stop the others. The exit status is 3 while points remain.
 
-Missing packages come from the wheels of `make gpu-bundle`, which are unpacked next to the records; nothing is
+Missing packages come from the wheels of `make gpu-bundle`, which are unpacked next to the records. Nothing is
 installed.
 """
 
@@ -31,9 +31,9 @@ START_TIME = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = Path("build/gpu-bundle")
 COMMIT = "COMMIT"
-"""File of a bundle with the commit, written by `make gpu-bundle`."""
+"""Name of the file that holds a bundle's commit. `make gpu-bundle` writes the file."""
 MINUTES = 9.0
-"""Length of a slice, if a command may take ten minutes."""
+"""Default length of a slice in minutes, for machines on which a command may take ten minutes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +84,10 @@ def commit_note(checkout: Path, wheels: Path) -> str:
 
 
 def add_wheels(wheels: Path, site: Path) -> list[str]:
-    """Unpack the packages that are not installed into `site`, for this process and its children. Return the names of
-    their wheels."""
+    """Unpack into `site` all packages that are not installed, for this process and its children.
+
+    Return the names of their wheels.
+    """
     missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not is_installed(distribution_of(wheel))]
     for wheel in missing:
         with zipfile.ZipFile(wheel) as archive:

@@ -48,7 +48,7 @@ Errors = Mapping[Scheme, float]
 
 
 def add_probing(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the measured gradients."""
+    """Add the options for measuring gradients to the parser."""
     parser.add_argument(
         "--steps", type=positive_int, default=200, help="training steps before the gradients are computed"
     )
@@ -111,17 +111,17 @@ class Probe:
         return root_mean_square([relative_error(*pair) for pair in pairwise(self._exact_gradients)])
 
     def codec_errors(self, scheme: Scheme) -> dict[str, float]:
-        """Return the errors of the gradient and of the saved tensors, with all saved tensors of blocks through one
-        codec."""
+        """Return the errors of the gradient and of the saved tensors, if one codec encodes all tensors that blocks
+        save."""
         with RoundTrips(self._trained_model[0], scheme) as hooks:
             error = self._error()
         assert hooks.num_tensors, f"{scheme} encoded no tensor"
         return {"error": error, "round_trip_error": hooks.error}
 
     def policy_error(self, scheme: Scheme) -> dict[str, float | None]:
-        """Return the error of the gradient with each activation through the codec of its layer, executed as a policy.
+        """Return the error of the gradient under a policy in which each activation has the codec of its layer.
 
-        The decoded tensors are not accessible there.
+        The error of the saved tensors is None, because a policy gives no access to the decoded tensors.
         """
         with apply_policy(self._trained_model[0], with_options(self._policy, scheme)):
             return {"error": self._error(), "round_trip_error": None}

@@ -35,7 +35,7 @@ class LowRankMethod:
     is_compact: bool = False
     adacc_share: float | None = None
     package: str | None = None
-    """Package that the method needs in addition."""
+    """Additional package that the method needs."""
 
     @property
     def callbacks(self) -> list[TrainerCallback]:
@@ -113,4 +113,4 @@ METHODS = {
         title="CompAct n/4 with Adacc", is_compact=True, part=0.25, adacc_share=ADACC_SHARE
     ),
 }
-"""Methods by their name in records. n is the width of the model; for CompAct, the width of a layer's inputs."""
+"""Methods by their name in records. n is the width of the model, or for CompAct the width of a layer's inputs."""

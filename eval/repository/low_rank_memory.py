@@ -1,6 +1,6 @@
 """Live bytes and times of whole training steps with low-rank optimizers, on LLaMA shapes.
 
-Each measurement runs in a process of its own.
+Each measurement runs in its own process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from adacc_hf.torch_glue.memory import (
 ADACC = "adacc"
 """Method name of AdamW with Adacc, whose budget is the peak of another method."""
 STEPS_BEFORE = 2
-"""Steps before measuring. The first creates the optimizer's state and GaLore's subspaces; in the second, Adacc's
-codecs find their outlier channels."""
+"""Steps before measuring. The first creates the optimizer's state and GaLore's subspaces. In the second, Adacc's codecs
+find their outlier channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class LowRankTraining:
         return static_bytes(self.model, self.batch, self.optimizer)
 
     def peak_bytes(self) -> int:
-        """Return the most bytes live at any moment of a step."""
+        """Return the maximum of the bytes live during a step."""
         live_bytes = self.static_bytes()
         with MemoryMeter.for_device(torch.device("cpu")) as meter:
             self.step()
@@ -107,7 +107,7 @@ class LowRankTraining:
 def install(shape: LlamaShape, method: str, budget_bytes: int | None, seed: int) -> LowRankTraining:
     """Return a model in its steady state under `method`. With ADACC, `budget_bytes` is the budget.
 
-    Raise CannotRunError if a package is missing, and InfeasibleBudgetError.
+    Raise CannotRunError if a package is missing, and InfeasibleBudgetError if the budget is too small.
     """
     low_rank_method = METHODS["plain" if method == ADACC else method]
     model = shape.model(seed)
@@ -138,8 +138,8 @@ def measure_shape(
     seed: int = 0,
     threads: int = 1,
 ) -> Figures:
-    """Measure the "memory" of whole steps of `methods` on the shape cut to `layers`; predict "plans" for the whole
-    model.
+    """Measure the "memory" of whole steps of `methods` on a model of only `layers` layers, and predict "plans" for the
+    whole model.
 
     Adacc's budget is the peak of `peer`, which is measured before it. `parts` has the planned rank of each method, as a
     fraction of the inputs, or None for AdamW.
@@ -198,9 +198,9 @@ def plan_peak(shape: LlamaShape, part: float | None, precision: str) -> Figures:
 def time_steps(
     shape: Figures, methods: list[str], peer: str, rounds: int, clock: str, seed: int = 0, threads: int = 1
 ) -> Figures:
-    """Time whole steps of `methods` in turn, in milliseconds, and of Adacc at the peak of `peer`, one of them.
+    """Time whole steps of `methods` in turn, in milliseconds, and also of Adacc, whose budget is the peak of `peer`.
 
-    Methods whose package is missing are left out.
+    `peer` is one of `methods`. Methods whose package is missing are left out.
     """
     torch.set_num_threads(threads)
     llama_shape = LlamaShape(**shape)
@@ -234,8 +234,8 @@ def time_steps(
 
 
 def _drawing(training: LowRankTraining, now: Callable[[], float]) -> Figures:
-    """Return the time of a step in which GaLore computes its subspaces, and the number of steps between two of
-    these."""
+    """Return the time of a step in which GaLore computes its subspaces, and the number of steps between two of these
+    steps."""
     projectors = [state["projector"] for state in training.optimizer.state.values() if "projector" in state]
     if not projectors:
         return {}

@@ -4,7 +4,7 @@
 
 Each model is profiled once. The budgets are evenly spaced, from the least possible peak to just below plain training's
 peak. The policy of each budget runs for three steps, whose peaks the allocator measures. In the first two steps blocks
-are recorded again, and codecs build their maps of outlier channels; the third step runs like all later ones. The run
+are recorded again, and codecs build their maps of outlier channels. The third step runs like all later steps. The run
 fails if the third peak exceeds its budget (on a GPU by more than the allocator's rounding), or if any peak differs from
 its prediction by more than 3 %.
 """
@@ -49,7 +49,10 @@ class Pairs(nn.Module):
         self.encoder = encoder
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
-        """Return the `loss` of a batch [B, T]. Labels are ignored; they are passed because other families need them."""
+        """Return the `loss` of a batch [B, T]. Labels are ignored.
+
+        They are parameters because other families need them.
+        """
         split = 2 * input_ids.shape[1] // 3
         parts = input_ids[:, :split], input_ids[:, split:]
         begins, ends = (F.normalize(self.encoder(input_ids=part).last_hidden_state.mean(1)) for part in parts)
@@ -61,7 +64,7 @@ class PairsFamily:
     """Maker of bi-encoders, with the interface of `Family`."""
 
     def model(self, size: Size, attention: str, device: str = "cpu", seed: int = 0) -> Pairs:
-        """Return the model in train mode, dropout on."""
+        """Return the model in train mode, with dropout."""
         config = FAMILIES["bert"].config(size)
         assert isinstance(config, BertConfig)
         config._attn_implementation = attention
@@ -75,7 +78,7 @@ MODELS: dict[str, Family | PairsFamily] = {**FAMILIES, "pairs": PairsFamily()}
 """Four families, and a bi-encoder whose step calls every block twice."""
 
 TOLERANCE = 0.03
-"""The largest accepted relative difference of a measured peak from the prediction: the project's promise."""
+"""Largest accepted relative difference of a measured peak from the prediction: the project's promise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +96,13 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Return the relative excess of the measured peak over the predicted one."""
+        """Return how far the measured peak exceeds the predicted peak, as a fraction of the prediction."""
         return self.measured_bytes / self.predicted_bytes - 1.0
 
     @property
     def first_error(self) -> float:
-        """Return the relative excess of the peak of the first two steps over the predicted one."""
+        """Return how far the peak of the first two steps exceeds the predicted peak, as a fraction of the
+        prediction."""
         return self.first_bytes / self.predicted_bytes - 1.0
 
     @property
@@ -111,7 +115,7 @@ class Measurement:
 
 
 def main(argv: Sequence[str] | None = None, size: Size | None = None) -> int:
-    """Measure, print the table and save the record. Return 1 if a budget was exceeded or a prediction is off."""
+    """Measure, print the table and save the record. Return 1 if a budget was exceeded or a prediction is wrong."""
     parser = runner_parser("peak-accuracy", __doc__)
     for name, choices in (("family", tuple(MODELS)), ("attention", ATTENTIONS), ("precision", PRECISIONS)):
         parser.add_argument(

@@ -3,9 +3,9 @@
     adacc eval published
     adacc eval published --half open
 
-The code of `adacc plan` predicts each row of `published`, on tensors without memory; no device is needed. Half of
-the rows, drawn by a fixed seed, are held out. Use `--half open`, which does not predict the held-out rows, while
-changing the planner.
+The code of `adacc plan` predicts each row of `published`, on tensors without memory. No device is needed. Half of the
+rows, drawn by a fixed seed, are held out. Use `--half open`, which does not predict the held-out rows, while changing
+the planner.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HALVES = ("open", "both")
 SECOND = ", second look"
 """Suffix of the key of a row's second prediction."""
 SPEED = ", speed"
-"""Suffix of the key of a pair's prediction."""
+"""Suffix of the key of the prediction for a pair of speeds."""
 GOAL_MEDIAN, GOAL_WITHIN, GOAL_SHARE = 0.05, 0.10, 0.9
 """Goals for the errors of peaks: their median, and an error that GOAL_SHARE of the rows stay within."""
 GOAL_POINTS = 5.0
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None, predicted: Predict = predict, compar
 
 
 def _predict_or_reason(predictor: Predict, row: Row | Pair, *changes: object) -> Figures:
-    """Return a prediction, or the reason why it failed, so that the others go on."""
+    """Return a prediction, or the reason why it failed, so that the other predictions are still made."""
     try:
         return predictor(row, *changes)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Trainings by the recipe, each in a process of its own.
+"""Trainings by the recipe, each in its own process.
 
-So eval can measure models of recipes without importing recipes.
+Therefore eval can measure models of recipes without importing recipes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adacc_hf.eval.records.ledger import RecordError
 
 
 class TrainingFailedError(AdaccError):
-    """Error of a recipe that ended with an exit status other than 0; its output has the reason."""
+    """Error of a recipe that ended with an exit status other than 0. The recipe's output has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class RecipeRun:
     """CPU threads of torch."""
 
     def train(self) -> dict[str, Any]:
-        """Train, and return the figures of the last record. Raise TrainingFailedError."""
+        """Train, and return the figures of the last record. Raise TrainingFailedError if the training fails."""
         checkpoint = last_checkpoint(self.folder)
         command = [sys.executable, str(recipe_path()), "--method", self.method, "--output_dir", str(self.folder)]
         command += ["--report", "false", *self.options]
@@ -81,7 +81,10 @@ def recipe_path() -> Path:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the latest complete checkpoint of a run folder. Its trainer_state.json is written last."""
+    """Return the latest complete checkpoint of a run folder.
+
+    A complete checkpoint has trainer_state.json, written last.
+    """
     complete_checkpoints = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     return max(complete_checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 

@@ -1,4 +1,4 @@
-"""Run of all runners in sequence, each in a process and a folder of its own.
+"""Run of all runners in sequence, each in its own process and folder.
 
 The scale is the demo's on a CPU, and the paper's GPT-345M on a GPU, most important measurements first.
 
@@ -53,7 +53,7 @@ class Stage:
     """Suffix that distinguishes stages of the same runner."""
     options: str = ""
     most_s: float = math.inf
-    """Time limit in seconds within a slice, however much work remains."""
+    """Time limit in seconds within a slice, however many points remain."""
 
     @property
     def key(self) -> str:
@@ -62,10 +62,11 @@ class Stage:
 
 
 _GPT = "--preset=gpt2-345m --precision=bf16 --timeout=150"
-"""A slow point must not delay the other runners. Most points take 40 to 70 seconds, by estimate."""
+"""Options for GPT-345M. The timeout keeps a slow point from delaying the other runners. Most points are estimated to
+take 40 to 70 seconds."""
 _COMPILED = "--preset=gpt2-345m --precision=bf16 --timeout=270 --batch=16"
-"""A compilation takes one or two minutes on a GPU. The limit fits into a slice, and is below the limit for hanging
-runners."""
+"""Options for compiled runs. A compilation takes one or two minutes on a GPU. The timeout fits into a slice, and is
+below the limit for hanging runners."""
 _METHODS = "--methods adacc full adacc_lossless quantization"
 
 ON_GPU: tuple[Stage, ...] = (
@@ -87,7 +88,7 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(
         runner="throughput",
         part="llama",
-        # Checkpointing takes 27 GiB of it, plain training would take 44 GiB.
+        # Of the limit, checkpointing takes 27 GiB. Plain training would take 44 GiB.
         options="--preset=llama-1b --precision=bf16 --tokens=2048 --timeout=150 --limit=30GiB --batches 4 "
         "--methods none full adacc adacc_lossless",
     ),
@@ -103,7 +104,7 @@ ON_GPU: tuple[Stage, ...] = (
     Stage(
         runner="peers",
         part="compiled-adacc",
-        # At a fixed share, which compiles once. Matching a rival's peak takes up to five compilations.
+        # At a fixed share, only one compilation is needed. Matching a peer's peak takes up to five compilations.
         options=f"{_COMPILED} --peers adacc_compiled --variant-budgets 0.5",
     ),
     Stage(runner="codecs", part="gradient", options="--only=gradient"),
@@ -113,10 +114,10 @@ ON_GPU: tuple[Stage, ...] = (
 )
 """Stages that run first on a GPU, in this order. The time on a GPU may end at any point, so the most important
 measurements come first. Most of the runners' defaults would leave a GPU idle. Where a limit is set, plain training
-exceeds it; with 32 sequences in 24 GiB and 64 in 32 GiB checkpointing exceeds it too."""
+exceeds it. With 32 sequences in 24 GiB and 64 in 32 GiB, checkpointing exceeds it too."""
 
 SAMPLE_ROWS = Path(__file__).parent / "sample_rows"
-"""Folder with a few rows of our own in the schema of Table 4's data sets: enough to run downstream, not to rank
+"""Folder with a few rows of our own in the schema of Table 4's data sets: enough to run `downstream`, but not to rank
 models."""
 
 Execute = Callable[[Sequence[str]], int]
@@ -130,7 +131,7 @@ a hanging runner would use up all slices."""
 
 
 def main(argv: Sequence[str] | None = None, execute: Execute | None = None) -> int:
-    """Run the missing stages, print and save the results. Return 1 if a stage failed, 3 if the time ended before."""
+    """Run the missing stages, print and save the results. Return 1 if a stage failed, 3 if the time ended first."""
     parser = runner_parser("all", __doc__)
     parser.add_argument("--runners", nargs="+", choices=NAMES, help="runners, in this order (default: all)")
     parser.add_argument(
@@ -188,7 +189,7 @@ def run_stages(
     are_all_measured = True
     for stage in tqdm(stages, desc="all", unit="runner"):
         if until != math.inf and stage.key in ledger.points:
-            continue  # skips failed stages too: the time is for stages that were not tried
+            continue  # skips failed stages too, because the time is for stages that were not tried
         if time.monotonic() >= until:
             return False
         stage_until = until if until == math.inf else min(until, time.monotonic() + stage.most_s)
@@ -203,7 +204,7 @@ def run_stages(
 
 
 def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.inf) -> Figures:
-    """Run one stage. Return its status and its time in seconds. Raise OutOfTimeError if it is to resume later."""
+    """Run one stage. Return its status and its time in seconds. Raise OutOfTimeError if the stage must resume later."""
     output, name = record_path(ledger, stage.key), stage.runner
     command = ["eval", name, "--output", str(output), *_shared_options(ledger), *stage.options.split()]
     if name in CLOCKED:
@@ -236,7 +237,7 @@ def measure(ledger: Ledger, stage: Stage, execute: Execute, until: float = math.
 
 
 def record_path(ledger: Ledger, name: str) -> Path:
-    """Return the path of a stage's record, in a folder of its own because runners lock their folders."""
+    """Return the path of a stage's record. Each stage has its own folder, because runners lock their folders."""
     return ledger.settings.output.parent / name / f"{name.replace('-', '_')}.json"
 
 
@@ -247,7 +248,7 @@ def _shared_options(ledger: Ledger) -> list[str]:
 
 
 def trained_model(ledger: Ledger) -> Path | None:
-    """Return the folder of the model that table4 trained plainly, None if it has not trained one."""
+    """Return the folder of the model that table4 trained plainly, or None if table4 has not trained one."""
     path = record_path(ledger, "table4")
     if not path.is_file():
         return None
@@ -260,7 +261,7 @@ HANGING = -1
 
 
 def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, command: Sequence[str]) -> int:
-    """Run the command until it ends, the time is over, or it hangs. Save the results after each new point.
+    """Run the command until it ends, the time is over, or the command hangs. Save the results after each new point.
 
     A point that is being measured when the time ends is lost, and measured again in the next slice.
     """
@@ -285,7 +286,7 @@ def _execute(stage: Stage, ledger: Ledger, until: float, report: Path | None, co
 
 
 def _modified_ns(path: Path) -> int | None:
-    """Return the file's time of modification in ns, None if the file does not exist."""
+    """Return the file's time of modification in ns, or None if the file does not exist."""
     return path.stat().st_mtime_ns if path.is_file() else None
 
 

@@ -38,7 +38,7 @@ CASES = (
     Workload(width=64, layers=48, batch=8, tokens=128, family="t5"),
 )
 Solves = tuple[list[float], float | None]
-"""Seconds of each solve of one budget, and the gap of its policy, None if the budget is infeasible."""
+"""Seconds of each solve of one budget, and the gap of the policy: None if the budget is infeasible."""
 Solver = Callable[[Profile, float | int], Solves]
 
 PAPER_SECONDS = 0.5
@@ -67,7 +67,7 @@ def case_name(workload: Workload) -> str:
 
 
 def measure(workload: Workload, percents: Sequence[int], solver: Solver, settings: Settings) -> dict[str, Any]:
-    """Measure the solve times of one model, over budgets on the "stored" bytes and over budgets on the "peak"."""
+    """Measure the solve times of one model, for budgets of stored bytes ("stored") and budgets of the peak ("peak")."""
     model = workload.model(settings.device, settings.seed)
     profile = profile_model(model, next(workload.batches(settings.device, settings.seed)))
     plain = uniform_policy(profile, Action.RETAIN)

@@ -4,9 +4,9 @@
     adacc eval table4 --preset gpt2-117m --dataset pile --tokenizer gpt2 --bf16 \\
         --per_device_train_batch_size 32 --memory_budget 12GiB
 
-Options that are not listed here go to recipes/gpt2_pile.py, which trains every method in a process of its own. So a
-method's memory is freed with its process, and this folder imports nothing from recipes/. An interrupted run resumes
-where it stopped, also within a training if the training had saved a checkpoint (--save_steps).
+Options that are not listed here go to recipes/gpt2_pile.py, which trains every method in its own process. So a method's
+memory is freed with its process, and this folder imports nothing from recipes/. An interrupted run resumes where it
+stopped, also within a training if the training had saved a checkpoint (--save_steps).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _parse_names(text: str, allowed: Sequence[str] | Mapping[str, str], option: 
 
 
 def _recipe_options(arguments: argparse.Namespace, settings: Settings) -> list[str]:
-    """Return the recipe's options that follow from this runner's options."""
+    """Return the recipe's options that this runner's options imply."""
     options = {
         "model": arguments.preset,
         "seed": settings.seed,

@@ -4,7 +4,7 @@
     python -m adacc_hf.eval.repository.tables --check
 
 In a page, a table is between <!-- table: cpu/peers#1 --> and <!-- end of table -->. The comment names folder and file
-of the record, and the table's number in the report; without a number the whole report is inserted. Nothing between the
+of the record, and the table's number in the report. Without a number, the whole report is inserted. Nothing between the
 comments is written by hand.
 """
 
@@ -33,7 +33,7 @@ REGION = re.compile(
 
 
 class TableError(AdaccError, ValueError):
-    """Error of a table without record, or of a wrong table number."""
+    """Error of a table without a record, or of a wrong table number."""
 
 
 def main(argv: Sequence[str] | None = None, root: Path | None = None) -> int:
@@ -92,7 +92,7 @@ def draw_plots(results: Path) -> None:
 
 
 def with_tables(text: str, results: Path) -> str:
-    """Return `text` with every region filled from its record. Raise TableError for a region without record."""
+    """Return `text` with every region filled from its record. Raise TableError for a region without a record."""
 
     def fill_region(region: re.Match[str]) -> str:
         path = results / f"{region['name']}.json"

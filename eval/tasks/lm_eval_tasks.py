@@ -24,7 +24,7 @@ class TaskSource:
     definition: str
     """lm-eval's file, below its folder `tasks`."""
     split: str
-    """Split that is evaluated. The local file has its name."""
+    """Split that is evaluated. The local file has the split's name."""
     columns: tuple[str, ...]
     """Columns that prompt and target use."""
 
@@ -51,8 +51,8 @@ CLOZE_FILE = "cloze.jsonl"
 
 
 def load_tasks(names: Sequence[str], data_dir: Path | None) -> dict[str, ConfigurableTask]:
-    """Return the named data sets, with rows of `data_dir`/<name>/<split>.jsonl or .parquet; without `data_dir`, of the
-    hub.
+    """Return the named data sets, with rows of `data_dir`/<name>/<split>.jsonl or .parquet, or of the hub without
+    `data_dir`.
 
     Raise ValueError for an unknown name, wrong rows or an unreachable hub, and FileNotFoundError for a missing file.
     """
@@ -106,8 +106,10 @@ def _local_task(name: str, source: TaskSource, files: list[Path]) -> Configurabl
 
 
 def _check_rows(name: str, source: TaskSource, kind: str, data_files: dict[str, list[str]]) -> None:
-    """Raise ValueError for wrong rows, which lm-eval would report only at the first row. The rows are cached, so
-    they are read once."""
+    """Raise ValueError for wrong rows, which lm-eval would report only when it reads the first row.
+
+    The rows are cached, so they are read once.
+    """
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
@@ -137,8 +139,10 @@ def _hub_task(name: str) -> ConfigurableTask:
 
 
 def _task(name: str, source: TaskSource, changes: dict[str, Any]) -> ConfigurableTask:
-    """Return lm-eval's definition with `changes`, zero-shot. It is built directly, because lm-eval's index of all
-    tasks takes 5 s."""
+    """Return lm-eval's definition with `changes`, zero-shot.
+
+    The task is built directly, because lm-eval's index of all tasks takes 5 s.
+    """
     from lm_eval.api.task import ConfigurableTask
 
     definition = yaml.safe_load((definitions_folder() / source.definition).read_text(encoding="utf-8"))

@@ -33,7 +33,8 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
 
 
 def task_info(tasks: Tasks, limit: int | None) -> dict[str, Any]:
-    """Return the conditions of scores other than the model, so that a record of other rows is not continued."""
+    """Return the conditions of scores other than the model, so that a run with other rows does not continue the
+    record."""
     return {
         "tasks": {name: {"version": task.VERSION, "rows_sha256": rows_digest(task)} for name, task in tasks.items()},
         "num_fewshot": 0,
@@ -66,7 +67,7 @@ def _point(model: HFLM, task: ConfigurableTask, limit: int | None) -> dict[str, 
 def percent(figures: Mapping[str, Any], column: str = "acc") -> str:
     """Format a share with its standard error, in percent, for a table.
 
-    Example: "39.56 ± 1.00"; without a standard error "39.56"; "" for a share that the task does not have.
+    Example: "39.56 ± 1.00", or "39.56" without a standard error, or "" for a share that the task does not have.
     """
     share, stderr = figures.get(column), figures.get(f"{column}_stderr")
     if share is None:
@@ -75,7 +76,7 @@ def percent(figures: Mapping[str, Any], column: str = "acc") -> str:
 
 
 def limit_note(limit: int | None) -> str:
-    """Return a note that the scores are limited, "" without a limit."""
+    """Return a note that the scores are limited, or "" without a limit."""
     return (
         "" if limit is None else f"LIMITED to the first {limit} rows of each task: not to be compared with whole sets"
     )

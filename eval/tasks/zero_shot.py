@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """Scores of a model on one data set; shares are fractions."""
+    """Scores of a model on one data set. Shares are fractions."""
 
     acc: float
-    """Share of the rows whose correct choice has the highest likelihood; for lambada, whose last word is the greedy
-    prediction."""
+    """Share of the rows whose correct choice has the highest likelihood. For lambada, share of the rows whose last word
+    is the greedy prediction."""
     acc_stderr: float | None
-    """Standard error of `acc`; None for a single row."""
+    """Standard error of `acc`, or None for a single row."""
     acc_norm: float | None
-    """Like `acc`, by log-likelihood per character. None for lambada, which has no choices."""
+    """Like `acc`, but choices are compared by log-likelihood per character. None for lambada, which has no choices."""
     perplexity: float | None
     """Perplexity of lambada's last words. None for other tasks, and if it is not finite (a diverged model)."""
     num_samples: int
@@ -103,8 +103,9 @@ def score(model: HFLM, task: ConfigurableTask, limit: int | None = None) -> Task
 
 
 def accuracy_stderr(acc: float, num_samples: int) -> float | None:
-    """Return the standard error of a share of `num_samples` rows, from the sample variance as in lm-eval; None for one
-    row.
+    """Return the standard error of a share of `num_samples` rows, from the sample variance as in lm-eval.
+
+    Return None for one row.
 
     Example: 1 of 4 rows is right: the variance is 0.25 * 0.75 * 4/3 = 1/4, the standard error sqrt(1/4 / 4) = 1/4.
     """

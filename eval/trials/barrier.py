@@ -1,7 +1,8 @@
 """Gradient check before timing: a method must train with the gradients that it promises.
 
-The reference gradients are plain training's on the same model and batch. If plain training does not fit into memory,
-they are HF gradient checkpointing's; if that does not fit either, the batch is reduced to fewer sequences.
+The reference gradients are those of plain training on the same model and batch. If plain training does not fit into
+memory, HF gradient checkpointing gives the reference. If that does not fit either, the batch is reduced to fewer
+sequences.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ LOSS_CHANGE = 0.02
 float32 loss (1e-6), and small compared with the loss."""
 
 MAX_SLOPE_ERROR = 0.05
-"""Bound on the relative error of the slope. Third derivatives cause about 0.01 at LOSS_CHANGE; a backward whose
-dropout masks differ from its forward's causes 0.1 and more."""
+"""Bound on the relative error of the slope. Third derivatives cause about 0.01 at LOSS_CHANGE. A backward whose dropout
+masks differ from its forward's causes 0.1 and more."""
 
 MAX_LOSS_DIFFERENCE = 0.02
 """Bound on the relative difference of losses under different dropout masks, whose spread is below 0.01 for a batch
@@ -58,8 +59,10 @@ class Reference:
 
 
 def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:
-    """Return the reference at the largest number of sequences that fits. Raise torch.OutOfMemoryError if one does
-    not fit."""
+    """Return the reference at the largest number of sequences that fits.
+
+    Raise torch.OutOfMemoryError if not even one fits.
+    """
     last: RuntimeError | None = None
     for count in halvings(len(batch["input_ids"])):
         part = first_sequences(batch, count)
@@ -114,7 +117,7 @@ def check(subject: Subject, model: nn.Module, installed: InstalledMethod, refere
 def _step_error(
     subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, step: int
 ) -> float:
-    """Return the gradient error of one step. Raise WrongResultError.
+    """Return the gradient error of one step. Raise WrongResultError if the error breaks the method's promise.
 
     The step's gradients are freed before the next step.
     """
@@ -134,7 +137,7 @@ def _step_error(
 def _check_own_loss(
     subject: Subject, model: nn.Module, installed: InstalledMethod, reference: Reference, gradients: Gradients
 ) -> float:
-    """Return the relative error of the gradient as the slope of its own loss, under the same dropout masks.
+    """Return the relative error of the slope that the gradient predicts for its own loss, under the same dropout masks.
 
     Noise of relative size e in a gradient changes the slope along the gradient by e squared: the component of the noise
     across the true gradient lengthens the step, and does not change the loss.
@@ -148,7 +151,7 @@ def _check_own_loss(
     squared_norm = float(sum(gradient.double().square().sum() for gradient in gradients.by_name.values()))
     step = LOSS_CHANGE / squared_norm
     losses = []
-    for sign in (1.0, -2.0):  # one step to one side, from there two to the other side, and below back again
+    for sign in (1.0, -2.0):  # one step to one side, then two to the other; below, one step back
         _move(model, gradients, sign * step)
         torch.manual_seed(subject.seed)
         losses.append(float(subject.loss(installed.call, reference.batch).detach()))

@@ -1,4 +1,4 @@
-"""Methods to save activations, each on a model of its own, checked and then timed in turn.
+"""Methods to save activations, each on its own model, checked and then timed in turn.
 
 Every contender has its own copy of the model with the method installed once. So a timed step is a step of steady
 training, in which nothing is installed, recorded or compiled. Gradients are checked before anything is timed.
@@ -34,8 +34,8 @@ from adacc_hf.torch_glue.memory import StepMemory, measure_step
 PLAIN, CHECKPOINTING = "plain", "HF gradient checkpointing"
 
 GATE_STEPS = 3
-"""Steps whose gradients are checked: the first records the blocks, the second learns the order of backward, the
-third is steady. They also serve as warm-up."""
+"""Steps whose gradients are checked: the first records the blocks, the second learns the order of backward, and the
+third is steady. These steps also serve as warm-up."""
 
 
 class Contender:
@@ -67,7 +67,7 @@ class Contender:
         return self.policy is not None and self.policy.head == "chunked"
 
     def step(self) -> None:
-        """Run one forward and backward, without the optimizer, which is equal for all methods."""
+        """Run one forward and backward. The optimizer's step is left out, because it is the same for all methods."""
         self.model(**self.batch).loss.backward()
         self.model.zero_grad(set_to_none=True)
 
@@ -85,12 +85,12 @@ def uses_lossy_codec(policy: Policy) -> bool:
 
 
 def check_gradients(contenders: Sequence[Contender]) -> dict[str, float]:
-    """Return each contender's relative gradient error against the first contender, the largest of the first GATE_STEPS
+    """Return the largest relative gradient error of each contender against the first one, over the first GATE_STEPS
     steps.
 
     Raise WrongResultError if a lossless contender is not bit-equal, except for the noise between runs of the first
-    contender and the rounding of another order of sums, or if a lossy contender's error is larger than its codecs
-    explain.
+    contender and the rounding of another order of sums. Raise it also if a lossy contender's error is larger than its
+    codecs explain.
     """
     worst = dict.fromkeys((contender.name for contender in contenders), 0.0)
     for seed in range(GATE_STEPS):

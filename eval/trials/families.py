@@ -23,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 
 ATTENTIONS = ("sdpa", "eager")
 PRECISIONS = ("fp32", "bf16")
-"""bf16 is autocast over float32 weights, as Trainer's `bf16=True` trains."""
+"""Names of precisions. bf16 is autocast over float32 weights, as with the Trainer's `bf16=True`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Size:
 
     width: int = 128
     layers: int = 4
-    """Number of transformer blocks; a T5 has half of them in its encoder."""
+    """Number of transformer blocks. Half of a T5's blocks are in its encoder."""
     heads: int = 4
     vocabulary: int = 256
     batch: int = 4

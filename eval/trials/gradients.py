@@ -15,7 +15,8 @@ from adacc_hf.torch_glue.memory import backward, forward_loss
 from adacc_hf.torch_glue.tensors import difference_norm, l2_norm
 
 NOISE_RUNS = 3
-"""Runs of the reference, whose largest difference is the noise. Two runs may be equal by chance."""
+"""Number of runs of the reference. The largest difference between them is the noise. Two runs may be equal by
+chance."""
 
 NOISE_FACTOR = 4.0
 """Accepted difference of a lossless method, in units of the noise between runs of plain training. The noise is 0 on
@@ -60,7 +61,7 @@ def in_host_memory(gradients: Gradients) -> Gradients:
 
 
 def first_difference(expected: Gradients, actual: Gradients) -> str | None:
-    """Return the name of the first parameter (or "the loss") that is not bit-equal, None if all are equal."""
+    """Return the name of the first parameter (or "the loss") that is not bit-equal, or None if all are equal."""
     if not torch.equal(expected.loss.to(actual.loss.device), actual.loss):
         return "the loss"
     if expected.by_name.keys() != actual.by_name.keys():
@@ -69,11 +70,11 @@ def first_difference(expected: Gradients, actual: Gradients) -> str | None:
 
 
 def relative_error(expected: Gradients, actual: Gradients) -> float:
-    """Return the L2 norm of the difference of the whole gradients over the norm of the expected one, in double
+    """Return the L2 norm of the difference of the whole gradients, divided by the norm of the expected one, in double
     precision.
 
     Return infinity if the gradients have different parameters. The computation runs on the device of `actual`, because
-    a GPU does in no time what keeps a CPU core busy for seconds.
+    a CPU core would take seconds.
     """
     if expected.by_name.keys() != actual.by_name.keys():
         return math.inf
@@ -83,8 +84,10 @@ def relative_error(expected: Gradients, actual: Gradients) -> float:
 
 
 def _pairs(expected: Gradients, actual: Gradients) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the two gradients of each parameter, the expected one moved to the device of the other, one at a time to
-    save memory."""
+    """Yield the name, the expected gradient and the actual gradient of each parameter.
+
+    The expected gradient is moved to the device of the actual one. One pair is yielded at a time, to save memory.
+    """
     for name, other in actual.by_name.items():
         yield name, expected.by_name[name].to(other.device), other
 
@@ -94,8 +97,8 @@ def checked_error(
 ) -> float:
     """Return the relative error of the whole gradient. Raise WrongResultError if the method does not explain the error.
 
-    noise: relative error between two runs of the reference. rounding: accepted error of another order of sums. If both
-    are 0, the loss must be bit-equal, and without lossy codecs the gradient too. label: step and method, for the
+    noise: relative error between two runs of the reference. rounding: accepted error due to another order of sums. If
+    both are 0, the loss must be bit-equal, and, without lossy codecs, the gradient too. label: step and method, for the
     message.
     """
     max_exact_error = NOISE_FACTOR * noise + rounding

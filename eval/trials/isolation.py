@@ -1,4 +1,4 @@
-"""Measurements in a process of their own: leftover memory and broken state end with the process.
+"""Measurements, each in its own process: leftover memory and broken state end with the process.
 
 `run_isolated` writes an order {"function": "module:name", "arguments": {...}} to a file, and the process runs it.
 """
@@ -36,8 +36,9 @@ class OverLimitError(AdaccError):
 
 
 def run_here(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
-    """Run `function(**arguments)` in this process. Return its figures with a status, and the reason if it is not
-    MEASURED.
+    """Run `function(**arguments)` in this process.
+
+    Return its figures with a status, and the reason if the status is not MEASURED.
 
     In this process there is no timeout.
     """
@@ -65,7 +66,7 @@ def failure(status: Status, error: Exception | str) -> Figures:
 
 
 def run_isolated(function: Callable[..., Figures], arguments: Figures, timeout_s: float | None = None) -> Figures:
-    """Run like `run_here`, in a new process. After `timeout_s` seconds, end the process and its children."""
+    """Do the same as `run_here`, in a new process. After `timeout_s` seconds, end the process and its children."""
     with tempfile.TemporaryDirectory(prefix="adacc-eval-") as folder:
         order, result, errors = (Path(folder, name) for name in ("order.json", "result.json", "errors"))
         name = f"{function.__module__}:{function.__qualname__}"
@@ -100,7 +101,7 @@ def _exit_reason(code: int, errors: str) -> str:
 
 
 def main(order_file: str, result_file: str, parent: str) -> None:
-    """Run the order of a file, and write its figures."""
+    """Run the order in `order_file`, and write its figures to `result_file`."""
     _exit_with_parent(int(parent))
     order = json.loads(Path(order_file).read_text(encoding="utf-8"))
     module, _, name = order["function"].partition(":")
@@ -122,4 +123,4 @@ def _exit_with_parent(parent: int) -> None:
 if __name__ == "__main__":
     from adacc_hf.eval.trials import isolation
 
-    isolation.main(*sys.argv[1:])  # so that the functions raise the imported module's classes, not those of __main__
+    isolation.main(*sys.argv[1:])  # so that functions raise the imported module's classes, not __main__'s

@@ -20,8 +20,8 @@ MODES = {"Adacc": AdaccConfig(), "Adacc lossless": AdaccConfig(actions=("retain"
 """Configurations that meet a budget, by title: all actions, or only the actions that leave gradients bit-equal."""
 
 Size = tuple[int, ...]
-"""Sizes that change from batch to batch: tokens; for T5 also the decoder's tokens; for Qwen2-VL also the rows and
-columns of an image's tokens."""
+"""Sizes that change from batch to batch. All cases have tokens. T5 also has the decoder's tokens, and Qwen2-VL the rows
+and columns of an image's tokens."""
 
 VOCABULARY = 260
 """Byte values, and the special tokens of images."""
@@ -40,17 +40,16 @@ class Scale:
 
     width: int = 128
     layers: int = 4
-    """Number of blocks; in a model with an encoder, half of them are in the encoder."""
+    """Number of blocks. In a model with an encoder, half of them are in the encoder."""
     heads: int = 4
     batch: int = 2
     shortest: int = 40
     longest: int = 260
-    """Tokens of the shortest and the longest batch."""
+    """Number of tokens of the longest batch. The shortest batch has `shortest` tokens."""
     steps: int = 60
 
     def lengths(self, generator: torch.Generator) -> list[int]:
-        """Draw a number of tokens for each step, no two equal: one from each of `steps` equal parts of the range,
-        shuffled.
+        """Draw a different number of tokens for each step: one from each of `steps` equal parts of the range, shuffled.
 
         Their median is close to their mean, so the median step time is close to that of a batch of the mean length.
         Raise ValueError if the range has fewer lengths than steps.
@@ -79,7 +78,7 @@ class LengthCase:
     model_class: str
     """Name of a class of Transformers."""
     settings: Callable[[Scale], dict[str, Any]] = field(repr=False)
-    """Settings of the model's configuration; all others keep their defaults, dropout too."""
+    """Settings of the model's configuration. All others keep their defaults, dropout too."""
     batch: Callable[[Scale, Size, torch.Generator], Batch] = field(repr=False)
     sizes: Callable[[Sequence[int], torch.Generator], list[Size]] = field(
         default=lambda lengths, generator: [Size((length,)) for length in lengths], repr=False
@@ -89,7 +88,7 @@ class LengthCase:
     """Further arguments of the model's constructor."""
 
     def model(self, scale: Scale, device: str, seed: int) -> PreTrainedModel:
-        """Return the model in train mode. The weights depend on the seed alone; torch's generator keeps its state."""
+        """Return the model in train mode. The weights depend on the seed alone. torch's generator keeps its state."""
         model_class = getattr(transformers, self.model_class)
         config = model_class.config_class(**self.settings(scale), use_cache=False)
         with torch.random.fork_rng(devices=[]):
@@ -100,7 +99,7 @@ class LengthCase:
         return model.to(device).train()
 
     def draw(self, scale: Scale, seed: int) -> list[Size]:
-        """Draw the size of each step's batch, no two equal."""
+        """Draw a different size for each step's batch."""
         generator = torch.Generator().manual_seed(seed)
         return self.sizes(scale.lengths(generator), generator)
 
@@ -116,7 +115,7 @@ def _text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
 
 
 def _padded_text(scale: Scale, size: Size, generator: torch.Generator) -> Batch:
-    """Return text whose first row has full length; the other rows end between half the length and one token before
+    """Return text whose first row has full length. The other rows end between half the length and one token before
     it."""
     (length,) = size
     ends = torch.randint(length // 2, length, (scale.batch, 1), generator=generator)

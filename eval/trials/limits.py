@@ -10,10 +10,12 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.units import parse_bytes
 
 CPU_LIMIT = "256MiB"
-"""Default limit on a CPU, whose own memory is no useful limit: plain training of the demo fits up to batch 2."""
+"""Default limit on a CPU, where the machine's memory is not a useful limit. Plain training of the demo fits up to batch
+2."""
 
 ROUNDING_SHARE = {"cpu": 0.0, "cuda": 0.01}
-"""Bytes that a GPU's allocator may count beyond the tensors' bytes, as a fraction: it allocates in blocks."""
+"""Fraction by which the bytes that a GPU's allocator counts may exceed the tensors' bytes, because the allocator rounds
+up."""
 
 
 def fits_budget(nbytes: int, budget: int, device: str) -> bool:
@@ -40,6 +42,9 @@ def limit_bytes(arguments: argparse.Namespace) -> int:
 
 
 def budget_bytes(limit: int, device: str) -> int:
-    """Return Adacc's budget under a limit: on a GPU the limit minus the margin of "auto" (expandable segments are on
-    in measurements)."""
+    """Return Adacc's budget under a limit.
+
+    On a GPU, `memory_margin` is subtracted. Nothing is reserved for fragmentation, because measurements use expandable
+    segments.
+    """
     return limit if device == "cpu" else int(limit * (1.0 - AdaccConfig().memory_margin))

@@ -34,15 +34,16 @@ class Promise(str, Enum):
     EXACT = "exact"
     """Plain training's gradients, bit for bit."""
     LOSSY = "lossy"
-    """Plain training's gradients, up to the codecs' error; the loss is equal."""
+    """Plain training's gradients, up to the codecs' error. The loss is equal."""
     OWN_RANDOMNESS = "own_randomness"
-    """Gradients of its own loss: it draws other dropout masks than plain training, and rounds differently."""
+    """Gradients of the method's own loss: the method draws dropout masks that differ from plain training's, and rounds
+    differently."""
     OWN_LOSSY = "own_lossy"
-    """Gradients of its own loss, up to the codecs' error."""
+    """Gradients of the method's own loss, up to the codecs' error."""
 
     @property
     def is_own(self) -> bool:
-        """Return True if plain training's gradients are no reference for this method."""
+        """Return True if plain training's gradients cannot serve as the reference for this method."""
         return self in (Promise.OWN_RANDOMNESS, Promise.OWN_LOSSY)
 
 
@@ -61,10 +62,11 @@ class InstalledMethod:
     """Method installed on a model."""
 
     call: nn.Module | Callable[..., Any]
-    """Callable in place of the model; it shares the model's parameters."""
+    """Callable in place of the model, with the model's parameters."""
     promise: Promise
     other_sums: bool = False
-    """True if the method sums in another order than plain training, so that its promise holds up to rounding."""
+    """True if the method adds numbers in a different order from plain training, so that its promise holds up to
+    rounding."""
     facts: dict[str, Any] = field(default_factory=dict)
     """The method's decisions, for the record."""
 
@@ -111,7 +113,7 @@ def install_policy(
     config: AdaccConfig,
     solve: Callable[[Profile, Budget, AdaccConfig], Policy] = solve_policy,
 ) -> InstalledMethod:
-    """Solve a policy for this bench and install it. Raise InfeasibleBudgetError."""
+    """Solve a policy for this bench and install it. Raise InfeasibleBudgetError if no policy fits."""
     with bench.subject.autocast():
         profile = profile_model(bench.model, bench.batch, config, bench.optimizer)
     policy = solve(profile, config.memory_budget if budget is None else budget, config)

@@ -19,7 +19,7 @@ from adacc_hf.torch_glue.memory import backward, forward_loss
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_DEFAULT = 1024
-"""Default tokens per sequence, that of the paper's GPT models; models with a shorter context get their context
+"""Default tokens per sequence, as for the paper's GPT models. Models with a shorter context get their context
 length."""
 
 
@@ -38,7 +38,7 @@ class Subject:
     seed: int = 0
 
     def model(self) -> PreTrainedModel:
-        """Return the model in train mode. The weights depend on the seed alone; torch's generator keeps its state."""
+        """Return the model in train mode. The weights depend on the seed alone. torch's generator keeps its state."""
         config = load_config(self.preset)
         # As in training: a cache of keys and values costs time, and checkpointing disables it.
         config.use_cache = False

@@ -1,6 +1,6 @@
 """Other ways to save activation memory for the same Transformers model, installed as their own users would.
 
-Each method can give the reason why it cannot run on a device; the table shows the reason in its row.
+Each method can give the reason why it cannot run on a device. The table shows this reason.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
 are saved."""
 
 MATCH_ROUNDS = 4
-"""Compilations in the search for the share whose peak equals a peer's."""
+"""Maximum number of compilations in the search for the share whose peak equals a peer's."""
 MATCH_SLACK = 0.03
-"""Fraction of the peer's peak that may stay unused. More would be a self-made handicap."""
+"""Fraction of the peer's peak that may stay unused. A larger fraction would put Adacc at a disadvantage."""
 MIN_SHARE = 0.01
 
 XFORMERS_BUDGETS = (0.25, 0.5, 0.75)
@@ -60,7 +60,7 @@ SAVED_OPERATORS = (
     aten._scaled_dot_product_cudnn_attention.default,
 )
 """Operators whose outputs selective checkpointing usually saves: matrix products and fused attention. Attention with
-dropout is recomputed: if a second forward skipped it, later operators would draw other dropout masks."""
+dropout is recomputed: if a second forward skipped it, later operators would draw different dropout masks."""
 
 
 def install_offload(bench: Bench, budget: Budget | None) -> InstalledMethod:
@@ -69,7 +69,7 @@ def install_offload(bench: Bench, budget: Budget | None) -> InstalledMethod:
 
 
 def install_selective(bench: Bench, budget: Budget | None) -> InstalledMethod:
-    """Install torch's eager selective checkpointing around each block, saving the outputs of SAVED_OPERATORS."""
+    """Install torch's eager selective checkpointing around each block. Only outputs of SAVED_OPERATORS are saved."""
     contexts = partial(create_selective_checkpoint_contexts, _save_products)
     getattr(bench.model, SETTER)(True, partial(checkpoint, use_reentrant=False, context_fn=contexts))
     return InstalledMethod(call=bench.model, promise=Promise.EXACT)
@@ -134,8 +134,8 @@ def install_compiled(bench: Bench, budget: Budget | None, share: float) -> Insta
 def install_adacc_compiled(bench: Bench, budget: Budget | None) -> InstalledMethod:
     """Install torch.compile with Adacc's partitioner, which may also compress.
 
-    An integer budget bounds the peak of a whole step: the largest share within it is searched. Raise OverLimitError if
-    no share fits.
+    An integer budget bounds the peak of a whole step. The largest share within this budget is searched. Raise
+    OverLimitError if no share fits.
     """
     from adacc_hf.compiler import AdaccPartitioner
     from adacc_hf.compiler.backend import InstalledPartitioner, adacc
@@ -153,7 +153,10 @@ def install_adacc_compiled(bench: Bench, budget: Budget | None) -> InstalledMeth
 
 
 def _share_within(bench: Bench, call: Callable[..., Any], installed: Any, budget_bytes: int) -> float:
-    """Set the share of the compiler's default bytes whose step peak is closest below the budget, and return it."""
+    """Find and set the share of the compiler's default bytes whose step peak is closest below the budget.
+
+    Return the share.
+    """
     fitting_share, share, peak_bytes = None, 1.0, 0
     for _ in range(MATCH_ROUNDS):
         installed.partitioner.start_over(share)
@@ -209,7 +212,7 @@ def xformers_obstacle(device: str) -> str | None:
 
 
 def missing_package(name: str) -> str | None:
-    """Return how to install the package if it is missing, else None."""
+    """Return a text on how to install the package if it is missing, else None."""
     return None if importlib.util.find_spec(name) else f"{name} is not installed: pip install 'adacc-hf[peers]'"
 
 

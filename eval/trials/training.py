@@ -21,7 +21,7 @@ HELD_OUT = 0.1
 """Fraction of the text, at its end, that is used for validation only."""
 
 SAVED_AFTER_STEPS = 200
-"""Steps between checkpoints. Shorter trainings save none: if interrupted, they start again."""
+"""Steps between checkpoints. Shorter trainings save no checkpoint: after an interruption, they start again."""
 
 
 class ByteSequences(Dataset[dict[str, torch.Tensor]]):
@@ -41,7 +41,7 @@ class ByteSequences(Dataset[dict[str, torch.Tensor]]):
 
 
 def read_text(path: str | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return training text and validation text in uint8. Raise ValueError if the file is too short to train on."""
+    """Return training text and validation text in uint8. Raise ValueError if the file is too short for training."""
     text = library_bytes() if path is None else torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
     split = int(len(text) * (1.0 - HELD_OUT))
     if min(split, len(text) - split) < tokens:
@@ -63,7 +63,8 @@ def train_curve(
 ) -> Figures:
     """Train once. Return the validation losses [(step, loss)], and the training losses.
 
-    `folder` has the Trainer's checkpoints, from which an interrupted training resumes. It is deleted at the end.
+    `folder` has the Trainer's checkpoints, from which an interrupted training resumes. The folder is deleted at the
+    end.
     """
     torch.set_num_threads(threads)
     trial_subject = Subject(**subject)

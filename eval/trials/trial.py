@@ -1,6 +1,6 @@
-"""One point of a table: a method on a subject, with gradients checked, peak measured, and steps timed.
+"""One point of a table: a method on a subject. Gradients are checked, the peak is measured, and steps are timed.
 
-Each trial runs in a process of its own.
+Each trial runs in its own process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run_trial(
     threads: int = 1,
     gate: bool = True,
 ) -> Figures:
-    """Check the gradients of one method, measure its peak bytes, and with `rounds` time whole training steps.
+    """Check the gradients of one method, measure its peak bytes, and time `rounds` whole training steps.
 
     `subject` has the fields of a Subject. Raise WrongResultError, OverLimitError, CannotRunError, InfeasibleBudgetError
     and torch.OutOfMemoryError.
@@ -60,7 +60,7 @@ def run_trial(
     if reference is not None:
         figures["gate"] = check(trial_subject, model, installed, reference)
     if trial_subject.device == "cuda":
-        torch.cuda.empty_cache()  # memory of the gradient check and of profiling is not the method's
+        torch.cuda.empty_cache()  # the method does not need the memory of the gradient check and of profiling
     figures |= memory_figures(bench, installed)
     check_limit(figures, limit_bytes)
     if rounds:
@@ -69,9 +69,9 @@ def run_trial(
 
 
 ALLOCATOR_ROOM = 0.1
-"""Fraction of the limit that the allocator may keep beyond the limit. The allocator counts free blocks when it
-refuses a request, and first unmaps and maps them again. Close to the limit this happens in every step, a cost that
-an artificial limit should not cause. A step's live bytes decide whether the limit is met."""
+"""Fraction of the limit that the allocator may keep beyond the limit. The allocator counts free blocks too, and unmaps
+and maps them again before it refuses a request. Close to the limit this happens in every step. An artificial limit
+should not cause this cost. A step's live bytes decide whether the limit is met."""
 
 
 def _limit_device(device: str, limit_bytes: int | None) -> None:
@@ -82,13 +82,15 @@ def _limit_device(device: str, limit_bytes: int | None) -> None:
 
 
 def num_alloc_retries(device: torch.device) -> int:
-    """Return the number of times that a GPU's allocator freed its cached blocks to serve a request. Each takes
-    milliseconds."""
+    """Return the number of times that a GPU's allocator freed its cached blocks to serve a request.
+
+    Each time takes milliseconds.
+    """
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else 0
 
 
 def warm_up(bench: Bench) -> None:
-    """Run one step under checkpointing on one sequence: it creates the optimizer's state with the least memory."""
+    """Run one step under checkpointing on one sequence, which creates the optimizer's state with the least memory."""
     switch_checkpointing(bench.model, on=True)
     try:
         bench.subject.train_step(bench.model, first_sequences(bench.batch, 1), bench.optimizer)

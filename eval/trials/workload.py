@@ -21,7 +21,7 @@ TEXT_BYTES = 4 * 2**20
 class Workload(Size):
     """Model with random weights, and the size of its batches. Other settings are defaults of its configuration.
 
-    Tokens are bytes, so the vocabulary has at least 256.
+    Tokens are bytes, so the vocabulary has at least 256 entries.
     """
 
     attention: str = "sdpa"
@@ -38,7 +38,7 @@ class Workload(Size):
         )
 
     def model(self, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
-        """Return the model in train mode. The weights depend on the seed alone; torch's generator keeps its state."""
+        """Return the model in train mode. The weights depend on the seed alone. torch's generator keeps its state."""
         return FAMILIES[self.family].model(self, self.attention, device, seed)
 
     def batches(self, device: str = "cpu", seed: int = 0) -> Iterator[Batch]:

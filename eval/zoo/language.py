@@ -36,8 +36,10 @@ PATCHES, PATCH_VALUES = BATCH * 16, 3 * 2 * 4 * 4
 def with_images(
     num_places: int, pixels: tuple[int, ...], derived: Callable[[torch.Tensor], Batch] = lambda ids: {}
 ) -> MakeBatch:
-    """Return a maker of texts with one image each, as `num_places` tokens. `derived` adds tensors computed from the
-    ids."""
+    """Return a function that makes texts with one image each, as `num_places` tokens.
+
+    `derived` adds tensors computed from the ids.
+    """
 
     def make(generator: torch.Generator) -> Batch:
         ids = tokens(generator)
@@ -90,7 +92,7 @@ def image_patches(generator: torch.Generator) -> Batch:
 
 
 def with_sounds(num_places: int, derived: Mapping[str, torch.Tensor]) -> MakeBatch:
-    """Return a maker of texts with one sound of 16 frames each, as `num_places` tokens, and with the tensors
+    """Return a function that makes texts with one sound of 16 frames each, as `num_places` tokens, and with the tensors
     `derived`."""
 
     def make(generator: torch.Generator) -> Batch:

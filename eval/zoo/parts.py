@@ -10,7 +10,7 @@ BATCH, TOKENS, TARGETS, VOCABULARY = 2, 16, 12, 100
 
 
 def tokens(generator: torch.Generator, length: int = TOKENS) -> torch.Tensor:
-    """Draw [BATCH, length] tokens without special tokens."""
+    """Draw [BATCH, length] tokens, none of which is a special token."""
     return torch.randint(5, VOCABULARY - 5, (BATCH, length), generator=generator)
 
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB of 2^20": 2**20}
 """Bytes per unit of a published figure."""
 METERS = ("allocated", "active", "reserved", "nvidia-smi")
-"""Memory counters: live tensors, the same by another counter of torch's allocator, bytes kept by the allocator,
+"""Memory counters: live tensors, live tensors by another counter of torch's allocator, bytes kept by the allocator,
 bytes seen by the driver."""
 HELD_OUT_SEED = 32
 
@@ -47,7 +47,7 @@ class Setting:
     """none, or full: torch's checkpoint around every block. Pairs of speeds have further modes (speed.py)."""
     attention: str
     head: str
-    """plain: the model's own loss; chunked: the whole logits never exist at once."""
+    """plain: the model's own loss. chunked: the whole logits never exist at once."""
     lora: dict[str, Any] | None
     compact_rank: float | None
     accumulates: bool
@@ -107,7 +107,7 @@ class Pair:
     setting: dict[str, Any]
     """Fields of a `Setting`, except those of the runs."""
     unit: str
-    """Unit of the runs' values: s for seconds per step; any other unit is work per time, where more is faster."""
+    """Unit of the runs' values. "s" is seconds per step. Any other unit is work per time, where more is faster."""
     base: Run
     other: Run
     not_said: list[str]
@@ -137,7 +137,7 @@ class Source:
     title: str
     url: str
     code: str
-    """Origin of the measured model code: Transformers, or another one, which may save other tensors."""
+    """Origin of the measured model code: Transformers, or other code, which may save different tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +146,10 @@ class SecondLook:
 
     sources: list[str]
     models: list[str] | None
-    """Models whose rows are corrected; None for all."""
+    """Models whose rows are corrected, or None for all."""
     changes: dict[str, Any]
-    """New values of fields of the row, of its `lora.` or of its `model.`."""
+    """New values by field of the row. A field `lora.NAME` is in the row's `lora`, and `model.NAME` in the model's
+    configuration."""
     reason: str
     url: str
 
@@ -223,7 +224,7 @@ def model_config(name: str, changes: dict[str, Any] | None = None) -> Pretrained
 
 
 def held_out(names: Collection[str]) -> frozenset[str]:
-    """Return half of `names`, drawn by a fixed seed. These are not looked at while the planner is changed."""
+    """Return half of `names`, drawn by a fixed seed. These rows are not looked at while the planner is changed."""
     return frozenset(random.Random(HELD_OUT_SEED).sample(sorted(names), len(names) // 2))
 
 

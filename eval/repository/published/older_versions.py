@@ -1,4 +1,4 @@
-"""Behaviours of earlier versions of torch and Transformers, for predictions of runs that were measured with these."""
+"""Behaviours of earlier versions of torch and Transformers, for predictions of runs that were measured with them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ OLDER: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         loss_utils.LOSS_MAPPING, {"ForCausalLM": _loss_before_4_50}
     ),
 }
-"""Patches by behaviour: of torch before 1.11 (March 2022), and of Transformers before 4.50 (March 2025)."""
+"""Patches by the behaviour that they restore: that of torch before 1.11 (March 2022), and that of Transformers before
+4.50 (March 2025)."""
 
 
 @contextmanager
 def older_behaviours(behaviours: Sequence[str]) -> Iterator[None]:
-    """Give torch and Transformers these `behaviours` of earlier versions while open."""
+    """While open, give torch and Transformers these `behaviours` of earlier versions."""
     with ExitStack() as stack:
         for name in behaviours:
             stack.enter_context(OLDER[name]())

@@ -50,10 +50,10 @@ def request_of(row: Setting, model_changes: dict[str, Any] | None = None) -> Req
 
 
 def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
-    """Predict the peak of a step of `row`, its moment and parts, and times by the roofline.
+    """Predict the peak of a step of `row`, the moment and the parts of this peak, and the step's roofline times.
 
-    The prediction for a meter of live bytes is the peak. For other meters it is the allocator's kept bytes, if they can
-    be predicted.
+    For a meter of live bytes, the prediction is the peak. For other meters, the prediction is the bytes that the
+    allocator keeps, if they can be predicted.
     """
     start_s = time.process_time()
     request = request_of(row, model_changes)
@@ -78,7 +78,7 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
 
 
 def _reserved_figures(reserved_bytes: int, outcome: Outcome) -> Figures:
-    """Return the allocator's kept bytes, and the live bytes at the peak."""
+    """Return the bytes that the allocator keeps, and the live bytes at the peak."""
     return {"predicted_bytes": reserved_bytes, "peak_bytes": outcome.peak_bytes}
 
 

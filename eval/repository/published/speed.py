@@ -20,7 +20,7 @@ _PRODUCTS = ("mm", "addmm")
 
 
 def predict_pair(pair: Pair) -> Figures:
-    """Predict the time of the other run divided by that of the base run, for the same number of tokens."""
+    """Predict the time of the other run divided by the time of the base run, for the same number of tokens."""
     start_s = time.process_time()
     base_ms, other_ms = (step_ms(setting) / (setting.batch * setting.length) for setting in pair.settings)
     return {
@@ -55,7 +55,7 @@ def _second_blocks(profile: Profile) -> float:
 
 
 def _cheap_operators(kind: KindProfile) -> float:
-    """Return the recomputed ms: all operators up to the last saved tensor, except attention and every other product
+    """Return the recomputed ms: all operators up to the last saved tensor, except attention and every second product
     (torchtitan, apply_ac)."""
     products = [operator for operator in kind.operators if _name(operator) in _PRODUCTS]
     attention = [operator for operator in kind.operators if "scaled_dot_product" in _name(operator)]
