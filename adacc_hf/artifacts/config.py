@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TRACKING_NAMES = ("exponential", "off")
+REACTIONS = ("warn", "error")
+"""Values of the settings `on_over_budget` and `on_uncovered`."""
 MIN_BUDGET_BYTES = 64 * 1024
 """Smallest budget in bytes. No model trains in fewer bytes. A smaller number is a fraction, or a size without its
 unit."""
@@ -140,6 +142,12 @@ class AdaccConfig:
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
     logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
+    on_uncovered: str = "warn"
+    """Reaction to blocks that train without a policy for their activations: blocks that can only run plainly or under
+    torch's checkpoint, and calls that do not follow the policy. "warn" trains them so, and reports them when training
+    ends. "error" raises UncoveredBlockError, with the blocks and the reason, as soon as this is known: before the first
+    step, or in the micro-batch. Steps that come before the first policy are allowed up to `profile_steps`. If a policy
+    is passed in without its profile, only calls that do not follow the policy are known."""
     length_buckets: bool | None = None
     """Deprecated, without effect: each size class of batches has its own policy."""
     retry_out_of_memory: bool = True
@@ -166,8 +174,9 @@ class AdaccConfig:
         _check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.head not in ("auto", *HEADS):
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
-        if self.on_over_budget not in ("warn", "error"):
-            raise ValueError(f'on_over_budget={self.on_over_budget!r} is unknown: choose from "warn" and "error"')
+        for name in ("on_over_budget", "on_uncovered"):
+            if getattr(self, name) not in REACTIONS:
+                raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose from "warn" and "error"')
         if self.length_buckets is not None:
             warnings.warn(
                 f"length_buckets={self.length_buckets!r} has no effect and will be removed: each size class of batches "

@@ -117,6 +117,8 @@ def test_a_setting_without_its_name_is_refused():
         ("tracking", True, "tracking=True must be"),
         ("max_error", -0.1, r"max_error=-0\.1 is outside"),
         ("on_over_budget", "stop", """on_over_budget='stop' is unknown: choose from "warn" and "error\""""),
+        ("on_uncovered", "stop", """on_uncovered='stop' is unknown: choose from "warn" and "error\""""),
+        ("on_uncovered", True, "on_uncovered=True is unknown"),
         ("head", "big", 'head=.big. is unknown: choose from "auto", "plain" and "chunked"'),
     ],
 )
