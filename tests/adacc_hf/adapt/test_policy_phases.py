@@ -362,9 +362,7 @@ def test_only_steps_that_do_more_than_train_may_be_reported(train, lossless, mon
         yield
 
     monkeypatch.setattr(phases_module, "reported_if_slow", record)
-    train([AdaccCallback(**lossless | {"memory_budget": "1GiB"}, tracking="off")], max_steps=8)
-    phases = [phase for phase, _ in reports]
-    assert phases[0] == "step 1, the first under a new policy, which checks the records of the blocks"
-    assert "step 3, whose memory is measured" in phases
-    assert not any(phase.startswith(tuple(f"step {n}" for n in range(5, 9))) for phase in phases)
+    train([AdaccCallback(**lossless, tracking="off")], max_steps=8)
+    task = "the first under a new policy, which checks the records of the blocks"
+    assert [phase for phase, _ in reports] == [f"step 1, {task}", f"step 2, {task}"]
     assert all(normal_seconds > 0 for _, normal_seconds in reports), "a longer time than a normal step's"
