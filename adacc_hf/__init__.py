@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         OptimizerStateError,
         PolicyMismatchError,
         TapeMismatchError,
+        UncoveredBlockError,
     )
     from adacc_hf.artifacts.policy import Action, Policy
     from adacc_hf.artifacts.profile import Profile
@@ -54,6 +55,7 @@ _EXPORTS = {
     "OptimizerStateError": "adacc_hf.artifacts.errors",
     "PolicyMismatchError": "adacc_hf.artifacts.errors",
     "TapeMismatchError": "adacc_hf.artifacts.errors",
+    "UncoveredBlockError": "adacc_hf.artifacts.errors",
     "apply_policy": "adacc_hf.run.policy_handle",
     "Action": "adacc_hf.artifacts.policy",
     "Policy": "adacc_hf.artifacts.policy",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf import __version__, doctor, launch
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
-from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PROFILES_VARIABLE, read_json
+from adacc_hf.artifacts.files import HISTORY_FILE, PROFILES_VARIABLE, policy_file, read_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
@@ -131,7 +131,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> str:
-    path = _policy_file(arguments.policy)
+    path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     if compiled is not None:
         return _explain_compiled(compiled, arguments)
@@ -171,11 +171,11 @@ def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> 
         from adacc_hf.compiler.graph_report import write_compiled_report
 
         write_compiled_report(arguments.html, policy=policy)
-    return "\n".join([explain_compiled(policy), *_fallback_lines(_policy_file(arguments.policy))])
+    return "\n".join([explain_compiled(policy), *_fallback_lines(policy_file(arguments.policy))])
 
 
 def _report(arguments: argparse.Namespace) -> str:
-    path = _policy_file(arguments.policy)
+    path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     folder = arguments.output or path.parent
     history = _history(arguments.history or path.with_name(HISTORY_FILE), is_required=arguments.history is not None)
@@ -194,22 +194,6 @@ def _report(arguments: argparse.Namespace) -> str:
 
 def _describe_files(markdown: Path) -> str:
     return f"wrote {markdown.with_suffix('.html')} and {markdown.name}"
-
-
-def _policy_file(path: Path) -> Path:
-    """Return the policy file in the folder `path`, or `path` itself if it is not a folder.
-
-    Raises ValueError if the folder has no policy.
-    """
-    if not path.is_dir():
-        return path
-    policy_files = [path / name for name in (POLICY_FILE, COMPILED_FILE) if (path / name).is_file()]
-    if not policy_files:
-        raise ValueError(
-            f"{path} has neither {POLICY_FILE} nor {COMPILED_FILE}: pass the folder of a run with AdaccCallback, one "
-            f"of its checkpoints, or a policy file"
-        )
-    return policy_files[0]
 
 
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
@@ -280,7 +264,7 @@ def _add_eval_parser(commands: Any) -> None:
     lines: dict[bool, list[str]] = {False: [], True: []}
     for name, (module, text) in RUNNERS.items():
         lines[module.startswith("repository.")].append(f"  {name:{width}}  {text}")
-    note = "in a source checkout also those that measure the figures of its pages:"
+    note = "only in a source checkout, for the figures of its pages:"
     hint = "`adacc eval RUNNER --help` lists the options of a runner."
     parser = commands.add_parser(
         "eval",

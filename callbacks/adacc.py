@@ -11,6 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint, warn_on_write_error
+from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter
@@ -33,6 +34,7 @@ from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
+KEEP_ATTACHED = "call detach() after training only, and let errors of training_step end the run"
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
 """Modules that make reports. They are imported by name when a report is requested, because callbacks/ must not import
 them."""
@@ -108,8 +110,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._own_logs = OwnLogs(self._trainer)
         loop = TrainerLoop(args, state, self._trainer)
         optimizer = kwargs.get("optimizer")
-        self._session = AdaccSession(model, optimizer, self.config, policy=self._source, loop=loop)
         try:
+            self._session = AdaccSession(model, optimizer, self.config, policy=self._source, loop=loop)
             if self._trainer is not None:
                 refuse_second_callback(self, self._trainer)
                 refuse_context_parallel(self._trainer)
@@ -145,12 +147,13 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._session.is_closed:
+            refuse_uncovered(self.config, ALL_BLOCKS, "this callback was detached", KEEP_ATTACHED)
             self._session.state.warn_once(
                 "Adacc: training goes on at step %d after this callback was detached: the model trains without a "
-                "policy and without memory_budget=%r. Call detach() after training only, and let errors of "
-                "training_step end the run",
+                "policy and without memory_budget=%r. To avoid this, %s",
                 state.global_step,
                 self.config.memory_budget,
+                KEEP_ATTACHED,
             )
         self._session.begin_step(state.global_step, optimizer)
 
@@ -215,8 +218,10 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._session.phase.ends()
-        self.detach()
+        try:
+            self._session.phase.ends()
+        finally:
+            self.detach()
 
     @contextmanager
     def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:

@@ -6,9 +6,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.fallback_stats import UNCOMPILED
 from adacc_hf.adapt.run_state import Phase, RunState
 
+NO_NESTED_REGIONS = "leave torch.utils.checkpoint and nested compiled regions out of the model"
+FEWER_SIZES = "raise torch._dynamo.config.recompile_limit, or train with fewer different batch sizes"
 COMPILED_RUN = "adacc_hf.compiler.compiled_run"
 """Module with the policies of compiled graphs. It is imported by name when a compiled run begins, because callbacks/
 must not import compiler/, and Inductor is slow to import."""
@@ -41,10 +44,14 @@ class Compiled(Phase):
 
     def note_loss(self, result: Any, inputs: Any) -> None:
         self._compiled.note_loss(result, inputs)
+        if self._compiled.fell_back:
+            refuse_uncovered(self._run.config, ALL_BLOCKS, UNCOMPILED, FEWER_SIZES)
 
     def end_step(self, step: int) -> None:
         num_events = len(self._run.history)
         self._compiled.end_step(step, self._run.model)
+        for refusal in self._compiled.refusals:
+            refuse_uncovered(self._run.config, "a compiled region", refusal, NO_NESTED_REGIONS)
         if self._compiled.fell_back:
             self._run.stats.add(0.0, {UNCOMPILED: 1})
             self._run.count_step(step)

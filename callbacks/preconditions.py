@@ -83,10 +83,11 @@ def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: Ada
     """
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(
-            "Adacc: %s=True (the default of TRL's arguments): a policy replaces checkpointing. The policy's peak may "
-            "be higher than the peak of checkpointing, within memory_budget=%r. Set a smaller memory_budget to save "
-            "more memory, and %s=False to avoid this warning",
+            "Adacc: %s=True%s: a policy replaces checkpointing. The policy's peak may be higher than the peak of "
+            "checkpointing, within memory_budget=%r. Set a smaller memory_budget to save more memory, and %s=False to "
+            "avoid this warning",
             CHECKPOINTING,  # TRL sets the older name. If both are set, Transformers 5.23 uses the newer one.
+            f" (the default of {type(args).__name__})" if type(args).__module__.startswith("trl.") else "",
             config.memory_budget,
             CHECKPOINTING,
         )

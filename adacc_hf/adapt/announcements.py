@@ -1,14 +1,7 @@
-"""Messages on the progress of a run, shown on stderr even if the program does not configure logging.
-
-By default, Python shows only a library's warnings. The logger `adacc_hf.progress` also shows a few lines of
-information: when profiling starts, when a policy is set or changed, and how much of the run followed it. To switch
-these lines off, set the logger's level: `logging.getLogger("adacc_hf.progress").setLevel(logging.WARNING)`.
-"""
+"""Texts of the messages on a run's policy: its costs, and how much of the run followed it."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,27 +9,6 @@ from adacc_hf.adapt.fallback_stats import describe_fallbacks, full_recomputation
 from adacc_hf.artifacts.policy import BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.torch_glue.distributed import is_first_rank
-
-progress = logging.getLogger("adacc_hf.progress")
-
-
-class _Fallback(logging.Handler):
-    """Handler that writes to stderr, unless the root logger or the logger "adacc_hf" has a handler."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and not logging.getLogger("adacc_hf").handlers:
-            print(self.format(record), file=sys.stderr)
-
-
-progress.setLevel(logging.INFO)
-progress.addHandler(_Fallback())
-
-
-def announce(text: str, *details: Any) -> None:
-    """Log a message on the first rank. `text` is a %-format string for `details`."""
-    if is_first_rank():
-        progress.info(text, *details)
 
 
 def describe_costs(policy: Policy, profile: Profile | None) -> str:

@@ -26,6 +26,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, shapes_from_json, shapes_to_json
 from adacc_hf.torch_glue.distributed import num_ranks
+from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +216,10 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
     solved_for = dict(saved.size_policies[0].policy.facts).get("memory_budget", memory_budget)
     saved_budget = solved_for if saved.memory_budget is None else saved.memory_budget
     if saved_budget != memory_budget:
-        log.info("Adacc: %s has memory_budget=%r, not %r: profiling again", folder, saved_budget, memory_budget)
+        announce("Adacc: %s has memory_budget=%r, not %r: profiling again", folder, saved_budget, memory_budget)
         return None
     if saved.num_ranks != num_ranks():
-        log.info("Adacc: %s was written by %d ranks, not %d: profiling again", folder, saved.num_ranks, num_ranks())
+        announce("Adacc: %s was written by %d ranks, not %d: profiling again", folder, saved.num_ranks, num_ranks())
         return None
     return saved
 

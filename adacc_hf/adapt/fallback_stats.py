@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
-UNCOMPILED = "a forward without compiled graphs, which no budget bounds"
+UNCOMPILED = "a forward without compiled graphs, which has no budget"
 BEFORE = "full recomputation, before there was a policy"
 """Texts for the reasons of fallback steps."""
 

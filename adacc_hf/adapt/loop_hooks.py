@@ -118,7 +118,7 @@ def unwrapped_optimizer(optimizer: Any) -> Optimizer:
         return unwrapped_optimizer(inner)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer has type {type(optimizer).__name__}, which is no torch.optim.Optimizer: pass the optimizer "
+            f"optimizer has type {type(optimizer).__name__}, which is not a torch.optim.Optimizer: pass the optimizer "
             f"that the loop steps. The budget includes its state, and its step ends a training step"
         )
     return optimizer

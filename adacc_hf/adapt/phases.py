@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from adacc_hf.adapt.announcements import announce, describe_costs
+from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
+from adacc_hf.adapt.coverage import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
@@ -35,8 +36,9 @@ from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.torch_glue.batch_shapes import BatchShapes
+from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, describe
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
+from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +118,15 @@ class WarmUpPhase(Phase):
             self._profiler.note_unpredicted(f"inputs of type {type(inputs).__name__} are not profiled, only mappings")
             return
         if self._profiler.must_wait(model):
-            self._profiler.note_unpredicted("a profiler of torch's is active")
+            self._profiler.note_unpredicted("a torch profiler is active")
             return
         self._checkpointing.remove()
         if run.source is None or callable(run.source):
-            announce("Adacc: profiling the first batch; the first step begins when a policy is set")
+            announce(
+                "Adacc: memory_budget=%r: profiling the first batch (%s); the first step begins when a policy is set",
+                run.config.memory_budget,
+                describe(batch_shapes(inputs)),
+            )
         try:
             first = self._builder.before_first_step(dict(inputs), compute_loss)
         except torch.OutOfMemoryError as error:
@@ -154,13 +160,26 @@ class WarmUpPhase(Phase):
         if run.num_steps == 1:
             check_called(self._checkpointing)
         num_more = run.num_steps - run.config.profile_steps
-        if num_more >= 0 and not self._profiler.must_wait(run.model) and is_ready(self._checkpointing, num_more):
+        if num_more < 0:
+            return
+        if self._profiler.must_wait(run.model):
+            reason, remedy = "a torch profiler is active", "let it end within the first profile_steps"
+        elif not is_ready(self._checkpointing, num_more):
+            skipped = describe_blocks(self._checkpointing.skipped_blocks())
+            reason, remedy = f"the batch leaves out {skipped}", "begin with a batch that calls every block"
+        else:
             self._set_policy_after_step(step)
+            return
+        refuse_uncovered(run.config, ALL_BLOCKS, f"{reason}, so it cannot be profiled", remedy)
 
     def _set_policy_after_step(self, step: int) -> None:
         """Profile the most recent batch, solve, and follow the policy from the next step on."""
         run = self._run
-        announce("Adacc: profiling after step %d; the next step begins when a policy is set", step)
+        announce(
+            "Adacc: memory_budget=%r: profiling after step %d; the next step begins when a policy is set",
+            run.config.memory_budget,
+            step,
+        )
         self._profiler.all_sizes = any(gather_from_all_ranks(len(self._checkpointing.sizes) > 1))
         self._checkpointing.remove()  # the profiler's wrappers must not enclose the checkpointing wrappers
         profile, policy, is_provisional = self._builder.after_steps(*self._batches.take())
@@ -173,13 +192,12 @@ class WarmUpPhase(Phase):
         self._profiler.remove()
 
     def ends(self) -> None:
-        if self._run.num_steps:
-            log.warning(
-                "Adacc: training ended after %d steps before a policy was set, and all blocks ran under torch's "
-                "checkpoint: train for more steps than profile_steps=%d",
-                self._run.num_steps,
-                self._run.config.profile_steps,
-            )
+        num_steps, config = self._run.num_steps, self._run.config
+        if num_steps:
+            reason = f"training ended after {num_steps} step{'' if num_steps == 1 else 's'}, before a policy was set"
+            remedy = f"train for more steps than profile_steps={config.profile_steps}"
+            refuse_uncovered(config, ALL_BLOCKS, reason, remedy)
+            log.warning("Adacc: %s, and all blocks ran under torch's checkpoint: %s", reason, remedy)
 
     def remove(self) -> None:
         self._checkpointing.remove()
@@ -246,8 +264,10 @@ def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: 
     """Apply `policy` to the model, and return the phase that trains under this policy.
 
     `policy_step` is the number of finished steps when the policy was set. If the user passed the policy, or `profile`
-    is None, the policy never changes.
+    is None, the policy never changes. Raises UncoveredBlockError if the policy cannot decide about all blocks.
     """
+    if profile is not None:
+        refuse_whole_blocks(run.config, policy, profile)
     handle = PolicyHandle(run.model, policy, run.config.block_classes, profile)
     run.show(policy, profile)
     announce("Adacc: policy set: %s", describe_costs(policy, profile))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from adacc_hf.adapt.coverage import refuse_whole_blocks
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_selection import UNCERTAINTY
 from adacc_hf.adapt.profile_updates import SwitchedOff, with_finer, without_codecs
@@ -35,6 +36,7 @@ from adacc_hf.torch_glue.distributed import (
     num_ranks,
 )
 from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
+from adacc_hf.torch_glue.progress import reported_if_slow
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.run_state import RunState
@@ -80,7 +82,8 @@ class PolicyBuilder:
             return None
         profile = common_profile(estimated)
         self._warn_fragments(profile)
-        policy = broadcast_from_first_rank(lambda: self._before_measurement(profile))
+        with reported_if_slow("solving for the first policy"):
+            policy = broadcast_from_first_rank(lambda: self._before_measurement(profile))
         check_same_policy(policy)
         return profile, policy
 
@@ -131,7 +134,8 @@ class PolicyBuilder:
             policy = self._solve(profile, self._config.memory_budget)  # raises if even the least memory is too much
             return least_policy(profile, self._config) if is_provisional else policy
 
-        policy = broadcast_from_first_rank(solve)
+        with reported_if_slow("solving for the first policy"):
+            policy = broadcast_from_first_rank(solve)
         check_same_policy(policy)
         return profile, policy, is_provisional
 
@@ -156,7 +160,7 @@ class PolicyBuilder:
             profiled_sizes = from_profile_shapes(profile.measured[0][0])
         policy = self._solve_again(profile, choice.context)
         if policy.idle_blocks - choice.cache.idle_blocks:
-            raise RefusedSizeError("they train fewer blocks, and a policy is for all of them")
+            raise RefusedSizeError("they train fewer blocks, and a policy needs all of them")
         return profiled_sizes, profile, policy
 
     def for_all_blocks(
@@ -178,12 +182,12 @@ class PolicyBuilder:
         try:
             yield
         except UncalledBlocksError as error:
-            raise RefusedSizeError("they leave blocks out, and a policy is for all of them") from error
+            raise RefusedSizeError("they leave blocks out, and a policy needs all of them") from error
         except torch.OutOfMemoryError as error:
             if is_sharded(self._run.model):  # its forward was broken off, and cannot run again
                 raise
             log.info("Adacc: out of memory while profiling: %s", error)
-            raise RefusedSizeError("there is no memory to profile them in") from error
+            raise RefusedSizeError("there is not enough memory to profile them") from error
 
     def _corrected(self, profile: Profile, context: RunContext) -> Profile:
         """Return `profile` with the corrections that earlier steps have shown to be necessary.
@@ -200,12 +204,14 @@ class PolicyBuilder:
         Raises RefusedSizeError if no policy fits the budget.
         """
         try:
-            policy = broadcast_from_first_rank(
-                lambda: self._solve(profile, context.memory_budget, context.switched_off)
-            )
+            with reported_if_slow("solving for a policy of the new profile"):
+                policy = broadcast_from_first_rank(
+                    lambda: self._solve(profile, context.memory_budget, context.switched_off)
+                )
         except InfeasibleBudgetError as error:
             raise RefusedSizeError(str(error)) from error
         check_same_policy(policy)
+        refuse_whole_blocks(self._config, policy, profile)
         return policy
 
     def _solve(self, profile: Profile, budget: float | int | str, switched_off: Collection[SwitchedOff] = ()) -> Policy:
@@ -235,8 +241,8 @@ class PolicyBuilder:
             log.info("Adacc: %s", FRAGMENTATION_HINT)
         elif budget.limits_peak and budget.nbytes > profile.available_bytes:
             log.warning(
-                "Adacc: memory_budget=%r is more than the %s of the GPU that remain besides fragments of its memory: "
-                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training, or a budget of at most that",
+                "Adacc: memory_budget=%r is more than the %s of the GPU that remain after fragmentation: set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training, or a budget of at most that",
                 budget.setting,
                 format_bytes(profile.available_bytes),
             )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from adacc_hf.adapt.coverage import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
 from adacc_hf.adapt.events import PolicySet, predictions
 from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
 from adacc_hf.adapt.fallback_stats import NO_POLICY, DivergedBatches, ratio
@@ -29,6 +30,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 from adacc_hf.torch_glue.distributed import num_ranks
+from adacc_hf.torch_glue.progress import reported_if_slow
 
 ENOUGH_BORROWED = 4
 """Number of batches of a size class at which the solver runs for this class. Earlier batches run under another class's
@@ -97,6 +99,8 @@ class PolicyChoice:
         if size_policy is not None:
             self.context.warnings.before(shapes, size_policy)
         elif plans is None:
+            reason = f"no profile predicts batches of {describe(shapes)}"
+            refuse_uncovered(self.context.config, ALL_BLOCKS, reason, SAME_SIZE)
             self.context.warnings.before_checkpointing(shapes, self._reference)
         else:
             self.context.warnings.before_untracked(shapes, sizes or shapes, plans.policy, self._reference)
@@ -123,7 +127,8 @@ class PolicyChoice:
             size_policy = self.add_extrapolated(sizes, *borrowed)
             size_policy.is_borrowed = True
             return size_policy
-        sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
+        with reported_if_slow(f"solving for batches of {describe(sizes)}"):
+            sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
         if not has_size_policy:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
@@ -139,7 +144,8 @@ class PolicyChoice:
         if size_policy.num_borrowed < ENOUGH_BORROWED or size_policy.due is not None:
             return
         size_policy.is_borrowed = False
-        policy = self.extrapolated.solve_again(replanner.profile)
+        with reported_if_slow(f"solving for batches of {describe(size_policy.shapes or ())}"):
+            policy = self.extrapolated.solve_again(replanner.profile)
         borrowed_ms = current_policy(replanner.profile, replanner.policy).predicted_overhead_ms
         if policy is None or policy.predicted_overhead_ms >= borrowed_ms:
             return
@@ -162,7 +168,8 @@ class PolicyChoice:
         policy = current_policy(profile, measured.replanner.policy)
         if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
             return measured
-        policy = self.extrapolated.provisional(profile)
+        with reported_if_slow(f"solving for batches of {describe(sizes)}"):
+            policy = self.extrapolated.provisional(profile)
         if not self._is_alone:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None

@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.announcements import announce, describe_costs, describe_coverage
+from adacc_hf.adapt.announcements import describe_costs, describe_coverage
 from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_checkpoint
 from adacc_hf.adapt.codec_guard import LossGuard
+from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
 from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry
 from adacc_hf.adapt.peak_check import PeakCheck
@@ -37,6 +39,7 @@ from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
+from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +85,9 @@ class FixedPolicyPhase(Phase):
         self.handle.tape_cache.fallbacks.clear()
 
     def end_micro_batch(self) -> None:
-        self._run.stats.add(self._run.active_policy.predicted_overhead_ms, self.handle.tape_cache.fallbacks)
+        fallbacks = self.handle.tape_cache.fallbacks
+        refuse_fallbacks(self._run.config, fallbacks)
+        self._run.stats.add(self._run.active_policy.predicted_overhead_ms, fallbacks.counts)
 
     def end_step(self, step: int) -> None:
         if self._run.stats.reasons:
@@ -138,6 +143,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
+        self._report = ExitStack()
+        """Context that reports the current step if it is slow."""
         self._started = 0.0
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
@@ -171,6 +178,25 @@ class AdaptivePhase(FixedPolicyPhase):
             self._tracking.start()
         if context.must_measure and context.step > context.measure_after and not self._tracking.is_on:
             self._peaks.start(run.model, run.optimizer, self.handle.installation)
+        self._report_slow_step()
+
+    def _report_slow_step(self) -> None:
+        """Begin to report the step if it does more than train, and takes more than twice the time of a normal step."""
+        self._report.close()
+        current = self.choice.current
+        if self._tracking.is_on:
+            task = "which measures outliers and gradient errors"
+        elif self._peaks.is_on:
+            task = "whose memory is measured"
+        elif current is not None and (current.is_fresh or current.num_steps < RECORDED_STEPS):
+            task = "the first under a new policy, which checks the records of the blocks"
+        else:
+            return
+        normal_ms = current.times.median_ms if current is not None else None
+        if normal_ms is None and current is not None:
+            normal_ms = current.replanner.profile.step_ms * self._run.loop.num_micro
+        phase = f"step {self.context.step}, {task}"
+        self._report.enter_context(reported_if_slow(phase, 2e-3 * (normal_ms or 0.0)))
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
@@ -206,7 +232,9 @@ class AdaptivePhase(FixedPolicyPhase):
     def end_micro_batch(self) -> None:
         if self._profiler.inner_steps.hook is not None:  # the policy was set within this micro-batch
             self._profiler.inner_steps.close()
-        self._run.stats.add(*self.choice.end_micro_batch(self.handle.tape_cache.fallbacks))
+        fallbacks = self.handle.tape_cache.fallbacks
+        refuse_fallbacks(self._run.config, fallbacks)
+        self._run.stats.add(*self.choice.end_micro_batch(fallbacks.counts))
 
     def begin_forward(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
         self._choose(inputs)
@@ -222,6 +250,7 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _cancel(self) -> None:
         """Stop the measurements of the current step. Has no effect if none is running."""
+        self._report.close()
         self._tracking.cancel()
         self._peaks.close()
 
@@ -249,7 +278,8 @@ class AdaptivePhase(FixedPolicyPhase):
         is_busy = self._tracking.is_on or self._peaks.is_on or is_due
         if self._tracking.is_on:
             self._tracking.finish(step)
-        elif self._peaks.is_on:
+        self._report.close()  # what follows has reports of its own
+        if self._peaks.is_on:
             has_changed |= self._peaks.compare(step)
             self._peaks.close()
         if is_busy:

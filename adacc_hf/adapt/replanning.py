@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from adacc_hf.adapt.announcements import announce, describe_costs
+from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.events import MemoryNoted, PolicyChanged, predictions
 from adacc_hf.adapt.oom_retry import tighter_budget
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -19,6 +19,7 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.distributed import check_same_policy, num_ranks
+from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class Replanning:
             if size_policy.due is None or step < size_policy.due:
                 continue
             started = time.perf_counter()
-            before, result = size_policy.replanner.policy, size_policy.replanner.take_over()
+            before = size_policy.replanner.policy
+            with reported_if_slow(f"step {step}: waiting for the solver"):
+                result = size_policy.replanner.take_over()
             waited_ms = (time.perf_counter() - started) * 1e3
             size_policy.due = None
             # The wait is part of this step's time. The solver's CPU time before the wait was taken from training's
@@ -82,9 +85,10 @@ class Replanning:
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         started = time.perf_counter()
         try:
-            policy = replanner.solve_for(profile)
+            with reported_if_slow(f"step {step}: solving for a policy, because {reason}"):
+                policy = replanner.solve_for(profile)
         except InfeasibleBudgetError as error:
-            log.warning("Adacc: step %d: %s: %s; the policy of least memory stays", step, NOTHING_FITS, error)
+            log.warning("Adacc: step %d: %s: %s; training goes on with the least memory", step, NOTHING_FITS, error)
             self._context.warnings.add(size_policy.shapes)
             self._context.note(MemoryNoted(step=step, reason=f"{NOTHING_FITS}: {error}"))
             return False
@@ -105,7 +109,8 @@ class Replanning:
         replanner = size_policy.replanner
         budget = tighter_budget(replanner)
         try:
-            policy = replanner.solve_within(budget)
+            with reported_if_slow(f"step {step}: solving for memory_budget={budget}, because memory ran out"):
+                policy = replanner.solve_within(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"
         self._context.tightened = budget

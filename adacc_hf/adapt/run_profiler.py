@@ -32,6 +32,7 @@ from adacc_hf.torch_glue.distributed import (
 )
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.private import is_profiling
+from adacc_hf.torch_glue.progress import reported_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ class RunProfiler:
         if not self._has_said_busy:
             self._has_said_busy = True
             log.warning(
-                "Adacc: a profiler of torch's is active, which a memory profile on a CPU would end: the profile waits "
-                "until a step ends without one, and the model trains as before. Let the profiler end, or start it some "
-                "steps after profile_steps=%d",
+                "Adacc: a torch profiler is active, and a memory profile on a CPU would end it: the profile waits "
+                "until a step ends without a torch profiler, and the model trains as before. Let the profiler end, or "
+                "start it some steps after profile_steps=%d",
                 self._config.profile_steps,
             )
         return True
@@ -81,7 +82,7 @@ class RunProfiler:
         batch outside training either, or leaves blocks out, log why and return None. If one rank runs out of memory,
         torch.OutOfMemoryError is raised on all ranks.
         """
-        with self._training_mode(model):
+        with self._training_mode(model), reported_if_slow("profiling the first batch"):
             try:
                 return self._estimate_or_measure(model, optimizer, batch, compute_loss)
             except (UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
@@ -118,7 +119,8 @@ class RunProfiler:
         if batch is None:
             raise RuntimeError(self._loop.no_batch)
         step = self._training_step(model, optimizer, compute_loss)
-        with self._training_mode(model):
+        phase = f"profiling a batch of {describe(batch_shapes(batch))}"
+        with self._training_mode(model), reported_if_slow(phase):
             profile = profile_batch(model, batch, self._config, step, all_sizes=self.all_sizes)
         return common_profile(profile)  # once all ranks have one
 
@@ -142,8 +144,8 @@ class RunProfiler:
     def with_advice(self, error: torch.OutOfMemoryError, batch: dict[str, Any]) -> torch.OutOfMemoryError:
         """Return an error with the text of `error` and advice, for memory that ran out while profiling `batch`."""
         return type(error)(
-            f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which "
-            f"takes what one block makes on top of full recomputation: use a smaller batch or shorter sequences"
+            f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which takes the "
+            f"activations of one block on top of full recomputation: use a smaller batch or shorter sequences"
             + ("" if self._config.heads == ("chunked",) else ", or head='chunked', which never makes whole logits")
         )
 
@@ -156,9 +158,9 @@ class RunProfiler:
         if self._has_budget_in_bytes:
             level = logging.WARNING
             text += (
-                f". Until there is a profile, memory_budget={self._config.memory_budget!r} bounds no step. These steps "
-                f"take as much as gradient checkpointing does, which no profile predicts: begin with a batch that "
-                f"calls all blocks, or set a budget above the peak of training with gradient checkpointing"
+                f". Until there is a profile, memory_budget={self._config.memory_budget!r} limits no step. These steps "
+                f"take as much memory as gradient checkpointing: begin with a batch that calls all blocks, or set a "
+                f"budget above the peak of training with gradient checkpointing"
             )
         log.log(level, "Adacc: %s", text)
 
@@ -174,8 +176,8 @@ class RunProfiler:
         budget = self._config.memory_budget
         log.log(
             logging.WARNING if self._has_budget_in_bytes else logging.INFO,
-            "Adacc: a whole batch of %s is profiled, which takes what one block makes on top of full recomputation and "
-            "may be more than memory_budget=%r: %s",
+            "Adacc: a whole batch of %s is profiled, which takes the activations of one block on top of full "
+            "recomputation, and may exceed memory_budget=%r: %s",
             describe(batch_shapes(batch)),
             budget,
             why,

@@ -16,18 +16,20 @@ import torch
 from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, drop_files, load_from_checkpoint
+from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer
 from adacc_hf.adapt.phases import WarmUpPhase, resume
 from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget
 from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-from adacc_hf.torch_glue.memory import is_out_of_memory
+from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,10 @@ NOT_SEEN = (
     "optimizer"
 )
 NO_FORWARD = (
-    "Adacc: a step without a forward of the model in train mode and with gradients on (%s): it runs under no policy, "
-    "keeps to no budget, and is not counted"
+    "a step without a forward of the model in train mode and with gradients on (%s) runs under no policy, has no "
+    "budget, and is not counted"
 )
+TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 MANY = 2
 """Number of micro-batches assumed in the first step if there may be several: with 2 or more, gradients accumulate."""
 RETRY = (
@@ -105,13 +108,15 @@ class AdaccSession:
                 on model and optimizer instead.
 
         Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
-        range or nn.DataParallel. The first step raises ValueError if `policy` needs more than `memory_budget`.
+        range, nn.DataParallel, or a device other than CPU and CUDA. The first step raises ValueError if `policy` needs
+        more than `memory_budget`.
         """
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._is_own = loop is None
         """True for a user's own loop, which sends no events."""
         if self._is_own:
             model, optimizer = unwrapped(model), unwrapped_optimizer(optimizer)
+        refuse_unmeasurable(model)
         loop = loop or TrainingLoop(folder=None if folder is None else str(folder))
         self.state = RunState(self.config, policy, model, optimizer, loop)
         """State of the run. Public, because adapters may define their own phases."""
@@ -257,7 +262,8 @@ class AdaccSession:
         """Write the last files, and restore the model. Further calls have no effect."""
         if not self.is_closed:
             self._end_last_step()
-            self.phase.ends()
+            with self._detaching():
+                self.phase.ends()
             if self._is_own and self.state.num_steps == 0:
                 log.warning("Adacc: the session is closed without a step: train within session.step(batch)")
         self.detach()
@@ -287,7 +293,7 @@ class AdaccSession:
             raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")
         run, source = self.state, self.state.source
         if remove_policy(run.model):
-            log.warning("Adacc: the model's earlier policy or session is removed: a model has one of them")
+            log.warning("Adacc: the model's earlier policy or session is removed, because a model can have only one")
         self._has_begun, run.num_before = True, step
         if saved is None and isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
@@ -331,7 +337,8 @@ class AdaccSession:
     def end_micro_batch(self) -> None:
         """Tell the current phase of the run that the micro-batch's forward and backward have ended."""
         self.hooks.is_on = False
-        self.phase.end_micro_batch()
+        with self._detaching():
+            self.phase.end_micro_batch()
 
     def begin_optimizer_step(self) -> None:
         """Record that the optimizer is about to step."""
@@ -347,10 +354,11 @@ class AdaccSession:
         if optimizer is not None:
             self.state.optimizer = optimizer
         self._is_in_step = False
-        if self._is_own and not self._has_trained():
-            return
-        self.state.num_steps += 1
-        self.phase.end_step(self.num_steps if step is None else step)
+        with self._detaching():
+            if self._is_own and not self._has_trained():
+                return
+            self.state.num_steps += 1
+            self.phase.end_step(self.num_steps if step is None else step)
 
     def _has_trained(self) -> bool:
         """Return True if the step has called the model for training.
@@ -360,7 +368,8 @@ class AdaccSession:
         if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
-            self.state.warn_once(NO_FORWARD, why)
+            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % why, TRAIN_MODEL)
+            self.state.warn_once(f"Adacc: {NO_FORWARD}", why)
             return False
         if self._num_micro:
             self.state.loop.num_micro = self._num_micro
@@ -391,13 +400,23 @@ class AdaccSession:
             self.end_step()
 
     @contextmanager
+    def _detaching(self) -> Iterator[None]:
+        """Return a context that restores the model if an UncoveredBlockError ends the run, and raises it again."""
+        try:
+            yield
+        except UncoveredBlockError:
+            self.detach()
+            raise
+
+    @contextmanager
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
         """Return a context that abandons the current step if an error is raised in it. The error is raised again.
 
         If memory runs out and `may_try` is True, a logged message recommends `run`, which can repeat a step.
         """
         try:
-            yield
+            with self._detaching():
+                yield
         except BaseException as error:
             is_first = self._is_in_step
             self._is_in_step = self.state.has_stepped = False

@@ -140,8 +140,8 @@ def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, An
     """
     if config is not None and not isinstance(config, AdaccConfig):
         raise TypeError(
-            f"config={config!r} is no AdaccConfig: give settings by name, as in {owner}(..., memory_budget=0.5), or "
-            f"pass AdaccConfig(memory_budget=0.5)"
+            f"config={config!r} is not an AdaccConfig: give settings by name, as in {owner}(..., memory_budget=0.5), "
+            f"or pass AdaccConfig(memory_budget=0.5)"
         )
     if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
         raise TypeError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from adacc_hf.artifacts.policy import HEADS, Action
 from adacc_hf.artifacts.units import MAX_BYTES, parse_bytes
@@ -15,28 +17,53 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Policy
     from adacc_hf.artifacts.profile import Profile
 
+T = TypeVar("T")
+
 TRACKING_NAMES = ("exponential", "off")
+REACTIONS = ("warn", "error")
+"""Values of the settings `on_over_budget` and `on_uncovered`."""
 MIN_BUDGET_BYTES = 64 * 1024
-"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is probably a fraction, or a size whose
-unit is missing."""
+"""Smallest budget in bytes. No model trains in fewer bytes. A smaller number is a fraction, or a size without its
+unit."""
+_FRACTION, _PERCENT = re.compile(r"\s*(0?\.[0-9]+|1\.0*)\s*"), re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
+def _named_settings(config_class: type[T]) -> type[T]:
+    """Let `config_class` raise a TypeError that says what to write, for a setting without a name or of another name."""
+    init = config_class.__init__
+
+    @wraps(init)
+    def checked_init(self: T, *args: Any, **settings: Any) -> None:
+        if args:
+            raise TypeError(
+                f"AdaccConfig({args[0]!r}): settings are given by name: write AdaccConfig(memory_budget={args[0]!r}) "
+                f"if this is the budget"
+            )
+        _refuse_unknown(settings)
+        init(self, **settings)
+
+    config_class.__init__ = checked_init  # type: ignore[assignment, method-assign]
+    return config_class
+
+
+@_named_settings
 @dataclass(frozen=True, kw_only=True)
 class AdaccConfig:
     """Settings of a run: the memory budget, and the allowed actions on activations.
 
-    Raises ValueError for a value outside its range.
+    Raises ValueError for a value outside its range, and TypeError, which names the closest setting, for another name.
     """
 
     memory_budget: str | float | int = "auto"
     """Memory budget of training.
 
-    A float in (0, 1]: limit on the bytes stored for backward, as a fraction of plain training's
-    (`Profile.plain_stored_bytes`). 1.0 is plain training. Small fractions approach full recomputation. An int from
-    65536, or a string such as "20GiB": limit on the peak of a whole training step in bytes, with parameters, gradients
-    and optimizer state. "auto": limit on the peak, equal to the bytes that this process uses plus the bytes free on the
-    device at the time of profiling, less `memory_margin`. If plain training fits the budget, the blocks are not
-    changed."""
+    A float in (0, 1], or its text, such as "0.5": limit on the bytes stored for backward, as a fraction of plain
+    training's (`Profile.plain_stored_bytes`). 1.0 is plain training, small fractions approach full recomputation.
+    An int from 65536, or a string such as "20GiB": limit on the peak of a whole training step in bytes, with
+    parameters, gradients and optimizer state. "auto": limit on the peak, equal to the bytes that this process uses plus
+    the bytes free on the device at the time of profiling, less `memory_margin`. If plain training fits the budget, the
+    blocks are not changed.
+    """
     memory_margin: float = 0.05
     """Fraction, 0 to 0.9, of the available device memory that "auto" leaves free, for rounding and allocations that a
     profile does not measure. On a GPU, another 10 % is reserved for fragmentation of torch's allocator
@@ -115,7 +142,13 @@ class AdaccConfig:
     measurements. With 0, the switch waits for the solver at once. Large values train longer under the old policy."""
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
-    logs a warning and trains with the minimum memory. "error" raises InfeasibleBudgetError."""
+    logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
+    on_uncovered: str = "warn"
+    """Reaction to blocks that train without a policy for their activations: blocks that can only run plainly or under
+    torch's checkpoint, and calls that do not follow the policy. "warn" trains them so, and reports them when training
+    ends. "error" raises UncoveredBlockError, with the blocks and the reason, as soon as this is known: before the first
+    step, or in the micro-batch. Steps that come before the first policy are allowed up to `profile_steps`. If a policy
+    is passed in without its profile, only calls that do not follow the policy are known."""
     length_buckets: bool | None = None
     """Deprecated, without effect: each size class of batches has its own policy."""
     retry_out_of_memory: bool = True
@@ -126,6 +159,7 @@ class AdaccConfig:
     def __post_init__(self) -> None:
         for name in ("actions", "codecs", "tracked_modules", "block_classes"):
             _store_tuple(self, name)
+        object.__setattr__(self, "memory_budget", read_memory_budget(self.memory_budget))
         check_memory_budget(self.memory_budget)
         _check_actions(self.actions)
         if self.codecs is not None:
@@ -141,14 +175,15 @@ class AdaccConfig:
         _check_range("solver_seconds", self.solver_seconds, 1e-3, 86400.0)
         if self.head not in ("auto", *HEADS):
             raise ValueError(f'head={self.head!r} is unknown: choose from "auto", "plain" and "chunked"')
-        if self.on_over_budget not in ("warn", "error"):
-            raise ValueError(f'on_over_budget={self.on_over_budget!r} is unknown: choose from "warn" and "error"')
+        for name in ("on_over_budget", "on_uncovered"):
+            if getattr(self, name) not in REACTIONS:
+                raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose from "warn" and "error"')
         if self.length_buckets is not None:
             warnings.warn(
                 f"length_buckets={self.length_buckets!r} has no effect and will be removed: each size class of batches "
                 f"has its own policy. Leave the setting out",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         if self.max_error is not None:
             _check_range("max_error", self.max_error, 0.0, 1e6)
@@ -181,13 +216,25 @@ class AdaccConfig:
     def with_overrides(self, **overrides: Any) -> AdaccConfig:
         """Return a copy with some fields changed. Raises TypeError, which names the closest setting, for an unknown
         field."""
-        names = [field.name for field in fields(self)]
-        unknown = [name for name in overrides if name not in names]
-        if unknown:
-            matches = [name for name in names if unknown[0] in name] or get_close_matches(unknown[0], names)
-            allowed = ", ".join(matches[:1] or names)
-            raise TypeError(f"{unknown[0]}={overrides[unknown[0]]!r} is not a setting of AdaccConfig: choose {allowed}")
+        _refuse_unknown(overrides)
         return replace(self, **overrides)
+
+
+def _refuse_unknown(settings: dict[str, Any]) -> None:
+    """Raise TypeError, which names the closest setting, if AdaccConfig lacks one of `settings`."""
+    names = [field.name for field in fields(AdaccConfig)]
+    unknown = next((name for name in settings if name not in names), None)
+    if unknown is not None:
+        matches = [name for name in names if unknown in name] or get_close_matches(unknown, names)
+        allowed = ", ".join(matches[:1] or names)
+        raise TypeError(f"{unknown}={settings[unknown]!r} is not a setting of AdaccConfig: choose {allowed}")
+
+
+def read_memory_budget(budget: str | float | int) -> str | float | int:
+    """Return `budget`, or the fraction that its text has: "0.5", as in a quoted value of a YAML file, is 0.5."""
+    if isinstance(budget, str) and _FRACTION.fullmatch(budget):
+        return float(budget)
+    return budget
 
 
 def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_BYTES) -> None:
@@ -202,6 +249,10 @@ def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_B
         raise ValueError(f"memory_budget={budget!r} is outside (0, 1]: {allowed}")
     if budget == "auto" or isinstance(budget, float):
         return
+    if isinstance(budget, str) and (percent := _PERCENT.fullmatch(budget)):
+        fraction = float(percent.group(1)) / 100
+        hint = f", which may have been meant as {fraction:g}, a fraction of the bytes that plain training stores"
+        raise ValueError(f"memory_budget={budget!r} is not a size{hint if 0 < fraction <= 1 else ''}: {allowed}")
     num_bytes = parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
     if not min_bytes <= num_bytes <= MAX_BYTES:
         hint = budget_hint(num_bytes)
@@ -237,6 +288,7 @@ class Budget:
 
         Raises ValueError unless `setting` has one of the forms of `AdaccConfig.memory_budget`.
         """
+        setting = read_memory_budget(setting)
         check_memory_budget(setting, min_bytes=1)  # the solver refuses budgets below MIN_BUDGET_BYTES, with a hint
         if isinstance(setting, float):
             # The factor compensates for rounding: (n / plain) * plain must not be less than n.
@@ -254,19 +306,32 @@ def _store_tuple(config: AdaccConfig, name: str) -> None:
     if names is None and name != "actions":
         return
     if isinstance(names, str):
-        raise ValueError(f"{name}={names!r} must be a tuple of names: write ({names!r},)")
+        named = _with_retain((names,)) if name == "actions" else (names,)
+        raise ValueError(f"{name}={names!r} must be a tuple of names: write {named!r}")
     if not isinstance(names, (Sequence, Set)) or not all(isinstance(item, str) for item in names):
         raise ValueError(f"{name}={names!r} must be a tuple of names, each of them a string")
     object.__setattr__(config, name, tuple(names))
 
 
 def _check_actions(actions: tuple[str, ...]) -> None:
-    parsed = [Action.parse(action) for action in actions]
-    if Action.RETAIN not in parsed:
+    allowed = [action.value for action in Action]
+    unknown = next((name for name in actions if name not in allowed), None)
+    if unknown is not None:
+        closest = get_close_matches(unknown, allowed, n=1)
+        hint = f", which may have been meant as {closest[0]!r}" if closest else ""
+        raise ValueError(f"actions={actions!r} contains {unknown!r}{hint}: choose from {', '.join(map(repr, allowed))}")
+    if Action.RETAIN.value not in actions:
         raise ValueError(
             f"actions={actions!r} must contain 'retain', because some activations can be neither compressed nor "
-            f"recomputed"
+            f"recomputed: write {_with_retain(actions)!r}"
         )
+
+
+def _with_retain(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the actions `names`, and "retain", which a run always needs. Unknown names are replaced by the closest."""
+    allowed = [action.value for action in Action]
+    closest = {match for name in names for match in get_close_matches(name, allowed, n=1)}
+    return tuple(name for name in allowed if name in closest or name == Action.RETAIN.value)
 
 
 def _check_codecs(codecs: tuple[str, ...]) -> None:

@@ -59,6 +59,10 @@ class UncalledBlocksError(AdaccError, ValueError):
     """The batch did not call every block, so the batch's profile is not sufficient for a policy of all blocks."""
 
 
+class UncoveredBlockError(AdaccError, RuntimeError):
+    """A block would train without a policy, and `AdaccConfig.on_uncovered` is "error"."""
+
+
 class PolicyMismatchError(AdaccError, RuntimeError):
     """The policy or its file belongs to another model, or the file is not a policy."""
 

@@ -118,6 +118,23 @@ COMPILED_FILE = "adacc_compiled.json"
 """File with the policy of a run with `torch_compile=True`."""
 
 
+def policy_file(path: str | Path, names: tuple[str, ...] = (POLICY_FILE, COMPILED_FILE)) -> Path:
+    """Return `path`, or the policy file in it if `path` is the folder of a run or a checkpoint.
+
+    Raises FileNotFoundError if the folder has no file of one of the `names`.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    existing = [path / name for name in names if (path / name).is_file()]
+    if not existing:
+        raise FileNotFoundError(
+            f"{path} has no policy file, {' or '.join(names)}: pass the folder of a run with AdaccCallback, one of its "
+            f"checkpoints, or a policy file"
+        )
+    return existing[0]
+
+
 # Bounded caches, so that a long run needs no more memory than a short one.
 
 K = TypeVar("K")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.files import read_json, write_json
+from adacc_hf.artifacts.files import POLICY_FILE, policy_file, read_json, write_json
 from adacc_hf.artifacts.units import format_bytes
 
 if TYPE_CHECKING:
@@ -270,11 +270,12 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
-        """Read a policy file.
+        """Read a policy file, or the policy file in the folder of a run or checkpoint.
 
-        Raises FileNotFoundError if the file does not exist, and PolicyMismatchError if the file is not a complete
-        policy of this format version.
+        Raises FileNotFoundError if there is no such file, and PolicyMismatchError if the file is not a complete policy
+        of this format version.
         """
+        path = policy_file(path, (POLICY_FILE,))
         return cls.from_json(read_json(path, PolicyMismatchError, "policy"), str(path))
 
     @classmethod

@@ -1,5 +1,7 @@
 """Parsing and formatting of sizes in bytes, such as "20GiB"."""
 
+from __future__ import annotations
+
 import re
 from decimal import Decimal
 
@@ -28,13 +30,21 @@ def parse_bytes(text: str, setting: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).upper() not in _UNITS:
         raise ValueError(
-            f"{setting}={text!r} is not a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB, "
-            f'for example "20GiB"'
+            f"{setting}={text!r} is not a size{_size_hint(match)}: write a number and one of B, KB, MB, GB, TB, KiB, "
+            f'MiB, GiB, TiB, for example "20GiB"'
         )
     num_bytes = Decimal(match.group(1)) * _UNITS[match.group(2).upper()]
     if num_bytes > MAX_BYTES:
         raise ValueError(f"{setting}={text!r} is more than any device has: give at most {MAX_BYTES} bytes")
     return int(num_bytes)
+
+
+def _size_hint(match: re.Match[str] | None) -> str:
+    """Return a hint for the error message if the unit of a size lacks its B, as in "20G", else ""."""
+    prefix = match.group(2).upper().removesuffix("I") if match is not None else ""
+    if match is None or f"{prefix}IB" not in _UNITS:
+        return ""
+    return f', which may have been meant as "{match.group(1)}{prefix}iB"'
 
 
 def format_bytes(num_bytes: int) -> str:

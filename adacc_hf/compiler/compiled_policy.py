@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.files import RecordFolder, read_json, write_json
+from adacc_hf.artifacts.files import COMPILED_FILE, RecordFolder, policy_file, read_json, write_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, RECOMPUTE, Action, Choice
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.compiler.functorch import cache_dir, inductor_config, maker_of
@@ -162,8 +162,11 @@ class CompiledPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
-        """Read a file written by `save`. Raises FileNotFoundError, or PolicyMismatchError if the file is invalid."""
-        record = read_json(path, PolicyMismatchError, "compiled policy")
+        """Read a file written by `save`, or this file in the folder of a run or checkpoint.
+
+        Raises FileNotFoundError, or PolicyMismatchError if the file is invalid.
+        """
+        record = read_json(policy_file(path, (COMPILED_FILE,)), PolicyMismatchError, "compiled policy")
         try:
             if (record["format"], record["version"]) != (COMPILED_FORMAT, FORMAT_VERSION):
                 raise ValueError(f"format {record['format']!r}, version {record['version']!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks
 from adacc_hf.torch_glue.memory import available_bytes
 from adacc_hf.torch_glue.private import tree_leaves
+from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ SLACK = 0.03
 MARGIN = 0.01
 """Safety margin, as a fraction of the bytes that plain torch.compile stores. After a step that exceeded the budget, the
 regions must store less by the excess and this margin."""
-RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "profile_steps")
+RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps")
 """Fields of `AdaccConfig` that affect a compiled run."""
 
 
@@ -86,6 +88,8 @@ class CompiledRun:
         self._next_change: _ShareChange | None = None
         """Change to make at the start of the next step."""
         self._meter = StepMeter()
+        self._report = ExitStack()
+        """Context that reports a slow step while the model is compiled."""
         self.peak_bytes: int | None = None
         """Peak of the last measured step, including the optimizer's step."""
         if initial_policy is None and self._fraction is None:
@@ -93,9 +97,12 @@ class CompiledRun:
         partitioner = AdaccPartitioner(config, initial_policy, PlanStore())
         self._undo_checkpointing = _without_checkpointing(model)
         self._installed = InstalledPartitioner(partitioner)
-        log.info(
-            "Adacc: torch.compile is on: each region's activations are decided when the region is compiled. Outlier "
-            "tracking, the accuracy guard and the head's actions have no effect in compiled graphs"
+        announce(
+            "Adacc: memory_budget=%r with torch.compile: the activations of each region are decided when torch "
+            "compiles it, in the first step. To meet the budget, all regions may be compiled again after later steps, "
+            "up to %d times. Outlier tracking, the accuracy guard and the head's actions have no effect",
+            config.memory_budget,
+            MAX_ROUNDS + 1,
         )
 
     @property
@@ -104,9 +111,17 @@ class CompiledRun:
         settled_for = self._config.memory_budget if self._is_settled and self._next_change is None else None
         return replace(self._installed.partitioner.policy, settled_for=settled_for)
 
+    @property
+    def refusals(self) -> list[str]:
+        """Reasons why regions are partitioned by torch and have no budget, one per region."""
+        return self._installed.partitioner.refusals
+
     def begin_step(self, model: Any, optimizer: Any) -> None:
         if self._next_change is not None:
             self._compile_again(self._next_change)
+        self._report.close()
+        if self._num_steps == 0:
+            self._report.enter_context(reported_if_slow("a step that compiles the model"))
         self._meter.begin()
         self._num_elements, self.fell_back = 0, False
         # A step that compiles is not representative, and the first step allocates the optimizer's state.
@@ -128,6 +143,7 @@ class CompiledRun:
 
         Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """
+        self._report.close()
         self._check_reached()
         self._num_steps += 1
         self._meter.end_backward()
@@ -161,6 +177,7 @@ class CompiledRun:
 
     def remove(self) -> None:
         """Remove the partitioner from torch and drop all compiled code. A second call has no effect."""
+        self._report.close()
         self._meter.close()
         self._installed.remove()
         self._undo_checkpointing()
@@ -182,7 +199,7 @@ class CompiledRun:
         self.fell_back |= self._is_reached and not self._is_called
         if self._is_reached and not (self._is_called or self._is_warned):
             log.warning(
-                "Adacc: a forward ran without compiled graphs. This forward and similar ones keep to no budget. The "
+                "Adacc: a forward ran without compiled graphs. This forward and similar ones have no budget. The "
                 "cause is torch.compiler.set_stance, or torch._dynamo.config.recompile_limit=%d was reached (torch "
                 "warned about it): raise the limit, or train with fewer different batch sizes",
                 recompile_limit(),
@@ -267,7 +284,7 @@ class CompiledRun:
         step, share, reason = change
         allowed = "the least possible" if share is None else format_bytes(int(share * self.policy.plain_bytes))
         plain = format_bytes(self.policy.plain_bytes)
-        log.info(
+        announce(
             "Adacc: step %d: %s: all regions are compiled again to store %s (torch.compile alone stores %s)",
             step, reason, allowed, plain,
         )  # fmt: skip
@@ -368,8 +385,8 @@ def begin_compiled_run(
             read_json(saved_file.with_name(HISTORY_FILE), AdaccError, "history"),
         )
         if saved_policy.settled_for != config.memory_budget:
-            log.info(
-                "Adacc: %s is settled for memory_budget=%r, not %r: planning anew",
+            announce(
+                "Adacc: %s is settled for memory_budget=%r, not %r: planning again",
                 saved_file,
                 saved_policy.settled_for,
                 config.memory_budget,

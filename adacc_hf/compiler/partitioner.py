@@ -92,6 +92,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._num_split: Counter[str] = Counter()
         """Number of graphs partitioned so far in each compilation, which can split a function into several graphs."""
         self._times = OperatorTimes()
+        self.refusals: list[str] = []
+        """Reasons why regions are partitioned by torch and have no budget, one per region."""
 
     def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
         """Forget all regions. Regions compiled from now on store at most the fraction `share` of their bytes.
@@ -149,9 +151,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         if not info.required_bw_nodes:
             refusal = "it has no backward"
         elif refusal is not None:
-            log.warning(
-                "Adacc: torch.compile's own partition is used for a region, which keeps to no budget: %s", refusal
-            )
+            self.refusals.append(refusal)
+            log.warning("Adacc: torch.compile's own partition is used for a region, which has no budget: %s", refusal)
         if refusal is not None:
             return self._torch_partition(gm, joint_inputs, kwargs, replace(plan, reason=refusal), elsewhere)
         joint = read_joint_graph(gm, info, held_inputs)

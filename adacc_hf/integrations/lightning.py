@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 from transformers import PreTrainedModel
 
+from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.policy_builder import PolicySource
 from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.adapt.training_loop import SessionAdapter, TrainingLoop
@@ -33,9 +34,9 @@ SEVERAL_CALLS = (
     "once, or train in a loop of your own with AdaccSession(..., compute_loss=...), which profiles all calls"
 )
 NO_FORWARD = (
-    "Adacc: a step without a call of %s in train mode and with gradients on: the step is not counted, and no policy "
-    "is used. Call model.train() before trainer.fit, and name the called submodule with AdaccLightningCallback(model=)"
+    "a step without a call of %s in train mode and with gradients on: the step is not counted, and no policy is used"
 )
+TRAIN_MODEL = "call model.train() before trainer.fit, and name the called submodule with AdaccLightningCallback(model=)"
 OUT_OF_MEMORY = (
     "Adacc: out of memory in step %d, which AdaccLightningCallback cannot repeat: set a smaller memory_budget than %r, "
     "or write a loop of your own with AdaccSession.run, which repeats the step under a tighter policy"
@@ -132,7 +133,9 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         self._is_in_step = False
         if session.hooks.num_forwards == 0:
             session.phase.abandon_step()
-            session.state.warn_once(NO_FORWARD, type(session.state.model).__name__)
+            owner = type(session.state.model).__name__
+            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % owner, TRAIN_MODEL)
+            session.state.warn_once(f"Adacc: {NO_FORWARD}. To avoid this, {TRAIN_MODEL}", owner)
             return
         session.end_step(trainer.global_step, trainer.optimizers[0])
         interval = getattr(trainer, "log_every_n_steps", 0)  # Lightning does not declare the attribute
@@ -202,8 +205,8 @@ def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Mo
     if model is not None:
         if not any(module is model for module in pl_module.modules()):
             raise ValueError(
-                f"model, a {type(model).__name__}, is no submodule of {owner}: pass the submodule that training_step "
-                f"calls, as in AdaccLightningCallback(model=module.model)"
+                f"model, a {type(model).__name__}, is not a submodule of {owner}: pass the submodule that "
+                f"training_step calls, as in AdaccLightningCallback(model=module.model)"
             )
         return model
     named = [(name, module) for name, module in pl_module.named_modules() if isinstance(module, language_models)]

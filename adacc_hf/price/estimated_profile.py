@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,10 @@ from adacc_hf.price.profile_cache import CachingMeasurement, ProfileCache
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.memory import is_out_of_memory
+from adacc_hf.torch_glue.progress import announce
+
+RECORDING_PASSES = 1.5
+"""Time to record a part of the batch, and of its forward whose memory is measured, in forwards and backwards."""
 
 
 def estimate_profile(
@@ -57,10 +62,12 @@ def estimate_profile(
         token_share = num_elements(parts[0].shapes) / num_elements(whole.shapes)
         part_config = replace(config, min_compress_bytes=int(config.min_compress_bytes * token_share))
         try:
-            profiles = [
-                measure_profile(model, part, part_config, step, reading)
-                for part, reading in zip(parts, readings, strict=True)
-            ]
+            profiles, started = [], time.perf_counter()
+            for part, reading in zip(parts, readings, strict=True):
+                profiles.append(measure_profile(model, part, part_config, step, reading))
+                if part is parts[0]:
+                    seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
+                    announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
         except UncalledBlocksError:
             raise
         except Exception as error:
@@ -77,6 +84,27 @@ def estimate_profile(
     estimate = resize_profile(replace(profiles[0], measured=measured), whole.sizes)
     estimated_numbers = tuple(size_dependent_numbers(estimate))
     return replace(estimate, measured=((whole.sizes, estimated_numbers), *measured))
+
+
+def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:
+    """Predict (seconds, number of plain steps on the batch `whole` that take as long) of profiling `parts`.
+
+    `first` is the profile of the first part, which took `first_seconds`. Its step is scaled by the elements of the
+    batch. That step has two forwards and a backward, and a plain step has three quarters of its work.
+    """
+    ms_per_element = first.step_ms / num_elements(parts[0].shapes)
+    num_passes = RECORDING_PASSES + 1 + len(first.other_heads)
+    rest_elements = sum(num_elements(part.shapes) for part in parts[1:])
+    seconds = first_seconds + 1e-3 * ms_per_element * num_passes * rest_elements
+    plain_ms = 0.75 * ms_per_element * num_elements(whole.shapes)
+    return seconds, 1e3 * seconds / plain_ms if plain_ms else 0.0
+
+
+def describe_duration(num_parts: int, seconds: float, num_steps: float) -> str:
+    """Return the message on the time that profiling takes, given after the first of `num_parts` parts."""
+    duration = f"profiling takes about {seconds:.1f} s in all"
+    steps = f", as long as about {max(1, round(num_steps))} plain steps on this batch" if num_steps else ""
+    return f"{duration}{steps} (estimated after 1 of {num_parts} small parts of the batch)"
 
 
 def resize_profile(profile: Profile, shapes: Shapes) -> Profile:

@@ -108,6 +108,8 @@ def _check_trainable(model: nn.Module, batch: Batch) -> None:
     if not model.training:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() before profiling")
     if not isinstance(tensors, Mapping) or not tensors:
+        problem = "is empty" if isinstance(tensors, Mapping) else f"has type {type(tensors).__name__}"
         raise ValueError(
-            f"batch={tensors!r:.60} must be a non-empty dict of the model's keyword arguments, labels included"
+            f"batch {problem}: give a dict of the model's keyword arguments, labels included, such as "
+            f"{{'input_ids': ids, 'labels': ids}}"
         )

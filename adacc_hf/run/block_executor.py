@@ -109,7 +109,7 @@ class BlockExecutor:
         if self.plan.is_checkpointed:
             return run_checkpointed(block, fn, args, kwargs, self._input_coders())
         if self._must_be_checkpointed:
-            self.tape_cache.fallbacks[UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS] += 1
+            self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return CheckpointStrategy().run(block, fn, args, kwargs)
         if self._is_plain and not self.entries.are_empty:
             return fn(*args)
@@ -119,7 +119,7 @@ class BlockExecutor:
         """Run the call with this key under the plan. If there is no tape for the key, record the call."""
         entry = self.entries.find(key)
         if entry is None and self.known_shapes.has_new_data(key):
-            self.tape_cache.fallbacks[NEW_DATA] += 1
+            self.tape_cache.fallbacks.add(NEW_DATA, self.name)
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
@@ -192,12 +192,12 @@ class BlockExecutor:
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
             return self._run_as(current_key, block, fn, args, kwargs)
-        self.tape_cache.fallbacks[OUT_OF_PLACE] += 1
+        self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
         return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
 
     def _count_fallback(self, entry: Entry) -> None:
         if entry.fallback is not None:
-            self.tape_cache.fallbacks[entry.fallback] += 1
+            self.tape_cache.fallbacks.add(entry.fallback, self.name)
 
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ class BlockExecutor:
             if symbolic_tape is not None:
                 self.tape_cache.extend(symbolic_tape, key)
             return
-        self.tape_cache.fallbacks[VARYING] += 1
+        self.tape_cache.fallbacks.add(VARYING, self.name)
         if symbolic_tape is not None and call.mismatched_values:
             self.tape_cache.refuse(symbolic_tape, call.mismatched_values, self.name)
         elif symbolic_tape is not None:
@@ -292,7 +292,7 @@ class BlockExecutor:
         expected_entry = self.entries.expected_entry(key, args, kwargs)
         if expected_entry is None and self._is_too_large_to_record(key):
             self.tape_cache.warn_unrecorded(self.plan.kind, self.name, argument_tensors(args, kwargs))
-            self.tape_cache.fallbacks[UNRECORDED] += 1
+            self.tape_cache.fallbacks.add(UNRECORDED, self.name)
             return CheckpointStrategy().run(block, fn, args, kwargs)
         self.known_shapes.was_compared = True
         if (
@@ -316,7 +316,7 @@ class BlockExecutor:
         result = recording.run(fn)
         tape = self.tape_cache.verified_tape(recording.recorder)
         if tape.structure in self.tape_cache.preliminary:  # this call filled a table: record the next call
-            self.tape_cache.fallbacks[OTHER_OPERATORS] += 1
+            self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
             recording.close()
             return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
@@ -351,7 +351,7 @@ class BlockExecutor:
             self.entries.keep(key, expected_entry)
         else:  # record the next call, and the next calls of other blocks
             self.entries.differs_from_record = True
-            self.tape_cache.fallbacks[OTHER_OPERATORS] += 1
+            self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
             self.tape_cache.forget(self.plan.kind, key)
 
 

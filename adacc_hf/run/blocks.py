@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
@@ -423,14 +424,19 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
         if is_block and not any(name.startswith(f"{outer}.") for outer, _ in blocks):
             blocks.append((name, module))
     if not blocks:
-        expected_class = (
-            f"block_classes={block_classes!r}" if class_names else "a GradientCheckpointingLayer of Transformers"
+        owner = type(model).__name__
+        problem = (
+            f"block_classes={block_classes!r} names no module of {owner}"
+            if class_names
+            else f"{owner} has no repeated blocks: none of its modules is a GradientCheckpointingLayer of Transformers"
         )
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        likely = tuple(dict.fromkeys(class_name(layer) for layers in lists for layer in layers)) or ("MyLayer",)
+        repeated = Counter(class_name(layer) for layers in lists for layer in layers)
+        listed = ", ".join(f"{name} ({number} times)" for name, number in repeated.items())
+        hint = f" (repeated in its ModuleLists: {listed})" if listed else ""
         raise NoBlocksError(
-            f"{type(model).__name__} has no repeated blocks: no module is {expected_class}; name the class of its "
-            f"layers with AdaccConfig(block_classes={likely!r})"
+            f"{problem}; name the class of its layers{hint} with AdaccConfig(block_classes="
+            f"{tuple(repeated) or ('MyLayer',)!r})"
         )
     return blocks
 

@@ -74,6 +74,7 @@ from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.larger_batches import LargerBatches
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
+from adacc_hf.torch_glue.progress import announce
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
@@ -248,15 +249,17 @@ class Applied:
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
     """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
-    Remove the policy that an earlier `apply_policy` applied to `model`. Of `config`, only `block_classes` is used. A
-    batch larger than the policy's is reported once, with the predicted peak of the larger batch.
+    Remove the policy that an earlier `apply_policy` applied to `model`, and log this. Of `config`, only
+    `block_classes` is used. A batch larger than the policy's is reported once, with the predicted peak of the larger
+    batch.
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
     checkpointing. Each block's first call is recorded. This call raises PolicyMismatchError if its operators differ
     from the profile's, and NestedHooksError inside other saved-tensor hooks.
     """
-    remove_policy(model)
+    if remove_policy(model):
+        announce("Adacc: this policy replaces the policy or the session that was applied to the model before")
     handle = PolicyHandle(model, policy, config.block_classes if config else None)
     handle.larger_batches = LargerBatches(model, policy)
     model.__dict__[APPLIED] = Applied(handle, handle.remove)

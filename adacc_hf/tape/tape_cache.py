@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +17,7 @@ from adacc_hf.artifacts.policy import Choice
 from adacc_hf.artifacts.profile import KindProfile, unpack_order
 from adacc_hf.tape.call_key import CallKey
 from adacc_hf.tape.execution_plan import ExecutionPlan
+from adacc_hf.tape.fallbacks import Fallbacks
 from adacc_hf.tape.guards import Untraceable
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay_check import equal_values, verify
@@ -86,9 +87,8 @@ class TapeCache:
         calls."""
         self.untraceable = Untraceable()
         """Paths of the model's blocks that cannot be traced."""
-        self.fallbacks: Counter[str] = Counter()
-        """Number of block calls that did not follow their plan, by reason. The code that counts steps clears this
-        counter."""
+        self.fallbacks = Fallbacks()
+        """Block calls that did not follow their plan. The code that counts steps clears this counter."""
         self.may_record: Callable[[], bool] = lambda: True
         """Callback that returns True if the budget has room to record a call that differs from all recorded calls."""
         self._warned: set[str] = set()

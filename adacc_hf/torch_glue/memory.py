@@ -39,6 +39,14 @@ FRAGMENTATION_HINT = (
 )
 
 
+MEASURABLE = ("cpu", "cuda")
+"""Types of devices with a memory meter."""
+UNMEASURABLE = (
+    "memory on device {} cannot be measured: train on cpu or cuda (use_cpu=True in TrainingArguments), or train "
+    "without adacc_hf"
+)
+"""Error message for devices without a memory meter."""
+
 _FAILED_ALLOCATION_MESSAGES = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
@@ -55,6 +63,13 @@ _FAILED_ALLOCATION_MESSAGES = (
 )
 """Texts of failed allocations for which torch raises a plain RuntimeError. The errors come from torch's CPU allocator,
 and from libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
+
+
+def refuse_unmeasurable(model: nn.Module) -> None:
+    """Raise ValueError if `model` is on a device whose memory cannot be measured, such as MPS, XPU or NPU."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type not in MEASURABLE:
+        raise ValueError(UNMEASURABLE.format(device))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -108,7 +123,7 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
             return CpuMemoryMeter()
         if device.type == "cuda":
             return CudaMemoryMeter(device)
-        raise ValueError(f"memory on device {device} cannot be measured: use cpu or cuda")
+        raise ValueError(UNMEASURABLE.format(device))
 
 
 _session_lock = threading.RLock()

@@ -94,7 +94,7 @@ def test_a_checkpoints_policy_is_explained_by_what_it_was_solved_from(
 
 def test_a_folder_without_a_policy_is_one_line(tmp_path: Path, capsys) -> None:
     for command in ("explain", "report"):
-        assert f"has neither {POLICY_FILE} nor {COMPILED_FILE}" in refusal_of([command, str(tmp_path)], capsys)
+        assert f"has no policy file, {POLICY_FILE} or {COMPILED_FILE}" in refusal_of([command, str(tmp_path)], capsys)
 
 
 def test_codecs_lists_every_codec(capsys) -> None:

@@ -10,9 +10,9 @@ from adacc_hf import AdaccCallback, AdaccConfig
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config": 0.5}, r"config=0\.5 is no AdaccConfig: give settings by name"),
-        ({"config": {"memory_budget": 0.5}}, "config={'memory_budget': 0.5} is no AdaccConfig"),
-        ({"config": AdaccConfig}, "config=<class .*> is no AdaccConfig"),
+        ({"config": 0.5}, r"config=0\.5 is not an AdaccConfig: give settings by name"),
+        ({"config": {"memory_budget": 0.5}}, "config={'memory_budget': 0.5} is not an AdaccConfig"),
+        ({"config": AdaccConfig}, "config=<class .*> is not an AdaccConfig"),
         ({"memory_buget": 0.5}, r"memory_buget=0\.5 is not a setting of AdaccConfig: choose memory_budget"),
         ({"policy": 5}, "policy=5 has type int: give a Policy, the path of a file"),
         ({"policy": {"plans": []}}, "has type dict: give a Policy"),
@@ -28,9 +28,42 @@ def test_a_function_that_makes_no_policy_is_named(train):
         train([AdaccCallback(policy=lambda profile: None)])
 
 
-def test_a_folder_given_as_a_policy_is_named(train, tmp_path):
-    with pytest.raises(IsADirectoryError, match=r"policy file .* is a folder: name the policy file in it"):
+def test_the_folder_of_a_run_is_taken_as_its_policy(train, lossless, tmp_path):
+    """As `adacc explain` takes it."""
+    first = AdaccCallback(**lossless)
+    train([first])
+    second = AdaccCallback(policy=tmp_path / "run")
+    train([second])
+    assert second.policy == first.policy
+
+
+def test_a_folder_without_a_policy_is_named(train, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no policy file, adacc_policy\.json: pass the folder of a run"):
         train([AdaccCallback(policy=tmp_path)])
+
+
+def test_the_class_in_place_of_a_callback_trains_with_the_defaults_and_says_so(train, caplog):
+    """The Trainer makes a callback of each class, as for its own callbacks."""
+    train([AdaccCallback])
+    assert any(
+        text.startswith("Adacc: memory_budget='auto': profiling the first batch (input_ids 4x32, labels 4x32)")
+        for text in caplog.messages
+    )
+
+
+def test_a_resumed_run_with_another_budget_says_that_it_profiles_again(train, lossless, tmp_path, caplog):
+    train([AdaccCallback(**lossless)], max_steps=3, save_strategy="steps", save_steps=3)
+    callback = AdaccCallback(**{**lossless, "memory_budget": 0.7})
+    train([callback], resume=str(tmp_path / "run" / "checkpoint-3"), max_steps=4)
+    (record,) = [r for r in caplog.records if "has memory_budget=0.6, not 0.7: profiling again" in r.getMessage()]
+    assert record.name == "adacc_hf.progress", "a logger that is visible by default"
+
+
+def test_a_policy_above_the_budget_passed_with_it_is_refused(train, lossless):
+    callback = AdaccCallback(**lossless)
+    train([callback])
+    with pytest.raises(ValueError, match=r"memory_budget='100KiB' allows 100\.00 KiB, and the policy .* leave one of"):
+        train([AdaccCallback(policy=callback.policy, memory_budget="100KiB")])
 
 
 def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):

@@ -10,6 +10,7 @@ from torch._inductor import config as inductor
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, Policy
+from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
 from adacc_hf.compiler import CompiledPolicy
 
@@ -70,6 +71,19 @@ class RunEagerly(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 2:
             torch.compiler.set_stance("force_eager")
+
+
+@pytest.mark.usefixtures("eager_graphs")
+def test_a_step_without_compiled_graphs_ends_a_run_that_must_be_covered(make_model, train, caplog) -> None:
+    callback = AdaccCallback(**SETTINGS | {"memory_budget": 0.7, "on_uncovered": "error"})
+    try:
+        with pytest.raises(UncoveredBlockError, match=r"all blocks .* a forward without compiled graphs.*_limit"):
+            train([callback, RunEagerly()], torch_compile=True, max_steps=4, model=make_model(n_layer=1))
+    finally:
+        torch.compiler.set_stance("default")
+    assert callback.session.is_closed
+    assert not any("on_uncovered" in text and "no effect" in text for text in caplog.messages)
+    assert any(text.startswith("Adacc: memory_budget=0.7 with torch.compile: ") for text in caplog.messages)
 
 
 @pytest.mark.usefixtures("eager_graphs")

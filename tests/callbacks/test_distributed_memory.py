@@ -117,7 +117,7 @@ def test_all_ranks_hear_of_one_that_has_no_memory_to_profile_in(run_two_ranks) -
         assert results["first_profile"].startswith(f"rank 1: OutOfMemoryError: {MESSAGE}")
         assert "was profiling a batch of input_ids 2x32, labels 2x32" in results["first_profile"]
         assert results["smaller_batch"] == {"steps": 5, "batch": 3, "has_policy": True}, "nine tenths of 4"
-        reason = "input_ids 2x32, labels 2x32: there is no memory to profile them in"
+        reason = "input_ids 2x32, labels 2x32: there is not enough memory to profile them"
         assert results["later_profile"] == {"steps": 20, "reasons": [reason]}
         assert results["verify"] == f"rank 1: OutOfMemoryError: {MESSAGE}"
 

@@ -252,5 +252,5 @@ def test_the_mixin_after_the_trainer_is_refused():
 
 
 def test_a_wrong_config_is_named(make_trainer):
-    with pytest.raises(TypeError, match="is no AdaccConfig"):
+    with pytest.raises(TypeError, match="is not an AdaccConfig"):
         make_trainer(trainer_class=lambda **settings: MixedTrainer(**settings, adacc_config={"memory_budget": 0.5}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from run_builders import SpikeLoss, compress_first, events, failing, run_lengths
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
+import adacc_hf.adapt.policy_phases as phases_module
 import adacc_hf.kernels.outlier_int4 as outlier_int4
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
@@ -348,3 +350,19 @@ def test_figures_that_are_not_measured_yet_are_left_out(recomputing, fake_profil
     found = adaptive_figures(recomputing, fake_profile, True, gradient_error=0.25)
     assert found["adacc/gradient_error"] == 0.25
     assert not {"adacc/error", "adacc/measured_peak_gib"} & found.keys()
+
+
+def test_only_steps_that_do_more_than_train_may_be_reported(train, lossless, monkeypatch):
+    """A normal step starts no thread."""
+    reports = []
+
+    @contextmanager
+    def record(phase, normal_seconds=0.0):
+        reports.append((phase, normal_seconds))
+        yield
+
+    monkeypatch.setattr(phases_module, "reported_if_slow", record)
+    train([AdaccCallback(**lossless, tracking="off")], max_steps=8)
+    task = "the first under a new policy, which checks the records of the blocks"
+    assert [phase for phase, _ in reports] == [f"step 1, {task}", f"step 2, {task}"]
+    assert all(normal_seconds > 0 for _, normal_seconds in reports), "a longer time than a normal step's"

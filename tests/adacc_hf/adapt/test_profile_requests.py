@@ -25,7 +25,7 @@ def test_a_size_that_cannot_be_profiled_for_want_of_memory_stays_without_a_polic
     trainer = run_lengths(make_trainer, [16] * 4 + [32] * 16, [callback])
     assert trainer.state.global_step == 20
     (memory,) = [event for event in events(callback, "memory") if "reason" in event]
-    assert memory["reason"] == "input_ids 4x32, labels 4x32: there is no memory to profile them in"
+    assert memory["reason"] == "input_ids 4x32, labels 4x32: there is not enough memory to profile them"
     assert len(events(callback, "policy")) == 1
 
 

@@ -66,4 +66,4 @@ def test_first_steps_that_no_profile_predicts_are_warned_of_under_a_budget_in_by
     (record,) = caplog.records
     assert record.levelname == level
     assert "the first steps run under torch's checkpoint: the batch has no images" in record.message
-    assert ("bounds no step" in record.message) == (level == "WARNING")
+    assert ("limits no step" in record.message) == (level == "WARNING")

@@ -614,7 +614,7 @@ def test_a_session_without_a_step_says_so(caplog):
         ({"config": 0.5}, TypeError, r"AdaccSession\(\.\.\., memory_budget=0\.5\)"),
         ({"policy": 3}, TypeError, "policy=3 has type int"),
         ({"memory_budget": -1}, ValueError, "memory_budget"),
-        ({"optimizer": None}, TypeError, "optimizer has type NoneType, which is no torch.optim.Optimizer"),
+        ({"optimizer": None}, TypeError, "optimizer has type NoneType, which is not a torch.optim.Optimizer"),
         ({"model": "gpt2"}, TypeError, "model has type str"),
     ],
 )
@@ -627,6 +627,12 @@ def test_bad_arguments_are_refused(arguments, error, match):
 def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match="several threads"):
         AdaccSession(torch.nn.DataParallel(make_model()), torch.optim.AdamW(make_model().parameters()))
+
+
+def test_a_device_that_cannot_be_measured_is_refused_before_the_first_step():
+    model = make_model().to("meta")
+    with pytest.raises(ValueError, match="memory on device meta cannot be measured: train on cpu or cuda"):
+        AdaccSession(model, torch.optim.AdamW(model.parameters()), **HALF)
 
 
 def make_t5():

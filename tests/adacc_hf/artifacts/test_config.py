@@ -1,11 +1,12 @@
 """Settings outside their range are refused with their name and range."""
 
 import dataclasses
+import inspect
 import re
 
 import pytest
 
-from adacc_hf.artifacts.config import AdaccConfig, check_memory_budget
+from adacc_hf.artifacts.config import AdaccConfig, Budget, check_memory_budget
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.kernels._symmetric import GROUP_SIZES
 from adacc_hf.kernels.codecs import get_codec
@@ -49,14 +50,52 @@ def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budg
         AdaccConfig(memory_budget=budget)
 
 
+@pytest.mark.parametrize(("text", "fraction"), [("0.5", 0.5), (" .25 ", 0.25), ("1.0", 1.0), ("1.", 1.0)])
+def test_a_fraction_may_be_text(gpt2_like_profile, text, fraction):
+    """YAML reads a value in quotes as text."""
+    profile = gpt2_like_profile(num_blocks=2)
+    assert AdaccConfig(memory_budget=text).memory_budget == fraction
+    assert Budget.resolve(text, profile, AdaccConfig()) == Budget.resolve(fraction, profile, AdaccConfig())
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("50%", "memory_budget='50%' is not a size, which may have been meant as 0.5, a fraction of the bytes"),
+        ("12.5 %", "may have been meant as 0.125, a fraction"),
+        ("150%", "memory_budget='150%' is not a size: use "),
+        ("20G", "memory_budget='20G' is not a size, which may have been meant as \"20GiB\": write"),
+        ("1.5 mi", 'may have been meant as "1.5MiB"'),
+    ],
+)
+def test_a_percentage_or_a_unit_without_its_b_is_refused_with_what_was_meant(budget, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AdaccConfig(memory_budget=budget)
+
+
+def test_a_setting_without_its_name_is_refused():
+    with pytest.raises(TypeError, match=r"AdaccConfig\(0\.5\): settings .* write AdaccConfig\(memory_budget=0\.5\)"):
+        AdaccConfig(0.5)
+    with pytest.raises(TypeError, match=r"budget=0\.5 is not a setting of AdaccConfig: choose memory_budget"):
+        AdaccConfig(budget=0.5)
+    assert "memory_budget" in inspect.signature(AdaccConfig).parameters, "help() shows the settings"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("memory_margin", 0.95, r"memory_margin=0\.95 is outside \[0, 0\.9\]"),
         ("memory_margin", True, "memory_margin=True"),
-        ("actions", ("retain", "forget"), "action='forget' is unknown"),
-        ("actions", ("recompute",), "must contain 'retain'"),
+        ("actions", ("retain", "forget"), "contains 'forget': choose from 'retain', 'compress', 'recompute'"),
+        (
+            "actions",
+            ("retain", "recomputation"),
+            "contains 'recomputation', which may have been meant as 'recompute': choose from 'retain'",
+        ),
+        ("actions", ("recompute",), r"must contain 'retain', .*: write \('retain', 'recompute'\)"),
         ("actions", "retain", r"actions='retain' must be a tuple of names: write \('retain',\)"),
+        ("actions", "recompute", r"actions='recompute' must be a tuple of names: write \('retain', 'recompute'\)"),
+        ("codecs", "int8", r"codecs='int8' must be a tuple of names: write \('int8',\)"),
         ("actions", None, "actions=None must be a tuple of names"),
         ("tracked_modules", 5, "tracked_modules=5 must be a tuple of names"),
         ("tracked_modules", ("mlp.*", 5), "tracked_modules=.* must be a tuple of names, each of them a string"),
@@ -77,6 +116,10 @@ def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budg
         ("tracking", 0, "tracking=0 must be"),
         ("tracking", True, "tracking=True must be"),
         ("max_error", -0.1, r"max_error=-0\.1 is outside"),
+        ("on_over_budget", "stop", """on_over_budget='stop' is unknown: choose from "warn" and "error\""""),
+        ("on_uncovered", "stop", """on_uncovered='stop' is unknown: choose from "warn" and "error\""""),
+        ("on_uncovered", True, "on_uncovered=True is unknown"),
+        ("head", "big", 'head=.big. is unknown: choose from "auto", "plain" and "chunked"'),
     ],
 )
 def test_a_wrong_setting_is_named(name, value, message):

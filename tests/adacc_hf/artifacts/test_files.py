@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import RecordFolder, read_json, write_json
+from adacc_hf.artifacts.files import COMPILED_FILE, POLICY_FILE, RecordFolder, policy_file, read_json, write_json
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -69,3 +69,15 @@ def test_records_are_found_by_name_and_by_those_who_wrote_them(tmp_path):
         RecordFolder(tmp_path / "new", "pair", 3, AdaccError).get("b")
     assert records.clear() == 2
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_policy_file_of_a_folder_is_found(tmp_path):
+    path = tmp_path / "policy.json"
+    assert policy_file(path) == path, "another path is not changed"
+    with pytest.raises(FileNotFoundError, match=r"has no policy file, adacc_policy\.json: pass the folder of a run"):
+        policy_file(tmp_path, (POLICY_FILE,))
+    (tmp_path / COMPILED_FILE).touch()
+    assert policy_file(str(tmp_path)) == tmp_path / COMPILED_FILE
+    (tmp_path / POLICY_FILE).touch()
+    assert policy_file(tmp_path) == tmp_path / POLICY_FILE
+    assert policy_file(tmp_path, (COMPILED_FILE,)) == tmp_path / COMPILED_FILE

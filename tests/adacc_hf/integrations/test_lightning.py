@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 lightning = pytest.importorskip("lightning")
 
@@ -19,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
 from adacc_hf import AdaccSession  # noqa: E402
+from adacc_hf.artifacts.errors import UncoveredBlockError  # noqa: E402
 from adacc_hf.integrations.lightning import AdaccLightningCallback  # noqa: E402
 from adacc_hf.solve.simple_policies import uniform_policy  # noqa: E402
 
@@ -342,7 +345,7 @@ class TwoModels(Module):
 def test_one_of_two_models_has_to_be_named(fit):
     with pytest.raises(ValueError, match=r"2 transformers.PreTrainedModel submodules \(model, teacher\).*model=module"):
         fit([AdaccLightningCallback(**HALF)], module=TwoModels())
-    with pytest.raises(ValueError, match="is no submodule of TwoModels"):
+    with pytest.raises(ValueError, match="is not a submodule of TwoModels"):
         fit([AdaccLightningCallback(**HALF, model=tiny_model())], module=TwoModels())
     module = TwoModels()
     callback = AdaccLightningCallback(**HALF, model=module.model)
@@ -412,3 +415,15 @@ def test_a_model_in_eval_mode_is_reported(fit, caplog):
     module.model.eval()
     fit([AdaccLightningCallback(**HALF)], module=module, max_steps=2)
     assert caplog.text.count("a step without a call of GPT2LMHeadModel in train mode") == 1
+
+
+def test_a_run_that_must_be_covered_ends_and_restores_the_model(fit, monkeypatch):
+    """The blocks draw random numbers of Python, so that no policy can decide about their activations."""
+    original = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, hidden: original(mlp, hidden) * (1.0 + 0.0 * random.random()))
+    module, callback = Module(), AdaccLightningCallback(**HALF, on_uncovered="error")
+    before = {name: sorted(vars(block)) for name, block in module.model.named_modules()}
+    with pytest.raises(UncoveredBlockError, match=r"3 blocks \(transformer\.h\.0, .* would train without one"):
+        fit([callback], module)
+    assert callback.session.is_closed
+    assert {name: sorted(vars(block)) for name, block in module.model.named_modules()} == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -22,7 +23,7 @@ from transformers import (
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.price.batch_subsampling import Batch, move_media_first, small_parts
-from adacc_hf.price.estimated_profile import estimate_profile
+from adacc_hf.price.estimated_profile import describe_duration, estimate_profile, predict_duration
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape import guards
@@ -176,3 +177,26 @@ def test_what_a_profile_ran_on_is_freed_at_once(profile, one_thread):
         assert [ref() for ref in tensor_refs] == [None, None]
     finally:
         gc.enable()
+
+
+def fake_part(elements):
+    return Batch({"input_ids": torch.zeros(1, elements, dtype=torch.long)})
+
+
+def test_the_time_of_a_profile_is_told_in_seconds_and_steps(gpt2_like_profile):
+    """The first part took 2 s and its step 100 ms. The other parts have 2 and 3 times its elements."""
+    first = replace(gpt2_like_profile(num_blocks=2), step_ms=100.0, other_heads=())
+    parts, whole = [fake_part(n) for n in (16, 32, 48)], fake_part(160)
+    seconds, num_steps = predict_duration(parts, whole, first, first_seconds=2.0)
+    assert seconds == pytest.approx(2.0 + 2.5 * 0.1 * 5)
+    assert num_steps == pytest.approx(seconds / (0.75 * 0.1 * 10))
+    assert describe_duration(3, seconds, num_steps) == (
+        "profiling takes about 3.2 s in all, as long as about 4 plain steps on this batch (estimated after 1 of 3 "
+        "small parts of the batch)"
+    )
+    assert "steps" not in describe_duration(3, 1.0, 0.0)
+
+
+def test_the_time_of_a_profile_is_announced_once(tiny_gpt2, token_batch, caplog, one_thread):
+    estimate_profile(tiny_gpt2(), token_batch(8, 32), AdaccConfig())
+    assert sum(message.startswith("Adacc: profiling takes about ") for message in caplog.messages) == 1

@@ -57,10 +57,23 @@ def test_eval_mode_is_refused(tiny_gpt2, token_batch):
         profile_model(tiny_gpt2().eval(), token_batch())
 
 
-@pytest.mark.parametrize("batch", [{}, None, "text"], ids=repr)
-def test_a_batch_that_is_no_dict_is_refused(tiny_gpt2, batch):
-    with pytest.raises(ValueError, match=r"must be a non-empty dict of the model's keyword arguments"):
+@pytest.mark.parametrize(
+    ("batch", "problem"),
+    [
+        ({}, "is empty"),
+        (None, "has type NoneType"),
+        (torch.ones(2, 8), "has type Tensor"),
+        ([{"input_ids": torch.ones(2, 8)}], "has type list"),
+    ],
+    ids=["empty", "None", "tensor", "list"],
+)
+def test_a_batch_that_is_no_dict_is_refused(tiny_gpt2, batch, problem):
+    with pytest.raises(ValueError) as error:
         profile_model(tiny_gpt2(), batch)
+    assert str(error.value) == (
+        f"batch {problem}: give a dict of the model's keyword arguments, labels included, such as "
+        "{'input_ids': ids, 'labels': ids}"
+    )
 
 
 def test_a_model_without_blocks_is_refused():

@@ -696,7 +696,7 @@ def test_numbers_that_are_others_at_every_step_are_never_replayed(
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
-        assert handle.tape_cache.fallbacks[VARYING] > MAX_DIVERGENCES
+        assert handle.tape_cache.fallbacks.counts[VARYING] > MAX_DIVERGENCES
         recorded_blocks.clear()
         handle.replace(policy)  # another policy knows about the change too
         assert_same_steps(steps_with(model, batch, scale, scales), plain)
@@ -704,3 +704,18 @@ def test_numbers_that_are_others_at_every_step_are_never_replayed(
     assert any("changes again and again" in record.message for record in caplog.records) == is_seen
     # The values of the first steps have their own tapes, as programs whose guards hold again.
     assert not recorded_blocks or is_seen
+
+
+def test_a_policy_that_replaces_another_says_so(tiny_gpt2, token_batch, caplog):
+    model = tiny_gpt2()
+    policy = uniform_policy(profile_model(model, token_batch()), "recompute")
+    first = apply_policy(model, policy)
+    assert not caplog.messages
+    second = apply_policy(model, policy)
+    assert caplog.messages == [
+        "Adacc: this policy replaces the policy or the session that was applied to the model before"
+    ]
+    first.remove()  # the first handle has no effect any more
+    assert second.installation.modules
+    second.remove()
+    assert not second.installation.modules

@@ -204,7 +204,7 @@ def test_a_changed_number_is_never_replayed_with_the_old_one(toy, toy_batch, pro
     start(toy)
     with apply_policy(toy, uniform_policy(profile, "recompute")) as handle:
         assert_same_steps(train(toy, batch, changes), plain)
-        assert handle.tape_cache.fallbacks[VARYING] == 0
+        assert handle.tape_cache.fallbacks.counts[VARYING] == 0
 
 
 def test_an_array_that_changes_in_place_is_never_replayed_as_it_was(toy_model, toy_batch, run_steps, assert_same_steps):
@@ -279,7 +279,7 @@ def test_a_count_of_calls_that_nothing_follows_from_costs_nothing(
         assert_same_steps(run_steps(toy, batch, num_steps=MOST_SHORT_LIVES + 12), plain)
         strategy = handle.plans.strategies["layers.0"]
         assert "num_calls" in strategy.known_shapes.untraced
-        assert handle.tape_cache.fallbacks[VARYING] == 0
+        assert handle.tape_cache.fallbacks.counts[VARYING] == 0
         assert strategy.entries.recorded[next(reversed(strategy.known_shapes))].known_shape.num_calls > 2
 
 
@@ -302,7 +302,7 @@ def test_a_count_that_the_operators_follow_from_leaves_the_block_to_torchs_check
     plain = steps()
     with apply_policy(model, policy) as handle, caplog.at_level(logging.WARNING):
         ours = steps()
-        assert handle.tape_cache.fallbacks[VARYING] > 0
+        assert handle.tape_cache.fallbacks.counts[VARYING] > 0
     first = [step for step, (one, other) in enumerate(zip(ours, plain, strict=True)) if not same(one, other)]
     # torch's checkpoint runs the block again in backward, and so counts twice, as plain checkpointing does.
     assert not first or first[0] > MOST_SHORT_LIVES

@@ -25,6 +25,7 @@ from adacc_hf.torch_glue.memory import (
     forward_loss,
     garbage_collection_disabled,
     measure_step,
+    refuse_unmeasurable,
     static_bytes,
 )
 
@@ -151,7 +152,7 @@ def test_marks_after_the_end_are_ignored():
 
 
 def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match="memory on device meta cannot be measured: use cpu or cuda"):
+    with pytest.raises(ValueError, match="memory on device meta cannot be measured: train on cpu or cuda"):
         MemoryMeter.for_device(torch.device("meta"))
 
 
@@ -304,3 +305,10 @@ def test_no_garbage_is_collected_meanwhile(was_enabled):
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
+
+
+def test_a_model_on_a_device_without_a_meter_is_refused():
+    refuse_unmeasurable(torch.nn.Linear(2, 2))
+    refuse_unmeasurable(torch.nn.Identity())  # without parameters
+    with pytest.raises(ValueError, match=r"memory on device meta cannot be measured.*use_cpu=True"):
+        refuse_unmeasurable(torch.nn.Linear(2, 2, device="meta"))

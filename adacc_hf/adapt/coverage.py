@@ -1,0 +1,69 @@
+"""Checks that every block trains under a policy, for `AdaccConfig(on_uncovered="error")`.
+
+A block is uncovered if no policy decides about its activations, and the block runs plainly or under torch's checkpoint
+instead. Reasons: its operators cannot be replayed, there is no policy, or a call cannot follow the policy. Steps before
+the first policy are allowed up to `profile_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.errors import UncoveredBlockError
+from adacc_hf.artifacts.policy import Policy
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, UNRECORDED, UNTRAINED
+from adacc_hf.tape.fallbacks import Fallbacks
+
+MOST_NAMES = 4
+"""Most names of blocks in a message."""
+ALL_BLOCKS = "all blocks"
+CHANGE_BLOCKS = "change what the reason names (docs/LIMITS.md, Whole blocks instead of activations)"
+SAME_OPERATORS = "let all batches run the operators of the first one (pad all of them, or none; train in one mode)"
+SAME_SIZE = "pad batches to one size, or begin with the largest"
+REMEDIES = {
+    OTHER_OPERATORS: SAME_OPERATORS,
+    UNRECORDED: SAME_OPERATORS,
+    UNTRAINED: "begin with a batch that trains every block",
+    OUT_OF_PLACE: "switch or merge adapters between steps only, and begin a new run after that",
+}
+"""Remedies by the reason of a fallback. For all other reasons it is CHANGE_BLOCKS."""
+
+
+def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str) -> None:
+    """Raise UncoveredBlockError if `on_uncovered` is "error".
+
+    `blocks` names the blocks, `reason` says why they have no policy, and `remedy` is an instruction, such as "pad
+    batches to one size".
+    """
+    if config.on_uncovered == "error":
+        raise UncoveredBlockError(
+            f"on_uncovered='error' allows no block without a policy, but {blocks} would train without one: {reason}. "
+            f"To cover them, {remedy}. To train them nevertheless, set on_uncovered='warn'"
+        )
+
+
+def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -> None:
+    """Raise UncoveredBlockError for blocks whose activations `policy` cannot decide about, if the config says so."""
+    reasons = {kind.digest: kind.untrusted for kind in profile.kinds if kind.untrusted is not None}
+    kinds = {name: policy.plans[index].kind for name, index in policy.blocks}
+    names = [name for name, kind in kinds.items() if kind in reasons]
+    if names:
+        listed = "; ".join(sorted({reasons[kinds[name]] for name in names}))
+        refuse_uncovered(
+            config, describe_blocks(names), f"their operators cannot be replayed ({listed})", CHANGE_BLOCKS
+        )
+
+
+def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
+    """Raise UncoveredBlockError for calls of a micro-batch that did not follow their plan, if the config says so."""
+    for reason, names in fallbacks.blocks.items():
+        refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
+
+
+def describe_blocks(names: Iterable[str]) -> str:
+    """Return the first of `names`, and the number of all."""
+    listed = list(names)
+    shown = ", ".join(listed[:MOST_NAMES]) + (", ..." if len(listed) > MOST_NAMES else "")
+    return f"{len(listed)} block{'' if len(listed) == 1 else 's'} ({shown})"

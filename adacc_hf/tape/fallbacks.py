@@ -1,0 +1,26 @@
+"""Fallbacks: counts of block calls that did not follow their plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Fallbacks:
+    """Block calls that did not follow their plan, since the last `clear`."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """Number of calls by reason."""
+        self.blocks: dict[str, list[str]] = {}
+        """By reason, the names of the blocks in the order of their first calls."""
+
+    def add(self, reason: str, block: str) -> None:
+        """Count one call of `block`."""
+        self.counts[reason] += 1
+        names = self.blocks.setdefault(reason, [])
+        if block not in names:
+            names.append(block)
+
+    def clear(self) -> None:
+        self.counts.clear()
+        self.blocks.clear()

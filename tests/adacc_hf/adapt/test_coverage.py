@@ -1,0 +1,199 @@
+"""Runs with `on_uncovered="error"`: a block that would train without a policy ends the run, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from run_builders import InOrder, Lengths, refuse_profiles_of
+from transformers import Trainer
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, AdaccTrainerMixin
+from adacc_hf.adapt import run_profiler
+from adacc_hf.adapt.coverage import describe_blocks, refuse_fallbacks
+from adacc_hf.artifacts.errors import UncoveredBlockError
+from adacc_hf.tape.fallbacks import Fallbacks
+
+LOSSLESS = {"actions": ("retain", "recompute"), "memory_budget": 0.6}
+COVERED = {**LOSSLESS, "on_uncovered": "error"}
+
+
+@pytest.fixture
+def unreplayable(monkeypatch):
+    """Let the blocks of each GPT-2 draw a random number of Python, as stochastic depth does."""
+    original = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, hidden: original(mlp, hidden) * (1.0 + 0.0 * random.random()))
+
+
+def attributes(model):
+    """Return what a session could leave on a model: hooks, attributes and functions of its modules."""
+    skipped = ("_parameters", "_buffers", "_modules", "training")
+    return {
+        name: {key: repr(value) for key, value in vars(module).items() if key not in skipped}
+        for name, module in model.named_modules()
+    }
+
+
+class MixinTrainer(AdaccTrainerMixin, Trainer):
+    pass
+
+
+@pytest.mark.parametrize("has_mixin", [False, True])
+def test_blocks_that_cannot_be_replayed_end_the_run_before_its_first_step(
+    make_trainer, make_model, unreplayable, traces, has_mixin
+):
+    model = make_model()
+    if has_mixin:
+        trainer = make_trainer(model=model, trainer_class=_with_config(AdaccConfig(**COVERED)))
+    else:
+        trainer = make_trainer([AdaccCallback(**COVERED)], model=model)
+    modules = {name: {**entries} for name, entries in traces(trainer)["modules"].items()}
+    with pytest.raises(UncoveredBlockError) as error:
+        trainer.train()
+    text = str(error.value)
+    assert text.startswith(
+        "on_uncovered='error' allows no block without a policy, but 2 blocks (transformer.h.0, transformer"
+    )
+    assert "random generators" in text
+    assert "docs/LIMITS.md" in text
+    assert text.endswith("set on_uncovered='warn'")
+    assert trainer.state.global_step == 0
+    after = traces(trainer)["modules"]
+    assert {name: after[name] for name in modules if name.startswith("transformer.h")} == {
+        name: entries for name, entries in modules.items() if name.startswith("transformer.h")
+    }
+
+
+def _with_config(config):
+    class WithConfig(MixinTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, adacc_config=config, **kwargs)
+
+    return WithConfig
+
+
+def test_with_warn_the_same_blocks_are_trained_and_reported(train, make_model, unreplayable, caplog):
+    train([AdaccCallback(**LOSSLESS)], model=make_model())
+    assert re.search(r"block calls: .*\(not replayable: .*random generators", caplog.text)
+
+
+class PaddedInStep3(torch.utils.data.Dataset):
+    """Rows of 32 tokens, with masked tokens only in the batch of the third step."""
+
+    def __init__(self):
+        self.rows = Lengths([32] * 5)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        mask = torch.ones(32, dtype=torch.long)
+        if 8 <= index < 12:
+            mask[28 + index % 4 :] = 0
+        return {**self.rows[index], "attention_mask": mask}
+
+
+def test_a_call_with_other_operators_ends_the_run_in_its_micro_batch(make_trainer, make_model):
+    model = make_model()
+    trainer = make_trainer([AdaccCallback(**COVERED)], model=model, trainer_class=InOrder)
+    trainer.train_dataset = PaddedInStep3()
+    before = attributes(model.transformer.h)
+    with pytest.raises(UncoveredBlockError, match=r"2 blocks \(transformer\.h\.0, transformer\.h\.1\) .*: other oper"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert attributes(model.transformer.h) == before
+
+
+def test_a_size_without_a_policy_ends_the_run_before_its_forward(make_trainer, make_model, monkeypatch, late_policy):
+    """The first batches have one size, so that the profile predicts no other size."""
+    refuse_profiles_of(32, monkeypatch)
+    trainer = make_trainer([AdaccCallback(**COVERED)], model=make_model(), trainer_class=InOrder, max_steps=4)
+    trainer.train_dataset = Lengths([16, 16, 16, 32])
+    with pytest.raises(UncoveredBlockError, match=r"all blocks .* no profile predicts batches of input_ids 4x32"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_steps_before_the_policy_are_allowed_up_to_profile_steps(train, late_policy):
+    callback = AdaccCallback(**COVERED)
+    train([callback])
+    assert [event["fallback_steps"] for event in callback.history if event["event"] == "policy"] == [2]
+
+
+def test_a_run_that_ends_before_its_policy_is_an_error(train, late_policy):
+    with pytest.raises(UncoveredBlockError, match=r"ended after 1 step, before a policy was set.*profile_steps=2"):
+        train([AdaccCallback(**COVERED)], max_steps=1)
+
+
+def test_a_profile_that_must_wait_longer_is_an_error(train, late_policy, monkeypatch):
+    monkeypatch.setattr(run_profiler, "is_profiling", lambda: True)
+    with pytest.raises(UncoveredBlockError, match="a torch profiler is active"):
+        train([AdaccCallback(**COVERED)])
+
+
+def step(session, model, optimizer, batch):
+    with session.step(batch):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def batch_of(length):
+    ids = torch.arange(4 * length).reshape(4, length) % 97
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_an_own_loop_gets_its_model_back(make_model, unreplayable):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = attributes(model)
+    session = AdaccSession(model, optimizer, **COVERED)
+    with pytest.raises(UncoveredBlockError, match=r"2 blocks \(transformer\.h\.0, transformer\.h\.1\)"):
+        step(session, model, optimizer, batch_of(32))
+    assert session.is_closed
+    assert attributes(model) == before
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(RuntimeError, match="this AdaccSession is closed"):
+        step(session, model, optimizer, batch_of(32))
+    model(**batch_of(32)).loss.backward()  # plain training goes on
+
+
+def test_a_step_in_eval_mode_is_an_error_in_an_own_loop(make_model):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = AdaccSession(model, optimizer, **COVERED)
+    step(session, model, optimizer, batch_of(32))
+    model.eval()
+    with pytest.raises(UncoveredBlockError, match=r"\(it is in eval mode\).*call model\.train\(\)"):
+        step(session, model, optimizer, batch_of(32))
+    assert session.is_closed
+
+
+def test_a_call_that_differs_ends_an_own_loop_at_the_end_of_its_micro_batch(make_model):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = attributes(model)
+    session = AdaccSession(model, optimizer, **COVERED)
+    step(session, model, optimizer, batch_of(32))
+    mask = torch.ones(4, 32, dtype=torch.long)
+    mask[0, 30:] = 0
+    with pytest.raises(UncoveredBlockError, match="other operators"), session.step(), session.micro_batch():
+        model(**batch_of(32), attention_mask=mask).loss.backward()
+    assert session.is_closed
+    assert attributes(model) == before
+
+
+def test_a_message_has_the_first_names_and_the_number_of_blocks():
+    assert describe_blocks(["h.0"]) == "1 block (h.0)"
+    assert describe_blocks(f"h.{i}" for i in range(6)) == "6 blocks (h.0, h.1, h.2, h.3, ...)"
+
+
+def test_fallbacks_are_allowed_by_default():
+    fallbacks = Fallbacks()
+    fallbacks.add("new data", "h.0")
+    refuse_fallbacks(AdaccConfig(), fallbacks)
+    with pytest.raises(UncoveredBlockError, match=r"1 block \(h\.0\) would train without one: new data\. To cover"):
+        refuse_fallbacks(AdaccConfig(on_uncovered="error"), fallbacks)
