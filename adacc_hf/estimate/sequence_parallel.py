@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # defines the collective operators' results for fake tensors
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adacc_hf.torch_glue.private import all_to_all
+
 SDPA = "sdpa"
+GROUP = "ranks of a sequence"
+"""Name of a group of ranks, which does not exist: fake tensors are not exchanged."""
 
 
 def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
@@ -56,7 +59,7 @@ def _exchanging(attention: Callable[..., Any], num_ranks: int) -> Callable[..., 
     """Return a function like `attention`, whose arguments and result hold a rank's part of the sequences."""
 
     def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        query, key, value = (_all_tokens(states, num_ranks) for states in (query, key, value))
+        query, key, value = (all_tokens(states, num_ranks) for states in (query, key, value))
         groups = getattr(module, "num_key_value_groups", None)
         if groups is not None:  # fewer key-value heads than ranks are repeated
             module.num_key_value_groups = query.shape[1] // key.shape[1]
@@ -65,32 +68,26 @@ def _exchanging(attention: Callable[..., Any], num_ranks: int) -> Callable[..., 
         finally:
             if groups is not None:
                 module.num_key_value_groups = groups
-        return _all_heads(context, num_ranks), weights
+        return all_heads(context, num_ranks), weights
 
     return run
 
 
-def _all_tokens(states: torch.Tensor, num_ranks: int) -> torch.Tensor:
+def all_tokens(states: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Exchange the heads of other ranks for tokens: [batch, heads, part, size] to [batch, heads / N, tokens, size]."""
     states = states.permute(2, 0, 1, 3)
     if states.shape[2] < num_ranks:
         states = states.repeat_interleave(num_ranks // states.shape[2], dim=2)
     part, batch, num_heads, size = states.shape
     by_rank = states.reshape(part, batch, num_ranks, num_heads // num_ranks, size).permute(2, 0, 1, 3, 4)
-    received = _exchange(by_rank.contiguous(), num_ranks)
+    received = all_to_all(by_rank.contiguous(), num_ranks, GROUP)
     return received.reshape(part * num_ranks, batch, num_heads // num_ranks, size).permute(1, 2, 0, 3).contiguous()
 
 
-def _all_heads(context: torch.Tensor, num_ranks: int) -> torch.Tensor:
+def all_heads(context: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Exchange tokens for the heads of other ranks: [batch, tokens, heads / N, size] to [batch, part, all heads]."""
     context = context.permute(1, 0, 2, 3)
     tokens, batch = context.shape[:2]
     by_rank = context.reshape(num_ranks, tokens // num_ranks, batch, -1).contiguous()
-    received = _exchange(by_rank, num_ranks).permute(1, 2, 0, 3)
+    received = all_to_all(by_rank, num_ranks, GROUP).permute(1, 2, 0, 3)
     return received.reshape(tokens // num_ranks, batch, -1).contiguous().permute(1, 0, 2)
-
-
-def _exchange(by_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Send the part `by_rank[n]` to rank n, and return the received parts. The result has the shape of `by_rank`."""
-    each = [1] * num_ranks
-    return torch.ops._c10d_functional_autograd.all_to_all_single(by_rank, each, each, "ranks of a sequence")

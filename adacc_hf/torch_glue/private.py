@@ -35,14 +35,13 @@ __all__ = [
     "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GLOBAL_HOOKS", "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS",
     "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY",
     "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
-    "OpOverload", "SingleLevelFunction", "TensorBase", "TorchDispatchMode", "attention_name", "attention_operator",
-    "attention_priority", "before_profilers_start", "buffers_of", "collective_counts", "compiled_call", "coo_indices",
-    "coo_values", "current_autograd_node", "eval_frame_callback", "forward_hooks", "forward_pre_hooks",
-    "input_metadata",
-    "is_profiling", "is_traceable_wrapper_subclass", "keeps_graph", "make_wrapper_subclass", "modules_of",
-    "no_dispatch", "op_name", "outer_hooks", "parameters_of", "private_name", "schema_of", "sequence_number",
-    "sleep_on_gpu", "storage_key", "storage_use_count", "transform_level", "tree_leaves", "tree_map", "tree_map_only",
-    "unset_fake_temporarily", "version_of",
+    "OpOverload", "SingleLevelFunction", "TensorBase", "TorchDispatchMode", "all_to_all", "attention_name",
+    "attention_operator", "attention_priority", "before_profilers_start", "buffers_of", "collective_count",
+    "collective_counts", "compiled_call", "coo_indices", "coo_values", "current_autograd_node", "eval_frame_callback",
+    "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling", "is_traceable_wrapper_subclass",
+    "keeps_graph", "make_wrapper_subclass", "modules_of", "no_dispatch", "op_name", "outer_hooks", "parameters_of",
+    "private_name", "schema_of", "sequence_number", "sleep_on_gpu", "storage_key", "storage_use_count",
+    "transform_level", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily", "version_of",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []
@@ -131,7 +130,9 @@ outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False
 
 # Process groups.
 
-_count_of = methodcaller(private_name("ProcessGroup", "_get_sequence_number_for_group"))
+collective_count = methodcaller(private_name("ProcessGroup", "_get_sequence_number_for_group"))
+"""Function that returns the number of collective operators that a process group has run. The function raises
+RuntimeError if the group's backend does not count."""
 
 
 def collective_counts() -> list[Any]:
@@ -144,10 +145,18 @@ def collective_counts() -> list[Any]:
     counts: list[Any] = []
     for group in torch.distributed.distributed_c10d._world.pg_map:
         try:
-            counts.append(_count_of(group))
+            counts.append(collective_count(group))
         except RuntimeError:  # the backend has no such counter
             counts.append(object())
     return counts
+
+
+def all_to_all(parts: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """Send `parts[n]` to rank n, and return the received parts, with autograd. Fake tensors need no process group."""
+    import torch.distributed._functional_collectives  # defines the results for fake tensors
+
+    sizes = [parts.shape[0] // num_ranks] * num_ranks
+    return torch.ops._c10d_functional_autograd.all_to_all_single(parts, sizes, sizes, group_name)
 
 
 # Operators.

@@ -8,7 +8,7 @@ from typing import Any
 from adacc_hf import solve_policy
 from adacc_hf.adapt.announcements import describe_costs, describe_coverage
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.solve.simple_policies import checkpoint_policy
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 
 def test_costs_are_relative_to_plain_training(gpt2_like_profile: Any) -> None:
@@ -17,7 +17,10 @@ def test_costs_are_relative_to_plain_training(gpt2_like_profile: Any) -> None:
     text = describe_costs(policy, profile)
     plain = format_bytes(profile.plain_stored_bytes)
     assert f"stores {format_bytes(policy.predicted_stored_bytes)}, 50% of plain training's {plain}" in text
-    assert "of plain training's time)" in text
+    full = uniform_policy(profile, "recompute").predicted_overhead_ms
+    assert f"(about {policy.predicted_overhead_ms / (3 * full):+.0%} of the blocks' time)" in text
+    slow = replace(profile, step_ms=1000 * profile.step_ms)
+    assert describe_costs(policy, slow) == text, "the measured step also records its memory"
     assert describe_costs(policy, None) == policy.summary()
 
 

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adacc_hf.cli import main
 from adacc_hf.estimate import sequence_parallel
-from adacc_hf.estimate.sequence_parallel import check_heads, shared_sequences
+from adacc_hf.estimate.sequence_parallel import all_heads, all_tokens, check_heads, shared_sequences
 
 
 class Ranks:
@@ -30,7 +30,7 @@ class Ranks:
             results.append(function(part, self.num_ranks))
         return results
 
-    def exchange(self, by_rank, num_ranks):
+    def exchange(self, by_rank, num_ranks, group_name):
         self.sent[self.rank] = by_rank
         senders = [self.sent.get(rank, by_rank) for rank in range(num_ranks)]
         return torch.stack([sent[self.rank] for sent in senders])
@@ -43,13 +43,13 @@ def test_each_rank_has_all_tokens_of_its_heads_and_then_all_heads_of_its_tokens(
     states = torch.randn(batch, heads, part * num_ranks, 2)
     ranks = Ranks(num_ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence_parallel, "_exchange", ranks.exchange)
-        gathered = ranks.run(sequence_parallel._all_tokens, states.chunk(num_ranks, dim=2))
+        patch.setattr(sequence_parallel, "all_to_all", ranks.exchange)
+        gathered = ranks.run(all_tokens, states.chunk(num_ranks, dim=2))
         for own, expected in zip(gathered, states.chunk(num_ranks, dim=1), strict=True):
             assert torch.equal(own, expected)
         ranks.sent.clear()
         contexts = [own.transpose(1, 2).contiguous() for own in gathered]  # as attention returns them
-        scattered = ranks.run(sequence_parallel._all_heads, contexts)
+        scattered = ranks.run(all_heads, contexts)
     expected = states.transpose(1, 2).reshape(batch, part * num_ranks, -1)
     assert torch.equal(torch.cat(scattered, dim=1), expected)
 
