@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from adacc_hf.artifacts.config import AdaccConfig, check_memory_budget
+from adacc_hf.artifacts.config import AdaccConfig, Budget, check_memory_budget
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.kernels._symmetric import GROUP_SIZES
 from adacc_hf.kernels.codecs import get_codec
@@ -82,6 +83,12 @@ def test_a_number_without_its_unit_is_refused_with_what_may_have_been_meant(budg
 def test_a_wrong_setting_is_named(name, value, message):
     with pytest.raises(ValueError, match=message):
         AdaccConfig(**{name: value})
+
+
+def test_auto_is_the_available_memory_without_the_margin():
+    profile = SimpleNamespace(available_bytes=1000)
+    budget = Budget.resolve("auto", profile, AdaccConfig(memory_margin=0.25))
+    assert (budget.nbytes, budget.limits_peak) == (750, True)
 
 
 def test_what_settings_allow_codecs_take():
