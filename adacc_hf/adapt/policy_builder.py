@@ -102,13 +102,7 @@ class PolicyBuilder:
         policy = provisional_policy(allowed, int(budget.nbytes / (1 + UNCERTAINTY)), self._config)
         if policy.predicted_peak_bytes <= budget.nbytes:
             return policy
-        try:
-            return self._solve(profile, self._config.memory_budget)
-        except InfeasibleBudgetError as error:
-            is_approximate = profile.sizes is not None and profile.sizes.is_approximate
-            if not is_approximate or (1 - UNCERTAINTY) * error.smallest_budget_bytes > budget.nbytes:
-                raise
-        return policy  # the measurement of a step shows whether it fits
+        return self._solve(profile, self._config.memory_budget)
 
     def after_steps(
         self, batch: dict[str, Any] | None, compute_loss: ComputeLoss | None

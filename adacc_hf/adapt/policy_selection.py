@@ -27,9 +27,8 @@ MIN_GAIN = 0.02
 budget. Prices vary by a few percent from one profile to the next, so a smaller gain is noise."""
 
 UNCERTAINTY = 0.25
-"""Relative error that a peak may have if it was estimated approximately, before a step was measured (0.21 was measured
-for T5). If the estimated least peak exceeds the budget by less than this, the budget is not refused. A policy for the
-steps before the measurement leaves as much of the budget free, if possible."""
+"""Relative amount by which a step may exceed its predicted peak before the memory of a step was measured. The loop may
+allocate memory that a profile does not see. A policy for these steps leaves as much of the budget free, if possible."""
 
 MIN_FREED = 0.01
 """Memory that codecs must have saved since the last solver run for the solver to run again, as a fraction of the bytes

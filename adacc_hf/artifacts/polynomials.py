@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations, product
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,14 @@ class Polynomial:
         quotient, remainder = divmod(total, self.divisor)
         return None if remainder else quotient
 
+    def __add__(self, other: Polynomial) -> Polynomial:
+        divisor = lcm(self.divisor, other.divisor)
+        factors: dict[int, int] = {}
+        for polynomial in (self, other):
+            for factor, place in polynomial.terms:
+                factors[place] = factors.get(place, 0) + factor * (divisor // polynomial.divisor)
+        return Polynomial(tuple((factor, place) for place, factor in factors.items() if factor), divisor)
+
     def __repr__(self) -> str:
         return f"Polynomial({self.terms}, {self.divisor})"
 
@@ -68,7 +76,7 @@ class Basis:
     def __init__(self, calls: Sequence[Sizes]) -> None:
         self._exponents = _exponents(len(calls[0]))
         self._columns = list(zip(*map(self.products, calls), strict=True))
-        self._num_calls = len(calls)
+        self.num_calls = len(calls)
         self._combined: dict[int, tuple[Any, Any, Any]] = {}
         """Cache of `_combinations`, by number of terms."""
 
@@ -82,12 +90,12 @@ class Basis:
         full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
         return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
 
-    def fit(self, column: Column) -> Polynomial | None:
+    def fit(self, column: Column, max_terms: int = MAX_TERMS) -> Polynomial | None:
         """Return the polynomial with the fewest terms that is exact in every call. Return None if there is no fit.
 
-        A sum of n products needs n + 1 calls, because one call must check the sum. A sum of three products with a
-        negative factor needs five calls, because one of the many combinations may fit four calls by chance. Sums of
-        bytes have no negative factors.
+        A sum of n products needs n + 1 calls, because one call must check the sum. With a negative factor, a sum of
+        three products needs five calls and a sum of four products seven, because one of the many combinations may fit
+        fewer calls by chance. Sums of bytes have no negative factors.
         """
         if len(set(column)) == 1:
             return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
@@ -95,10 +103,10 @@ class Basis:
         single = next(filter(None, (_fit_single_product(values, column, place) for place, values in products)), None)
         if single is not None:
             return single
-        for num_terms in range(2, MAX_TERMS + 1):
-            if self._num_calls <= num_terms:
+        for num_terms in range(2, max_terms + 1):
+            if self.num_calls <= num_terms:
                 return None
-            is_doubtful = self._num_calls < 2 * num_terms - 1
+            is_doubtful = self.num_calls < 2 * num_terms - 1
             for places in self._candidate_places(num_terms, column):
                 factors = solve_integers([self._columns[place] for place in places], column)
                 if factors is not None and all(factors) and not (is_doubtful and min(factors) < 0):

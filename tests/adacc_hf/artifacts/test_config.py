@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,6 +126,12 @@ def test_a_setting_without_its_name_is_refused():
 def test_a_wrong_setting_is_named(name, value, message):
     with pytest.raises(ValueError, match=message):
         AdaccConfig(**{name: value})
+
+
+def test_auto_is_the_available_memory_without_the_margin():
+    profile = SimpleNamespace(available_bytes=1000)
+    budget = Budget.resolve("auto", profile, AdaccConfig(memory_margin=0.25))
+    assert (budget.nbytes, budget.limits_peak) == (750, True)
 
 
 def test_what_settings_allow_codecs_take():

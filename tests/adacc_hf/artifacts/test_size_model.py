@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adacc_hf.artifacts.size_model import MAX_EXACT_SIZE, SIZE_CLASS_RATIO, Interpolation, SizeModel
+from adacc_hf.artifacts.size_model import MAX_EXACT_SIZE, SIZE_CLASS_RATIO, SizeModel
 
 
 def texts(samples, *lengths):
@@ -46,13 +46,3 @@ def test_lengths_have_few_size_classes_and_each_bounds_its_batches():
 def test_two_lengths_have_a_larger_uncertainty_than_one():
     assert ONE_TEXT.uncertainty == 0.01
     assert PAIRS.uncertainty == 0.04
-
-
-def test_a_line_above_the_measured_sizes_does_not_follow_from_two_close_ones():
-    """2 x 129 and 3 x 88 tokens differ by 2 %, and their peaks by their shapes. The numbers are measured peaks of a
-    step."""
-    peaks = {(3, 40): 17_924_788, (2, 72): 20_348_560, (2, 104): 26_539_152, (2, 129): 31_378_402, (3, 88): 31_840_564}
-    interpolation = Interpolation([(samples * length, peak) for (samples, length), peak in peaks.items()])
-    assert interpolation((), 4 * 129) == pytest.approx(56_097_404, rel=0.01)
-    falling = Interpolation([(100, 1000), (200, 1200), (204, 1190)])
-    assert falling((), 400) > 1500

@@ -1,0 +1,190 @@
+"""Rules that give the numbers of a profile (bytes, shapes) at other sizes of a batch, fitted to a few measured batches.
+
+A number that is a sum of few products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`).
+The live bytes at a moment may be a sum of more products than the batches determine, but differ by one or two tensors
+from the live bytes at the moment before. Their rule is that of a nearby number plus an exactly fitted difference. A
+peak is the maximum of several sums, and may follow neither. It is approximated.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from adacc_hf.artifacts.polynomials import MIN_LEAST_SQUARES_CALLS, Basis, Column, Polynomial
+
+MAX_TERMS_OF_SUM = 4
+MAX_TERMS_OF_DIFFERENCE = 2
+MIN_CHECKS = 3
+"""Minimum number of calls that check a fitted difference. A number has many neighbours, and with fewer checks the
+difference from one of them may fit by chance."""
+NEIGHBOURS = 8
+"""Number of distinct numbers before and after a number from which its difference is fitted."""
+MIN_LINE_RATIO = 1.25
+"""Minimum ratio of the sizes of two points that define a line for sizes above both."""
+
+
+class Rule(Protocol):
+    """Rule of one number of the profile."""
+
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
+        """Return the number for a batch with `num_elements` elements. `products` are the values of the basis."""
+        ...
+
+
+class RuleFit:
+    """Fit of rules to numbers measured on a few batches.
+
+    `basis` has the products of sizes of these batches, and `num_elements` their elements. If `uses_lines`, a number
+    that is no sum of products is interpolated linearly over the elements.
+    """
+
+    def __init__(self, basis: Basis, num_elements: Sequence[int], uses_lines: bool) -> None:
+        self._basis, self._num_elements, self._uses_lines = basis, num_elements, uses_lines
+        self._max_difference_terms = min(MAX_TERMS_OF_DIFFERENCE, basis.num_calls - MIN_CHECKS)
+        self._differences: dict[Column, Polynomial | None] = {}
+        """Cache of fitted differences."""
+
+    def rules(self, columns: Sequence[Column]) -> list[Rule]:
+        """Return the rule of each column. A column has the values of one number in all measured batches.
+
+        The columns are in the order of the profile's numbers. Fits are tried from the most to the least certain. After
+        each fit, the neighbours of the number are tried as the number plus a difference.
+        """
+        distinct = list(dict.fromkeys(columns))
+        rules: dict[Column, Rule] = {}
+        for column in distinct:
+            polynomial = self._basis.fit(column, MAX_TERMS_OF_DIFFERENCE)
+            if polynomial is not None:
+                rules[column] = Exact(polynomial, column[0])
+        self._add_neighbours(distinct, rules)
+        for fit in (self._exact_sum, self._approximation):
+            for column in distinct:
+                if column not in rules and (rule := fit(column)) is not None:
+                    rules[column] = rule
+                    self._add_neighbours(distinct, rules)
+        return [rules[column] for column in columns]
+
+    def _exact_sum(self, column: Column) -> Rule | None:
+        polynomial = self._basis.fit(column, MAX_TERMS_OF_SUM)
+        return None if polynomial is None else Exact(polynomial, column[0])
+
+    def _approximation(self, column: Column) -> Rule:
+        allows_least_squares = not self._uses_lines and len(column) >= MIN_LEAST_SQUARES_CALLS
+        approximation = self._basis.fit_least_squares(column) if allows_least_squares else None
+        if approximation is not None:
+            return LeastSquares(*approximation)
+        return Interpolation(sorted(zip(self._num_elements, column, strict=True)))
+
+    def _add_neighbours(self, columns: Sequence[Column], rules: dict[Column, Rule]) -> None:
+        """Add rules of columns whose difference from a neighbour with a rule is fitted exactly."""
+        if self._max_difference_terms < 1:
+            return
+        num_rules = -1
+        while num_rules < len(rules):
+            num_rules = len(rules)
+            for place, column in enumerate(columns):
+                if column not in rules and (rule := self._from_neighbour(columns, place, rules)) is not None:
+                    rules[column] = rule
+
+    def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
+        """Return the rule of a neighbour plus the difference from it, with as few terms as possible."""
+        column = columns[place]
+        best: tuple[Rule, Polynomial] | None = None
+        for neighbour in _neighbours(columns, place):
+            if neighbour not in rules:
+                continue
+            difference = self._difference(tuple(a - b for a, b in zip(column, neighbour, strict=True)))
+            if difference is not None and (best is None or len(difference.terms) < len(best[1].terms)):
+                best = rules[neighbour], difference
+                if len(difference.terms) <= 1:
+                    break
+        return None if best is None else _sum_of(*best, column[0])
+
+    def _difference(self, column: Column) -> Polynomial | None:
+        if column not in self._differences:
+            self._differences[column] = self._basis.fit(column, self._max_difference_terms)
+        return self._differences[column]
+
+
+def _neighbours(columns: Sequence[Column], place: int) -> Iterator[Column]:
+    """Yield the columns near `place`, the nearest first."""
+    for distance in range(1, NEIGHBOURS + 1):
+        if distance <= place:
+            yield columns[place - distance]
+        if place + distance < len(columns):
+            yield columns[place + distance]
+
+
+def _sum_of(rule: Rule, difference: Polynomial, measured: int) -> Rule:
+    if isinstance(rule, Exact):
+        return Exact(rule.polynomial + difference, measured)
+    if isinstance(rule, Difference):
+        return Difference(rule.other, rule.polynomial + difference)
+    return Difference(rule, difference)
+
+
+class Exact:
+    """Rule of a number that is a polynomial of the sizes. If the result is not an integer, return the measured
+    number."""
+
+    def __init__(self, polynomial: Polynomial, measured: int) -> None:
+        self.polynomial, self._measured = polynomial, measured
+
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
+        number = self.polynomial(products)
+        return self._measured if number is None else number
+
+
+class Difference:
+    """Rule of a number that differs from an approximated number by a polynomial of the sizes."""
+
+    def __init__(self, other: Rule, polynomial: Polynomial) -> None:
+        self.other, self.polynomial = other, polynomial
+
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
+        return self.other(products, num_elements) + (self.polynomial(products) or 0)
+
+
+class LeastSquares:
+    """Rule of a number approximated by a sum of products of sizes, plus the largest shortfall of the fit."""
+
+    def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
+        self._terms, self._shortfall = terms, shortfall
+
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
+        return math.ceil(sum(factor * products[place] for factor, place in self._terms) + self._shortfall)
+
+
+class Interpolation:
+    """Rule of a number interpolated linearly over the numbers of elements of the measured batches.
+
+    The interpolation between the two nearest batches overestimates a peak. Above the largest batch, the line through
+    the largest and the next clearly smaller batch is extrapolated.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, int]]) -> None:
+        maxima: dict[int, int] = {}
+        for num_elements, number in points:
+            maxima[num_elements] = max(number, maxima.get(num_elements, number))
+        self._points = sorted(maxima.items())
+        largest = self._points[-1][0]
+        smaller = [point for point in self._points if point[0] * MIN_LINE_RATIO <= largest] or self._points[:1]
+        high = max(number for num_elements, number in self._points if num_elements >= smaller[-1][0])
+        self._line = smaller[-1], (largest, high)
+        """Two points of the line for sizes above the largest. The two sizes are not close to each other: sizes such as
+        3 x 88 and 2 x 129 tokens differ more in shape than in size, and a line through their points may fall."""
+
+    def __call__(self, products: Sequence[int], num_elements: int) -> int:
+        points = self._points
+        if len(points) == 1:
+            return points[0][1]
+        place = min(max(bisect_left(points, (num_elements,)), 1), len(points) - 1)
+        (start, low), (end, high) = points[place - 1], points[place]
+        if num_elements > end:
+            (start, low), (end, high) = self._line
+        if num_elements < start:
+            return min(low, high)
+        return math.ceil(low + (high - low) * (num_elements - start) / (end - start))
