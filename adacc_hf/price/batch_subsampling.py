@@ -76,7 +76,7 @@ class Batch:
         for shape in self.shapes:
             if shape.name.endswith("position_ids") and len(shape.size) == 2:
                 tensors[shape.name] = _keep_documents(self.tensors[shape.name], tensors[shape.name])
-        for name in (shape.name for shape in self.shapes if shape.name.endswith("attention_mask")):
+        for name in (shape.name for shape in self.shapes if shape.name.endswith("mask")):  # GRPO has a "prompt_mask"
             whole_mask, mask = self.tensors[name], tensors[name]
             if mask.dim() == 2 and bool(mask.all()) and not whole_mask.all():
                 num_masked = max(1, mask.shape[1] // 8)

@@ -13,6 +13,7 @@ from adacc_hf.price.model_recorder import record_other_sizes
 from adacc_hf.run.blocks import Installation, PlainStrategy
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
+from adacc_hf.torch_glue.batch_shapes import TensorShape
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -145,6 +146,16 @@ def test_padding_masks_stay_masks(tiny_llama, token_batch, parts_of, side):
         assert part["attention_mask"].dtype == mask.dtype
         assert not part["attention_mask"][:, 0 if side.stop else -1].all()
         assert part["attention_mask"].any(dim=1).all()
+
+
+@pytest.mark.parametrize("name", ["prompt_mask", "completion_mask"])
+def test_masks_of_any_name_stay_masks(name):
+    """GRPO's Trainer joins the masks of prompts and completions, and passes the result to the model."""
+    batch = Batch({"ids": torch.zeros(4, 40, dtype=torch.long), name: torch.ones(4, 40, dtype=torch.long)})
+    batch.tensors[name][3, -5:] = 0
+    part = batch.resized([TensorShape(shape.name, (2, 24)) for shape in batch.shapes])
+    assert part.tensors[name].shape == (2, 24)
+    assert not part.tensors[name].all()
 
 
 def test_a_mask_that_masks_nothing_stays_one(tiny_llama, token_batch, parts_of):
