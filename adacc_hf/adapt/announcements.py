@@ -46,9 +46,10 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
     plain_ms = profile.step_ms - full_recomputation(profile).predicted_overhead_ms
     share = policy.predicted_stored_bytes / profile.plain_stored_bytes
     slowdown = f" ({policy.predicted_overhead_ms / plain_ms:+.1%} of plain training's time)" if plain_ms > 0 else ""
+    host = f" and {format_bytes(policy.predicted_host_bytes)} in host memory" if policy.predicted_host_bytes else ""
     return (
         f"stores {format_bytes(policy.predicted_stored_bytes)}, {share:.0%} of plain training's "
-        f"{format_bytes(profile.plain_stored_bytes)}; predicted peak {format_bytes(policy.predicted_peak_bytes)}, "
+        f"{format_bytes(profile.plain_stored_bytes)}{host}; predicted peak {format_bytes(policy.predicted_peak_bytes)}, "
         f"{policy.predicted_overhead_ms:+.2f} ms per micro-batch{slowdown}; {policy.describe_actions()}"
     )
 
