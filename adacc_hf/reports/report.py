@@ -18,6 +18,7 @@ from adacc_hf.reports.explain import (
     check_belongs,
     describe_block,
     describe_head,
+    describe_host,
     format_shape,
     plan_groups,
 )
@@ -156,7 +157,7 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
     parts: list[Part] = [
         Paragraph(
             f"{profile.model_class} on {profile.device}: {len(profile.blocks)} blocks, activations: {actions}; "
-            f"{describe_head(policy, profile)}."
+            f"{'; '.join([describe_head(policy, profile), *describe_host(policy, profile)])}."
         ),
         Table(headers, rows, numbers=frozenset(headers[1:])),
         Paragraph(
@@ -209,7 +210,8 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
     codec = ("", "", "", "")
     if row.option is not None:
         codec_ms = row.option.encode_ms + row.option.decode_ms
-        codec = (row.option.codec, format_bytes(row.option.nbytes), f"{codec_ms:.3f}", f"{row.option.error:.3g}")
+        nbytes = row.option.nbytes + row.option.host_bytes
+        codec = (row.option.codec, format_bytes(nbytes), f"{codec_ms:.3f}", f"{row.option.error:.3g}")
     return (
         row.label,
         format_shape(row.value),
