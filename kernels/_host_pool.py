@@ -141,6 +141,7 @@ class HostPool:
         self._lock = threading.RLock()
         self._arena: _Arena | None = None
         self._reservations: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._reserved_bytes = 0
         self._last_stream: torch.cuda.Stream | None = None
         self._has_warned = False
         self._peak_bytes = 0
@@ -167,21 +168,26 @@ class HostPool:
         """Make room for `nbytes` of payloads of `user`, or more if `user` has reserved more before.
 
         The memory is allocated at once, because pinning memory waits for the device. If payloads are live, the pool
-        does not grow before the next call.
+        grows when none is.
         """
         with self._lock:
             if nbytes > self._reservations.get(user, 0):
                 self._reservations[user] = nbytes
-            needed = sum(aligned(reserved) for reserved in self._reservations.values())
-            if needed > self.nbytes and not self.live_bytes:
-                self._arena = None  # free the memory before more is allocated
-                self._arena = _Arena(needed)
-                self._has_warned = False
+            self._reserved_bytes = sum(aligned(reserved) for reserved in self._reservations.values())
+            self._grow()
+
+    def _grow(self) -> None:
+        """Allocate the reserved bytes, unless the pool has them or payloads are live."""
+        if self._reserved_bytes > self.nbytes and not self.live_bytes:
+            self._arena = None  # free the memory before more is allocated
+            self._arena = _Arena(self._reserved_bytes)
+            self._has_warned = False
 
     def release(self, user: object) -> None:
         """End the reservation of `user`. The memory is freed with the last reservation, and with its last payload."""
         with self._lock:
             self._reservations.pop(user, None)
+            self._reserved_bytes = sum(aligned(reserved) for reserved in self._reservations.values())
             if not self._reservations:
                 self._arena = self._last_stream = None
 
@@ -194,6 +200,7 @@ class HostPool:
                 "without host memory (AdaccConfig(host_memory=None))"
             )
         with self._lock:
+            self._grow()
             offset = None if self._arena is None else self._arena.take(nbytes)
             if self._arena is None or offset is None:
                 self._warn_full(nbytes)

@@ -49,8 +49,10 @@ class OnHost(Codec):
 
     @without_gradients
     def decode(self, payload: Payload) -> Tensor:
-        is_moved = isinstance(payload, HostPayload)
-        tensors = host_pool.load(payload.block, payload.device) if is_moved else self._own(payload)
+        if isinstance(payload, HostPayload):
+            tensors = host_pool.load(payload.block, payload.device)
+        else:
+            tensors = self._own(payload)
         return super().decode(Payload(tensors, payload.dtype, payload.size, payload.stride))
 
     def _own(self, payload: Payload) -> tuple[Tensor, ...]:

@@ -49,7 +49,8 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
     host = f" and {format_bytes(policy.predicted_host_bytes)} in host memory" if policy.predicted_host_bytes else ""
     return (
         f"stores {format_bytes(policy.predicted_stored_bytes)}, {share:.0%} of plain training's "
-        f"{format_bytes(profile.plain_stored_bytes)}{host}; predicted peak {format_bytes(policy.predicted_peak_bytes)}, "
+        f"{format_bytes(profile.plain_stored_bytes)}{host}; predicted peak "
+        f"{format_bytes(policy.predicted_peak_bytes)}, "
         f"{policy.predicted_overhead_ms:+.2f} ms per micro-batch{slowdown}; {policy.describe_actions()}"
     )
 

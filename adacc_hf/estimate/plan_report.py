@@ -223,8 +223,8 @@ def _host_note(plan: TrainingPlan) -> str:
         return text
     host_bytes = 0 if plan.policy is None else plan.policy.predicted_host_bytes
     return (
-        f"{text} Copies are assumed to take {bandwidth / 1e9:g} GB/s in each direction (--host-bandwidth; default: 80 % "
-        f"of 16 lanes of the device's PCIe generation) and not to overlap with kernels: "
+        f"{text} Copies are assumed to run at {bandwidth / 1e9:g} GB/s in each direction (--host-bandwidth; default: "
+        f"80 % of 16 lanes of the device's PCIe generation) and not to overlap with kernels: "
         f"{2e3 * host_bytes / bandwidth:.1f} ms per step here."
     )
 

@@ -108,7 +108,7 @@ def test_a_run_with_offload_is_refused(train, lossless):
 
 def test_host_memory_in_compiled_graphs_is_refused():
     refuse_host_memory(AdaccConfig())
-    with pytest.raises(ValueError, match="host_memory='1GiB' with torch_compile=True: .*; set host_memory=None, or"):
+    with pytest.raises(ValueError, match=r"host_memory='1GiB' with torch_compile=True: .*; set host_memory=None, or"):
         refuse_host_memory(AdaccConfig(host_memory="1GiB"))
 
 

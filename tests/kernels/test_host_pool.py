@@ -90,7 +90,7 @@ def test_the_pool_does_not_grow_under_live_payloads(pool: HostPool) -> None:
     assert block is not None
     assert torch.equal(pool.load(block, torch.device("cpu"))[0], tensor)
     del block
-    pool.reserve(pool, 1)
+    pool.store([tensor])
     assert pool.nbytes == 1000 * ALIGNMENT
 
 

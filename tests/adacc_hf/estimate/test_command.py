@@ -85,7 +85,7 @@ def test_host_memory_is_planned(plan, folder, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "in host memory under the policy" in text
     assert "Up to 1.00 MiB of host memory per device (--host-memory) may hold activations." in text
-    assert "Copies are assumed to take 100000 GB/s in each direction" in text
+    assert "Copies are assumed to run at 100000 GB/s in each direction" in text
 
 
 def test_the_report_is_written(plan, tmp_path):
