@@ -23,7 +23,7 @@ from adacc_hf.kernels._layout import as_flat, as_matrix, restore
 
 _PACKAGE = "adacc_hf.kernels"
 registry: dict[str, "type[Codec]"] = {}
-"""Registered codecs by name. Complete after `list_codecs()`. Codecs in host memory (host.py) are not registered."""
+"""Registered codecs by name. Complete after `list_codecs()`. Codecs in host memory (_on_host.py) are not registered."""
 
 MASK = "mask"
 ROLES = ("input", MASK, "softmax", "qkv", "norm", "linear", "activation", "other")
@@ -118,7 +118,7 @@ class Codec:
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
     graphs never use it, because they have no data to compare the errors on."""
     in_host_memory: ClassVar[bool] = False
-    """True if payloads are in host memory (host.py)."""
+    """True if payloads are in host memory (_on_host.py)."""
     is_baseline: ClassVar[bool] = False
     """True for the codec of the paper's "Quantization" baseline. One codec has True."""
 
@@ -318,7 +318,7 @@ def codec_type(name: str) -> type[Codec]:
     """
     _discover()
     if is_on_host(name):
-        return import_module(f"{_PACKAGE}.host").host_codec(name)
+        return import_module(f"{_PACKAGE}._on_host").host_codec(name)
     if name not in registry:
         raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(list_codecs())}")
     return registry[name]
