@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -50,10 +51,10 @@ def time_copies(device: torch.device) -> HostLink:
     times = {}
     for nbytes in (SMALL_BYTES, MEASURED_BYTES):
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        times[nbytes, "to host"] = median_ms(lambda tensor=tensor: pool.store([tensor]), device)
+        times[nbytes, "to host"] = median_ms(partial(pool.store, [tensor]), device)
         block = pool.store([tensor])
         assert block is not None  # the pool has room for one tensor
-        times[nbytes, "to device"] = median_ms(lambda block=block: pool.load(block, device), device)
+        times[nbytes, "to device"] = median_ms(partial(pool.load, block, device), device)
         del block
     pool.release(pool)
     return HostLink(
