@@ -23,6 +23,8 @@ from adacc_hf.callbacks.preconditions import (
     is_compiled,
     refuse_context_parallel,
     refuse_data_parallel,
+    refuse_host_memory,
+    refuse_offload,
     refuse_second_callback,
     refuse_second_run,
     warn_of_checkpointing,
@@ -31,6 +33,7 @@ from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, checkpoint_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
+from adacc_hf.torch_glue.host_memory import free_host_bytes
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
@@ -60,6 +63,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     | `adacc/peak_gib` | GiB of live tensors at the step's peak, predicted |
     | `adacc/overhead_ms` | milliseconds of recomputation and codecs per micro-batch since the last log, predicted |
     | `adacc/fallback_steps` | steps so far in which at least one call of a block did not follow the policy |
+    | `adacc/host_gib` | GiB stored in host memory, predicted; only with `host_memory` |
+    | `adacc/measured_host_gib` | largest number of GiB in host memory since the last log |
     | `adacc/compression_rate` | stored bytes divided by the stored bytes of plain training |
     | `adacc/measured_peak_gib` | GiB of live tensors at the peak of the last measured step |
     | `adacc/error` | largest relative L2 error of a compressed activation, at the last tracking step |
@@ -129,13 +134,16 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, session: AdaccSession, checkpoint: str | None
     ) -> None:
         if is_compiled(args, self._trainer):
+            refuse_host_memory(self.config)
             session.begin_with(Compiled(session.state, checkpoint))
             return
+        refuse_offload(args)
         warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
         if checkpoint is not None and not self._is_solved:
             # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, self.config.memory_budget))
+            budget, host_limit = self.config.memory_budget, self.config.host_limit(free_host_bytes())
+            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, budget, host_limit))
         session.begin(saved, state.global_step)
 
     def on_step_begin(

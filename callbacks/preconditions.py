@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.trainer_guard import callbacks_of, calling_trainer
 from adacc_hf.callbacks.trainer_loop import compiler_of, parallelism_of
-from adacc_hf.torch_glue.compat import CHECKPOINTING
+from adacc_hf.torch_glue.compat import CHECKPOINTING, FLAG
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,28 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
             f"or train without torch_compile"
         )
     return True
+
+
+def refuse_offload(args: TrainingArguments) -> None:
+    """Raise ValueError if Transformers or TRL move activations to host memory, which the policy decides here."""
+    settings = {f"{name}_kwargs": getattr(args, f"{name}_kwargs", None) for name in (CHECKPOINTING, FLAG)}
+    kwargs = {name: each for name, each in settings.items() if isinstance(each, dict)}
+    offloads = [f"{name}={{'offload': True}}" for name, each in kwargs.items() if each.get("offload")]
+    offloads += ["activation_offloading=True"] if getattr(args, "activation_offloading", False) else []
+    if offloads:
+        raise ValueError(
+            f"{offloads[0]}: AdaccCallback decides for each activation whether it moves to host memory; leave this "
+            f'setting out, and set AdaccConfig(host_memory="64GiB"), or another limit, instead'
+        )
+
+
+def refuse_host_memory(config: AdaccConfig) -> None:
+    """Raise ValueError if compiled graphs are to store payloads in host memory."""
+    if config.host_memory is not None:
+        raise ValueError(
+            f"host_memory={config.host_memory!r} with torch_compile=True: compiled graphs keep all payloads on the "
+            f"device; set host_memory=None, or train without torch_compile"
+        )
 
 
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu
+from adacc_hf.kernels._host_names import is_on_host
 from adacc_hf.kernels._layout import as_flat, as_matrix, restore
 
 _PACKAGE = "adacc_hf.kernels"
 registry: dict[str, "type[Codec]"] = {}
-"""Registered codecs by name. Complete after `list_codecs()`."""
+"""Registered codecs by name. Complete after `list_codecs()`. Codecs in host memory (_on_host.py) are not registered."""
 
 MASK = "mask"
 ROLES = ("input", MASK, "softmax", "qkv", "norm", "linear", "activation", "other")
@@ -116,6 +117,8 @@ class Codec:
 
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
     graphs never use it, because they have no data to compare the errors on."""
+    in_host_memory: ClassVar[bool] = False
+    """True if payloads are in host memory (_on_host.py)."""
     is_baseline: ClassVar[bool] = False
     """True for the codec of the paper's "Quantization" baseline. Only one codec may set this to True."""
 
@@ -309,8 +312,13 @@ def get_codec(name: str, **options: Any) -> Codec:
 
 
 def codec_type(name: str) -> type[Codec]:
-    """Return the class of the codec `name`. Raises ValueError for an unknown name."""
+    """Return the class of the codec `name`, which may be in host memory: "host", or another codec's name and "+host".
+
+    Raises ValueError for an unknown name.
+    """
     _discover()
+    if is_on_host(name):
+        return import_module(f"{_PACKAGE}._on_host").host_codec(name)
     if name not in registry:
         raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(list_codecs())}")
     return registry[name]

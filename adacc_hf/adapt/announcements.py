@@ -24,9 +24,11 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
     share = policy.predicted_stored_bytes / profile.plain_stored_bytes
     blocks_ms = PASSES_OF_A_STEP * full_recomputation(profile).predicted_overhead_ms
     slowdown = f" (about {policy.predicted_overhead_ms / blocks_ms:+.0%} of the blocks' time)" if blocks_ms > 0 else ""
+    host = f" and {format_bytes(policy.predicted_host_bytes)} in host memory" if policy.predicted_host_bytes else ""
     return (
         f"stores {format_bytes(policy.predicted_stored_bytes)}, {share:.0%} of plain training's "
-        f"{format_bytes(profile.plain_stored_bytes)}; predicted peak {format_bytes(policy.predicted_peak_bytes)}, "
+        f"{format_bytes(profile.plain_stored_bytes)}{host}; predicted peak "
+        f"{format_bytes(policy.predicted_peak_bytes)}, "
         f"{policy.predicted_overhead_ms:+.2f} ms per micro-batch{slowdown}; {policy.describe_actions()}"
     )
 

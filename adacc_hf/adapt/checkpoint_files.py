@@ -198,10 +198,13 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
         size_policy.save(folder, number)
 
 
-def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -> Saved | None:
+def load_from_checkpoint(
+    folder: str | Path, memory_budget: str | float | int, host_limit_bytes: int = 0
+) -> Saved | None:
     """Return the state of the run that wrote the checkpoint `folder`.
 
-    Return None if the checkpoint has no policy, or if its policies are for another budget or another number of ranks.
+    Return None if the checkpoint has no policy, or if its policies are for another budget or another number of ranks,
+    or store more than `host_limit_bytes` in host memory.
     Raises PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
     """
     folder = Path(folder)
@@ -217,6 +220,15 @@ def load_from_checkpoint(folder: str | Path, memory_budget: str | float | int) -
     saved_budget = solved_for if saved.memory_budget is None else saved.memory_budget
     if saved_budget != memory_budget:
         announce("Adacc: %s has memory_budget=%r, not %r: profiling again", folder, saved_budget, memory_budget)
+        return None
+    host_bytes = max(size_policy.policy.predicted_host_bytes for size_policy in saved.size_policies)
+    if host_bytes > host_limit_bytes:
+        log.info(
+            "Adacc: %s has policies with %d bytes in host memory, more than the limit of %d: profiling again",
+            folder,
+            host_bytes,
+            host_limit_bytes,
+        )
         return None
     if saved.num_ranks != num_ranks():
         announce("Adacc: %s was written by %d ranks, not %d: profiling again", folder, saved.num_ranks, num_ranks())

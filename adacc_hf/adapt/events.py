@@ -31,6 +31,8 @@ class PolicySet(Event):
     stored_bytes: int
     peak_bytes: int
     overhead_ms: float
+    host_bytes: int | None = None
+    """Predicted bytes in host memory; None if there are none."""
     fallback_steps: int | None = None
     """Number of steps under torch's checkpoint before the run's first policy."""
     reason: str | None = None
@@ -49,6 +51,7 @@ class PolicyChanged(Event):
     """Number of changed actions and of changed sets of outlier channels, as text."""
     waited_ms: float
     """Time in ms for which training waited for the solver."""
+    host_bytes: int | None = None
     step_ms: float | None = None
     """Median time in ms of a step under the replaced policy."""
     predicted_step_ms: float | None = None
@@ -85,6 +88,7 @@ class MemoryNoted(Event):
     """True if the predicted memory was corrected because of the measured peak."""
     stored_bytes: int | None = None
     overhead_ms: float | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +102,9 @@ class GuardVerdict(Event):
 
 def predictions(policy: Policy) -> dict[str, Any]:
     """Return the predicted bytes and time of `policy`, keyed by the field names of events."""
-    return {
+    figures = {
         "stored_bytes": policy.predicted_stored_bytes,
         "peak_bytes": policy.predicted_peak_bytes,
         "overhead_ms": policy.predicted_overhead_ms,
     }
+    return figures | ({"host_bytes": policy.predicted_host_bytes} if policy.predicted_host_bytes else {})

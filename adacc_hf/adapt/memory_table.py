@@ -15,6 +15,7 @@ from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.solve.simple_policies import checkpoint_policy
 from adacc_hf.torch_glue.memory import allocated_bytes, optimizer_tensors
 from adacc_hf.torch_glue.private import storage_key
@@ -56,6 +57,10 @@ class LiveMemory:
     unused_bytes: int | None
     """Bytes that torch's allocator has reserved and does not use, or None on a CPU."""
     largest: tuple[LiveTensor, ...]
+    host_bytes: int = 0
+    """Bytes in the pool of host memory that payloads use."""
+    host_pool_bytes: int = 0
+    """Bytes of the pool of host memory."""
 
     @classmethod
     def measure(cls, model: nn.Module, optimizer: Any) -> LiveMemory:
@@ -84,6 +89,8 @@ class LiveMemory:
             optimizer_bytes=optimizer_bytes,
             other_bytes=max(other_bytes, allocated - parameter_bytes - gradient_bytes - optimizer_bytes),
             unused_bytes=torch.cuda.memory_reserved(device) - allocated if device.type == "cuda" else None,
+            host_bytes=host_pool.live_bytes,
+            host_pool_bytes=host_pool.nbytes,
             largest=tuple(sorted((t for g in groups for t in g), key=lambda t: t.nbytes, reverse=True)[:NUM_LARGEST]),
         )
 
@@ -104,6 +111,8 @@ def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | Non
     ]
     if live.unused_bytes is not None:
         rows.append(("reserved by torch, not in use", live.unused_bytes))
+    if live.host_pool_bytes:
+        rows += [("payloads in host memory", live.host_bytes), ("pool of host memory", live.host_pool_bytes)]
     if policy is not None:
         rows += _planned_rows(policy, profile)
     lines = [f"Adacc: memory of {live.device} when it ran out:"]
@@ -124,6 +133,8 @@ def _planned_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, in
     ]
     if profile is not None:
         rows.insert(1, ("planned: live before the step", profile.static_bytes))
+    if policy.predicted_host_bytes:
+        rows.append(("planned: payloads in host memory", policy.predicted_host_bytes))
     return rows
 
 

@@ -15,6 +15,7 @@ import torch
 
 from adacc_hf.adapt.gradient_check import GradientError
 from adacc_hf.artifacts.call_names import numbered_names
+from adacc_hf.kernels._host_names import encoding_of
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, get_codec
 from adacc_hf.torch_glue.tensors import relative_error
 
@@ -198,7 +199,7 @@ class MeasuringCodec:
         is_bounded = self._config.max_error is not None
         for option in self._options:
             is_same_count = count in (None, getattr(self._codec, "num_outliers", None)) or not is_bounded
-            if option.codec == self._codec.name and is_same_count:
+            if option.codec == encoding_of(self._codec.name) and is_same_count:
                 self._measurements.add_option_error((*self._key, option.codec), error)
             elif is_bounded:  # without a bound, the errors of unused codecs are not needed
                 other = _refitted(option, count)

@@ -35,6 +35,7 @@ from adacc_hf.adapt.tracking_steps import TrackingSteps
 from adacc_hf.artifacts.config import Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
@@ -102,6 +103,9 @@ class FixedPolicyPhase(Phase):
             "adacc/peak_gib": policy.predicted_peak_bytes / 2**30,
             "adacc/overhead_ms": policy.predicted_overhead_ms if overhead_ms is None else overhead_ms,
         }
+        if policy.predicted_host_bytes:
+            figures["adacc/host_gib"] = policy.predicted_host_bytes / 2**30
+            figures["adacc/measured_host_gib"] = host_pool.take_peak() / 2**30
         if run.profile is not None:
             figures["adacc/compression_rate"] = policy.predicted_stored_bytes / run.profile.plain_stored_bytes
         if is_on_all_ranks:

@@ -186,9 +186,9 @@ def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[st
     bound = error_bound(config)
     names: dict[str, None] = {}
     for block in profile.blocks:
-        options = {value.index: value.codecs for value in profile.kinds[block.kind].values}
+        kind = profile.kinds[block.kind]
         for value, choice in policy.plan_of(block.name).choices:
-            if choice.codec is not None and not _may_use(options[value], choice.codec, bound):
+            if choice.codec is not None and not _may_use(kind.codec_options(value), choice.codec, bound):
                 names[full_name(profile, (block.kind, value))] = None
     return list(names)
 

@@ -115,7 +115,7 @@ def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
 
     Return `choice` itself if its codec is no longer an option.
     """
-    options = (option for option in kind.values[value].codecs if option.codec == choice.codec)
+    options = (option for option in kind.codec_options(value) if option.codec == choice.codec)
     option = next(options, None)
     return choice if option is None else replace(choice, options=option.options)
 

@@ -46,6 +46,7 @@ from adacc_hf.adapt.profile_updates import (
 )
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.policy import Action, Plan, Policy
+from adacc_hf.kernels._host_names import encoding_of
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.solve.solver import Budget, solve_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks, is_first_rank
@@ -302,7 +303,11 @@ class Replanner:
         could compare the gradient.
         """
         bound = gradient_bound(self.config)
-        lossy = {value: codec.name for value, codec in _codecs(self.policy.plan_of(name)).items() if not codec.lossless}
+        lossy = {
+            value: encoding_of(codec.name)
+            for value, codec in _codecs(self.policy.plan_of(name)).items()
+            if not codec.lossless
+        }
         off_options = switched_off_options(self.profile, self.switched_off)
         off_values = frozenset(value for value, codec in lossy.items() if (kind, value, codec) in off_options)
 

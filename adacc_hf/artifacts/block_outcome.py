@@ -25,7 +25,8 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     """Return the memory and time of one block under torch's checkpoint, which stores only the inputs for backward.
 
     - An input lives until the block's backward ends. A compressed input is encoded at the end of the forward and
-      decoded before the second forward; its payload lives until the block's backward ends too.
+      decoded before the second forward; its payload lives until the block's backward ends too. A payload in host memory
+      is on the device only while it is copied.
     - A saved tensor with a reference outside the block (`Value.is_kept`) stays live, and the second forward computes a
       second copy.
     - The second forward stops at the last saved tensor (early stop of `torch.utils.checkpoint`). An operator saves its
@@ -41,6 +42,7 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     }
     retained = {value.index: value.nbytes for value in kind.inputs if value.index not in compressed}
     payload_bytes = sum(option.nbytes for option in compressed.values())
+    staging_bytes = max((option.staging_bytes for option in compressed.values()), default=0)
     decoded_bytes = sum(kind.values[value].nbytes for value in compressed)
     walk = BlockWalk(kind, plain, held_inputs=retained).outcome()
     gradient_bytes = kind.backward[0].entry_bytes if kind.backward else 0
@@ -49,7 +51,8 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     # At the start of the second forward, all inputs and a copy of the generator's current state are live.
     inputs_bytes = sum(retained.values()) + decoded_bytes + kind.generator_bytes
     backward_bytes = extra_bytes + kind.elsewhere_bytes
-    rerun = [max(walk.forward_moments, default=0) + inputs_bytes + gradient_bytes + backward_bytes]
+    forward_bytes = max(staging_bytes, max(walk.forward_moments, default=0))
+    rerun = [forward_bytes + inputs_bytes + gradient_bytes + backward_bytes]
     stored_bytes = sum(retained.values()) + extra_bytes
     # If the block cannot be replayed, its measured backward includes the second forward.
     moments = [*([] if kind.untrusted else rerun), *(live + backward_bytes for live in walk.moments)]
@@ -57,9 +60,10 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
         stored_bytes=stored_bytes,
         shared=frozenset(kind.given),
         overhead_ms=rerun_ms(kind) + sum(option.encode_ms + option.decode_ms for option in compressed.values()),
-        forward_moments=_forward_moments(kind, payload_bytes),
+        forward_moments=_forward_moments(kind, payload_bytes + staging_bytes),
         moments=tuple(moments),
         live_bytes=stored_bytes - sum(value.nbytes for value in externally_held if value.cached),
+        host_bytes=sum(option.host_bytes for option in compressed.values()),
     )
 
 
@@ -73,7 +77,10 @@ def rerun_ms(kind: KindProfile) -> float:
 
 
 def _forward_moments(kind: KindProfile, payload_bytes: int) -> tuple[int, ...]:
-    """Return the live bytes at each moment of a checkpointed forward, which encodes compressed inputs at the end."""
+    """Return the live bytes at each moment of a checkpointed forward, which encodes compressed inputs at the end.
+
+    `payload_bytes` are the bytes of the payloads on the device, also while they are copied to the host.
+    """
     externally_held = [value for value in kind.activations if value.saved and value.is_kept and not value.cached]
     # The measured forward frees every value at its last release. Here, inputs and externally held values stay live and
     # are added from that moment on.

@@ -42,6 +42,8 @@ class BlockOutcome:
     live_bytes: int
     """Part of `stored_bytes` that adds to the live bytes of the model's forward. Cast parameters in autocast's cache
     are left out, because they live until the end of the forward anyway."""
+    host_bytes: int = 0
+    """Bytes that the forward stores in host memory for backward."""
 
     @cached_property
     def forward_working_bytes(self) -> int:
@@ -73,6 +75,7 @@ class BlockWalk:
     - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated.
       An output that is also a root, or that nothing reads, is freed at once.
     - A payload is decoded just before its use, and decoded again for a much later use.
+    - A payload in host memory takes no bytes, except while it is copied: after encoding, and for decoding.
     - A replayed or decoded value is freed after its last use, and not before autograd has released all its slots.
     - For an autograd Function written in Python, a tensor that a replay reads is copied, because the Function's
       backward may write into the tensor. No copy is made if no other reference remains after the unpack. The copy is
@@ -204,6 +207,7 @@ class BlockWalk:
             ),
             forward_moments=tuple(self._forward_moments()),
             moments=tuple(self._backward_moments(events)),
+            host_bytes=sum(option.host_bytes for option in compressed),
         )
 
     def _forward_moments(self) -> list[int]:
@@ -218,12 +222,20 @@ class BlockWalk:
         )
         moments = []
         states = self._generator_state_bytes()
+        # Inputs are encoded one after the other before the block runs.
+        staging = max((self._staging_bytes(value) for value in self.roots if not self._is_saved(value)), default=0)
         for number, event in enumerate(self.kind.forward):
             stored += states.get(number, 0)
             if event.value in self.roots and event.death != self._is_compressed(event.value):
                 stored += self.roots[event.value]
-            moments.append(stored + event.extra_bytes)
+                staging = self._staging_bytes(event.value)
+            moments.append(stored + staging + event.extra_bytes)
+            staging = 0
         return moments
+
+    def _staging_bytes(self, value: int) -> int:
+        """Return the bytes on the device while the payload of `value` is copied to or from the host."""
+        return self._option(value).staging_bytes if self._is_compressed(value) else 0
 
     def _generator_state_bytes(self) -> dict[int, int]:
         """Return the bytes of generator states that are saved at each moment of the forward, keyed by moment.
@@ -285,7 +297,11 @@ class BlockWalk:
                 uses.setdefault(value, []).append(number)
         unpacks = [number for number, event in enumerate(events) if event.unpacked is not None]
         releases = {event.released: number for number, event in enumerate(events) if event.released is not None}
-        spans = [span for value in uses for span in self._decoded_spans(value, uses[value], events, unpacks, releases)]
+        spans: list[tuple[float, float, int]] = []
+        for value in uses:
+            decoded = self._decoded_spans(value, uses[value], events, unpacks, releases)
+            staging = self._staging_bytes(value)
+            spans += [*decoded, *((first, first, staging) for first, _, _ in decoded if staging)]
         for number in self._copying_events(events):
             slot = events[number].unpacked
             assert slot is not None  # copies are made at unpacks

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from adacc_hf.artifacts.policy import HEADS, Action
 from adacc_hf.artifacts.units import MAX_BYTES, parse_bytes
+from adacc_hf.kernels._host_names import is_on_host
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.policy import Policy
@@ -26,6 +27,9 @@ MIN_BUDGET_BYTES = 64 * 1024
 """Smallest budget in bytes. No model trains in fewer bytes. A smaller number is a fraction, or a size without its
 unit."""
 _FRACTION, _PERCENT = re.compile(r"\s*(0?\.[0-9]+|1\.0*)\s*"), re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+HOST_SHARE = 0.8
+"""Largest part of the host's free memory that payloads may take, over all ranks of the host. The rest is for data
+loaders and the page cache: pinned memory cannot be swapped out."""
 
 
 def _named_settings(config_class: type[T]) -> type[T]:
@@ -74,6 +78,14 @@ class AdaccConfig:
     generator's state, and torch's checkpoint may run whole blocks."""
     codecs: tuple[str, ...] | None = None
     """Names of the allowed codecs (`list_codecs()`). None selects codecs by the kind of layer (paper, section 3.2)."""
+    host_memory: str | float | int | None = None
+    """Limit on the bytes that this process stores in the host's memory, as payloads of activations on a GPU.
+
+    An int from 65536, or a string such as "64GiB": a size. A float in (0, 0.8]: a fraction of the memory that is free
+    at the time of profiling, divided by the number of ranks on the host. A size is limited by the fraction 0.8 too.
+    None, the default, stores nothing in host memory: it may be needed by other processes, cannot be swapped out while
+    it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed whatever
+    `actions` and `codecs` say. Has no effect on a CPU, and on GPUs that share the host's memory."""
     outliers: bool = True
     """True to store outlier channels uncompressed. False is the paper's "Adacc w/o outlier"."""
     compiled_outliers: float = 0.0
@@ -164,6 +176,7 @@ class AdaccConfig:
         _check_actions(self.actions)
         if self.codecs is not None:
             _check_codecs(self.codecs)
+        check_host_memory(self.host_memory)
         _check_range("memory_margin", self.memory_margin, 0.0, 0.9)
         _check_range("compiled_outliers", self.compiled_outliers, 0.0, 0.5)
         _check_range("zscore_threshold", self.zscore_threshold, 0.0, 1e6)
@@ -208,6 +221,17 @@ class AdaccConfig:
         if self.head != "auto":
             return (self.head,)
         return HEADS if "compress" in self.actions and self.max_error != 0 else ("plain",)
+
+    def host_limit(self, free_bytes: int) -> int:
+        """Return the limit on the bytes in host memory, if `free_bytes` of it are free for this process. 0 if nothing
+        may be stored there."""
+        if self.host_memory is None:
+            return 0
+        setting = self.host_memory
+        if isinstance(setting, float):
+            return int(setting * free_bytes)
+        size = parse_bytes(setting, "host_memory") if isinstance(setting, str) else setting
+        return min(size, int(HOST_SHARE * free_bytes))
 
     @property
     def parsed_actions(self) -> frozenset[Action]:
@@ -257,6 +281,23 @@ def check_memory_budget(budget: str | float | int, min_bytes: int = MIN_BUDGET_B
     if not min_bytes <= num_bytes <= MAX_BYTES:
         hint = budget_hint(num_bytes)
         raise ValueError(f"memory_budget={budget!r} is outside [{min_bytes}, {MAX_BYTES}] bytes{hint}: {allowed}")
+
+
+def check_host_memory(setting: str | float | int | None) -> None:
+    """Raise ValueError unless `setting` has one of the forms of `AdaccConfig.host_memory`."""
+    if setting is None:
+        return
+    allowed = f'use None, a float in (0, {HOST_SHARE}], a number of bytes as an int, or a size such as "64GiB"'
+    if isinstance(setting, bool) or not isinstance(setting, (str, int, float)):
+        raise ValueError(f"host_memory={setting!r} has type {type(setting).__name__}: {allowed}")
+    if isinstance(setting, float):
+        if not 0.0 < setting <= HOST_SHARE:
+            raise ValueError(f"host_memory={setting!r} is outside (0, {HOST_SHARE}]: {allowed}")
+        return
+    num_bytes = parse_bytes(setting, "host_memory") if isinstance(setting, str) else setting
+    if not MIN_BUDGET_BYTES <= num_bytes <= MAX_BYTES:
+        hint = budget_hint(num_bytes) if num_bytes > 1 else ""
+        raise ValueError(f"host_memory={setting!r} is outside [{MIN_BUDGET_BYTES}, {MAX_BYTES}] bytes{hint}: {allowed}")
 
 
 def budget_hint(num_bytes: int) -> str:
@@ -340,7 +381,8 @@ def _check_codecs(codecs: tuple[str, ...]) -> None:
     allowed = list_codecs()
     unknown = [name for name in codecs if name not in allowed]
     if unknown:
-        raise ValueError(f"codecs={unknown!r} are unknown: choose from {', '.join(allowed)}")
+        hint = ". host_memory=... moves payloads to host memory" if any(map(is_on_host, unknown)) else ""
+        raise ValueError(f"codecs={unknown!r} are unknown: choose from {', '.join(allowed)}{hint}")
 
 
 def _check_tracking(tracking: str | int) -> None:

@@ -31,6 +31,8 @@ class Outcome:
     time of the plain head. Negative if a faster head saves more than the blocks cost."""
     timeline: tuple[tuple[str, int], ...]
     """(label of the running part of the step, live bytes) of each simulated moment, in order."""
+    host_bytes: int = 0
+    """Peak of the bytes in host memory: forward stores the payloads of all blocks before a backward frees the first."""
 
     @cached_property
     def peak_label(self) -> str:
@@ -65,6 +67,7 @@ def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome
         peak_bytes=max(live for _, live in timeline),
         overhead_ms=sum(block.overhead_ms for block in blocks) + profile.head_overhead_ms,
         timeline=tuple(timeline),
+        host_bytes=sum(block.host_bytes for block in blocks),
     )
 
 

@@ -55,7 +55,8 @@ def uniform_plan(kind: KindProfile, action: Action, codec: str | None) -> Plan:
             lossless = [Choice.compress(option) for option in value.codecs if option.lossless]
             return RECOMPUTE if value.recomputable else next(iter(lossless), RETAIN)
         if action is Action.COMPRESS:
-            options = [option for option in value.codecs if codec in (None, option.codec)]
+            named = [option for option in kind.codec_options(value.index) if option.codec == codec]
+            options = value.codecs if codec is None else named
             if options:
                 return Choice.compress(options[0])
         return RETAIN
@@ -79,7 +80,7 @@ def random_plan(
         return checkpointed
     choices, lossy_values = {}, set()
     for value in kind.activations:
-        options = [option for option in value.codecs if option.lossless or not lossless]
+        options = [option for option in kind.codec_options(value.index) if option.lossless or not lossless]
         candidates = [RETAIN] if Action.RETAIN in allowed else []
         if Action.RECOMPUTE in allowed and value.recomputable:
             candidates.append(RECOMPUTE)

@@ -19,6 +19,7 @@ from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import POLICY_FILE, policy_file, read_json, write_json
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.kernels._host_names import is_on_host
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import CodecOption
@@ -150,6 +151,8 @@ class Policy:
     stored activations and temporaries."""
     predicted_overhead_ms: float
     """Time per step of replay, encoding and decoding (the paper's equation 4), and of a slower head."""
+    predicted_host_bytes: int = 0
+    """Peak of the bytes that a training step stores in host memory."""
     head: str = "plain"
     """Head, which runs the output layer and the loss: "plain", or "chunked" without whole logits."""
     batch: Shapes = field(default=(), compare=False)
@@ -189,9 +192,18 @@ class Policy:
             counts.update(choice.action.value for _, choice in self.plans[plan].choices)
         return counts
 
+    def _codecs(self) -> list[str]:
+        """Return the codec of each compressed activation, over all block calls."""
+        return [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
+
+    @property
+    def num_host_payloads(self) -> int:
+        """Number of activations whose payloads are in host memory, over all block calls."""
+        return sum(map(is_on_host, self._codecs()))
+
     def _num_masks(self) -> int:
         """Return the number of masks that are stored as bits, over all block calls."""
-        codecs = [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
+        codecs = self._codecs()
         if not codecs:
             return 0
         from adacc_hf.kernels.codecs import MASK, codecs_suiting  # imported here, because codecs import torch
@@ -201,8 +213,9 @@ class Policy:
 
     def summary(self) -> str:
         """Return a summary in one line for a log: the actions, and the predicted memory and time."""
+        host = f", {format_bytes(self.predicted_host_bytes)} in host memory" if self.predicted_host_bytes else ""
         return (
-            f"{self.describe_actions()}; stored {format_bytes(self.predicted_stored_bytes)}, "
+            f"{self.describe_actions()}; stored {format_bytes(self.predicted_stored_bytes)}{host}, "
             f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
         )
 
@@ -210,7 +223,9 @@ class Policy:
         """Return the numbers of blocks and actions. Masks stored as bits, which is lossless, are counted separately."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
-        actions = ", ".join(f"{counts[action.value]} {action.value}" for action in Action)
+        num_host = self.num_host_payloads
+        notes = {Action.COMPRESS: f" ({num_host} in host memory)"} if num_host else {}
+        actions = ", ".join(f"{counts[action.value]} {action.value}{notes.get(action, '')}" for action in Action)
         num_checkpointed = self.block_counts()[BlockAction.CHECKPOINT.value]
         checkpointed = f" ({num_checkpointed} under torch's checkpoint)" if num_checkpointed else ""
         actions += f", {num_masks} mask{'' if num_masks == 1 else 's'} as bits" if num_masks else ""
@@ -253,6 +268,7 @@ class Policy:
             "predicted_stored_bytes": self.predicted_stored_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "predicted_overhead_ms": self.predicted_overhead_ms,
+            "predicted_host_bytes": self.predicted_host_bytes,
             "head": self.head,
             "batch": {name: list(size) for name, size in self.batch},
             "facts": dict(self.facts),
@@ -302,6 +318,7 @@ class Policy:
                 predicted_stored_bytes=int(record["predicted_stored_bytes"]),
                 predicted_peak_bytes=int(record["predicted_peak_bytes"]),
                 predicted_overhead_ms=float(record["predicted_overhead_ms"]),
+                predicted_host_bytes=int(record.get("predicted_host_bytes", 0)),
                 head=_checked_head(record["head"]),
                 batch=tuple((name, tuple(map(int, size))) for name, size in record.get("batch", {}).items()),
                 facts=tuple(record["facts"].items()),

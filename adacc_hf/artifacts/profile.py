@@ -24,10 +24,12 @@ from adacc_hf.artifacts.exact_recompute_rules import (
     upstream_activations,
 )
 from adacc_hf.artifacts.files import fields_of, read_json, write_json
+from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.notebook_html import profile_html
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.kernels._host_names import HOST
 
 FORMAT_VERSION = 8
 WHOLE = "whole"
@@ -41,12 +43,16 @@ class CodecOption:
     codec: str
     options: tuple[tuple[str, Any], ...]
     nbytes: int
-    """Payload bytes, scales and indices included (M_i * CRate_i of the paper's equation 8)."""
+    """Payload bytes on the device, scales and indices included (M_i * CRate_i of the paper's equation 8)."""
     encode_ms: float
     decode_ms: float
     error: float
     """Relative L2 error of the round trip, or 0 for a lossless codec."""
     lossless: bool
+    host_bytes: int = 0
+    """Payload bytes in host memory."""
+    staging_bytes: int = 0
+    """Bytes on the device while the payload is copied to the host, and back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,8 @@ class Value:
     """For a block input that codecs can encode: its place among the arguments of a call. Otherwise ()."""
     too_coarse: tuple[tuple[str, float], ...] = ()
     """Excluded codecs, each with the relative error that it causes in the gradient of an operator."""
+    is_movable: bool = False
+    """True if the value may be stored in host memory."""
 
     @property
     def is_generator_state(self) -> bool:
@@ -209,6 +217,8 @@ class KindProfile:
     second forward of torch's checkpoint computes the casts again."""
     generator_bytes: int = 0
     """Bytes of the random generators' states that torch's checkpoint stores on the block's device."""
+    host_link: HostLink | None = None
+    """Cost of payloads in host memory. None if payloads must stay on the device."""
     untraced: str | None = None
     """Reason why Dynamo cannot trace the block's Python code completely. Each call is then compared with the tape,
     operator by operator. None if guards can check that a call runs the recorded operators."""
@@ -280,12 +290,22 @@ class KindProfile:
         is_imprecise = any(value.saved and value.is_far_recomputed for value in self.values)
         return self.untrusted is None and not is_imprecise and not self.index_values(inputs)
 
+    def codec_options(self, value: int) -> tuple[CodecOption, ...]:
+        """Return the codecs that may compress `value`: the measured codecs, and the codecs in host memory."""
+        record, link = self.values[value], self.host_link
+        if link is None or not record.is_movable:
+            return record.codecs
+        unencoded = CodecOption(
+            codec=HOST, options=(), nbytes=record.nbytes, encode_ms=0.0, decode_ms=0.0, error=0.0, lossless=True
+        )
+        return (*record.codecs, *(link.moved(option) for option in (unencoded, *record.codecs)))
+
     def codec_option(self, value: int, choice: Choice) -> CodecOption:
         """Return the cost of compressing `value` with the codec of `choice`.
 
         Raises ValueError if the codec was not measured.
         """
-        for option in self.values[value].codecs:
+        for option in self.codec_options(value):
             if (option.codec, option.options) == (choice.codec, choice.options):
                 return option
         raise ValueError(
@@ -403,6 +423,9 @@ class Profile:
     """The other heads that a policy may choose."""
     outside_live_bytes: int = 0
     """Bytes by which `outside_peak_bytes` is lower if no replay reads any of the tensors in `KindProfile.held`."""
+    host_free_bytes: int = 0
+    """Bytes of host memory free for this process at the time of profiling: the share of one rank of the host. 0 if
+    payloads must stay on the device."""
     optimizer_peak_bytes: int = 0
     """Peak in bytes of gradient clipping and the optimizer step. 0 if profiled without an optimizer."""
     measured: tuple[tuple[Shapes, tuple[int, ...]], ...] = ()
@@ -452,7 +475,8 @@ class Profile:
         """Return a copy without codecs for activations of fewer than `nbytes` bytes."""
 
         def limited(value: Value) -> Value:
-            return replace(value, codecs=()) if value.codecs and value.nbytes < nbytes else value
+            has_codecs = bool(value.codecs) or value.is_movable
+            return replace(value, codecs=(), is_movable=False) if has_codecs and value.nbytes < nbytes else value
 
         return replace(self, kinds=tuple(replace(k, values=tuple(map(limited, k.values))) for k in self.kinds))
 
@@ -487,6 +511,33 @@ class Profile:
             loss_peak_bytes=self.loss_peak_bytes + forward,
             tail_peak_bytes=self.tail_peak_bytes + after,
             other_heads=tuple(heads),
+        )
+
+    def with_host_memory(self, num_blocks: int, limit_bytes: int) -> Profile:
+        """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory: in all, at most
+        `limit_bytes`.
+
+        Each of these blocks may store a part that is proportional to the bytes that the plain block stores.
+        """
+        stored_bytes = [sum(v.nbytes for v in kind.activations if v.saved or v.producer is None) for kind in self.kinds]
+        total_bytes = sum(stored_bytes[block.kind] for block in self.blocks[:num_blocks])
+        limits = [limit_bytes * nbytes // max(1, total_bytes) for nbytes in stored_bytes]
+        limited = tuple(
+            replace(kind, host_link=None if kind.host_link is None else replace(kind.host_link, limit_bytes=limit))
+            for kind, limit in zip(self.kinds, limits, strict=True)
+        )
+        if num_blocks >= len(self.blocks):
+            return replace(self, kinds=limited)
+        others = tuple(replace(kind, host_link=None) for kind in self.kinds)
+        rest = tuple(replace(block, kind=block.kind + len(self.kinds)) for block in self.blocks[num_blocks:])
+        # Kinds that no block has would have frontiers that no policy needs.
+        blocks = (*self.blocks[:num_blocks], *rest)
+        used = sorted({block.kind for block in blocks})
+        kinds = (*limited, *others)
+        return replace(
+            self,
+            kinds=tuple(kinds[kind] for kind in used),
+            blocks=tuple(replace(block, kind=used.index(block.kind)) for block in blocks),
         )
 
     def _own_head(self) -> Head:
@@ -630,6 +681,8 @@ def _kind_from_json(record: dict[str, Any]) -> KindProfile:
     fields["given"] = tuple(fields["given"])
     fields["copied_slots"] = tuple(fields.get("copied_slots", ()))
     fields["block_actions"] = tuple(map(BlockAction, fields["block_actions"]))
+    link = fields.get("host_link")
+    fields["host_link"] = None if link is None else HostLink(**link)
     return KindProfile(**fields)
 
 

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.config import MIN_BUDGET_BYTES, budget_hint
+from adacc_hf.artifacts.config import MIN_BUDGET_BYTES, AdaccConfig, budget_hint
 from adacc_hf.artifacts.units import parse_bytes
 from adacc_hf.estimate.devices import NAMES, find_device
 from adacc_hf.estimate.presets import PRESETS, check_model
@@ -74,6 +74,17 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", default="h100", help=f"one of {', '.join(NAMES)} (default h100)")
     parser.add_argument(
         "--budget", help="memory per device, such as 20GiB (default: the device's memory minus 5 percent)"
+    )
+    parser.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="memory of the host that each device may use for activations, such as 64GiB (default: none)",
+    )
+    parser.add_argument(
+        "--host-bandwidth",
+        metavar="SIZE",
+        help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
+        "percent of the device's PCIe generation)",
     )
     shared = parser.add_mutually_exclusive_group()
     shared.add_argument("--ddp", type=int, metavar="N", help="data parallel on N devices")
@@ -164,6 +175,8 @@ class _Options:
 
     sharding: Sharding
     budget_bytes: int | None
+    host_bytes: int | None
+    host_bandwidth_bytes: int | None
 
 
 def _check(arguments: argparse.Namespace) -> _Options:
@@ -184,8 +197,16 @@ def _check(arguments: argparse.Namespace) -> _Options:
     _check_sequence_ranks(arguments)
     options = _Options(
         sharding=_sharding(arguments),
-        budget_bytes=None if arguments.budget is None else _budget_bytes(arguments.budget),
+        budget_bytes=_bytes_of(arguments.budget, "--budget"),
+        host_bytes=_bytes_of(arguments.host_memory, "--host-memory"),
+        host_bandwidth_bytes=_bytes_of(arguments.host_bandwidth, "--host-bandwidth"),
     )
+    if options.host_bandwidth_bytes is not None and options.host_bytes is None:
+        raise ValueError(
+            f"--host-bandwidth={arguments.host_bandwidth} needs --host-memory: pass both options, or neither"
+        )
+    if options.host_bytes is not None and arguments.device == "cpu":
+        raise ValueError(f"--host-memory={arguments.host_memory}: a CPU has no other memory; choose a GPU as --device")
     check_model(arguments.model)
     return options
 
@@ -217,11 +238,14 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--lora-dropout={arguments.lora_dropout} must be at least 0 and below 1")
 
 
-def _budget_bytes(text: str) -> int:
-    num_bytes = parse_bytes(text, "--budget")
+def _bytes_of(text: str | None, option: str) -> int | None:
+    """Return the size `text` in bytes, or None if the option was not passed. Raises ValueError for small sizes."""
+    if text is None:
+        return None
+    num_bytes = parse_bytes(text, option)
     if num_bytes < MIN_BUDGET_BYTES:
         raise ValueError(
-            f"--budget={text} is {num_bytes} bytes{budget_hint(num_bytes)}: pass at least {MIN_BUDGET_BYTES} bytes"
+            f"{option}={text} is {num_bytes} bytes{budget_hint(num_bytes)}: pass at least {MIN_BUDGET_BYTES} bytes"
         )
     return num_bytes
 
@@ -239,6 +263,8 @@ def _request(arguments: argparse.Namespace, options: _Options) -> Request:
     from adacc_hf.estimate.quantized_weights import Quantization, quantization_of
 
     device = find_device(arguments.device)
+    if options.host_bandwidth_bytes is not None:
+        device = replace(device, host_bandwidth_bytes=options.host_bandwidth_bytes)
     config = load_config(arguments.model)
     quantization = quantization_of(config, arguments.model)
     if arguments.load_in_4bit and quantization is None:
@@ -255,6 +281,7 @@ def _request(arguments: argparse.Namespace, options: _Options) -> Request:
         trace=arguments.trace or device.trace,
         sharding=options.sharding,
         outlier_share=arguments.outlier_share,
+        adacc=AdaccConfig(host_memory=options.host_bytes),
     )
     return Request(
         model=arguments.model,

@@ -35,6 +35,9 @@ class Device:
     unaligned_share: float = 1.0
     """Rate of products of 16-bit matrices whose rows are not multiples of 16 bytes, divided by the rate of all other
     products."""
+    host_bandwidth_bytes: float | None = None
+    """Bytes per second of copies between the device and pinned memory of the host, in one direction. None if the device
+    has no memory of its own."""
     trace: str = "cuda"
     """Device type of the fake tensors, "cuda" or "cpu", on which the choice of kernels depends."""
 
@@ -64,6 +67,12 @@ A100, a step of GPT-2 with 50257 classes was reported to take a quarter longer t
 share of about 0.4 for the head's products."""
 
 
+_PCIE_BYTES = {3: 12 * GB, 4: 24 * GB, 5: 50 * GB}
+"""Assumed bytes per second of a copy over 16 lanes of PCIe, by generation: about 80 % of the 15.75, 31.5 and 63 GB/s
+that remain in one direction after encoding (PCI Express Base Specification: 8, 16 and 32 GT/s, 128b/130b). With pinned
+memory, 52 to 55 GB/s are reported for H100 SXM. Ranks that share a switch get less: `adacc plan --host-bandwidth`."""
+
+
 def _gpu(
     name: str,
     title: str,
@@ -72,6 +81,7 @@ def _gpu(
     bandwidth_gb: float,
     tera_flops: Mapping[str, float],
     attention_share: float = _AMPERE_ATTENTION,
+    pcie: int = 4,
 ) -> Device:
     return Device(
         name=name,
@@ -83,6 +93,7 @@ def _gpu(
         launch_ms=_CUDA_LAUNCH_MS,
         attention_share=attention_share,
         unaligned_share=_UNALIGNED,
+        host_bandwidth_bytes=_PCIE_BYTES[pcie],
     )
 
 
@@ -91,9 +102,25 @@ _H100 = {"float32": 67, "float16": 989, "bfloat16": 989}
 _A100 = {"float32": 19.5, "float16": 312, "bfloat16": 312}
 
 _DEVICES = (
-    _gpu("h100", "NVIDIA H100 SXM 80 GB", "NVIDIA H100 Tensor Core GPU data sheet", 80, 3350, _H100, _HOPPER_ATTENTION),
     _gpu(
-        "h200", "NVIDIA H200 SXM 141 GB", "NVIDIA H200 Tensor Core GPU data sheet", 141, 4800, _H100, _HOPPER_ATTENTION
+        "h100",
+        "NVIDIA H100 SXM 80 GB",
+        "NVIDIA H100 Tensor Core GPU data sheet",
+        80,
+        3350,
+        _H100,
+        _HOPPER_ATTENTION,
+        pcie=5,
+    ),
+    _gpu(
+        "h200",
+        "NVIDIA H200 SXM 141 GB",
+        "NVIDIA H200 Tensor Core GPU data sheet",
+        141,
+        4800,
+        _H100,
+        _HOPPER_ATTENTION,
+        pcie=5,
     ),
     _gpu("a100", "NVIDIA A100 SXM 80 GB", "NVIDIA A100 Tensor Core GPU data sheet", 80, 2039, _A100),
     _gpu("a100-40gb", "NVIDIA A100 SXM 40 GB", "NVIDIA A100 Tensor Core GPU data sheet", 40, 1555, _A100),
@@ -104,6 +131,7 @@ _DEVICES = (
         32,
         900,
         {"float32": 15.7, "float16": 125},
+        pcie=3,
     ),
     _gpu(
         "l4",

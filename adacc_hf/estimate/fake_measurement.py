@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.profile import CodecOption
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_backward import FakeBackward
@@ -56,6 +57,8 @@ from adacc_hf.torch_glue.tensors import relative_error
 NUMBER_BYTES = 16
 """Temporary bytes of a pointwise operator with a Python number as an argument. The number takes 8 bytes as a tensor,
 and at most 8 bytes more after the cast to the dtype of the other arguments."""
+ENDLESS_BYTES = 2**60
+"""Free bytes of the host in a prediction, more than any limit on them."""
 _SAMPLE_SHAPE = (256, 256)
 """Shape of the normally distributed sample for codec errors."""
 
@@ -173,6 +176,18 @@ class FakeMeasurement(Measurement):
 
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         return self.device.memory_bytes
+
+    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+        """Return the cost of payloads in host memory by the rates of the device. The host is assumed to have the memory
+        that `config` allows."""
+        bandwidth = self.device.host_bandwidth_bytes
+        if config.host_memory is None or bandwidth is None:
+            return None, 0
+        bytes_per_ms = bandwidth / 1e3
+        link = HostLink(
+            to_host_bytes_per_ms=bytes_per_ms, to_device_bytes_per_ms=bytes_per_ms, copy_ms=self.device.launch_ms
+        )
+        return link, ENDLESS_BYTES
 
     def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
         return RandomStates([])

@@ -50,6 +50,8 @@ def to_json(plan: TrainingPlan) -> dict[str, Any]:
         "ranks_per_sequence": request.workload.ranks_per_sequence,
         "sharding": asdict(request.workload.sharding),
         "budget_bytes": request.budget,
+        "host_memory_bytes": request.workload.adacc.host_memory,
+        "host_bandwidth_bytes": device.host_bandwidth_bytes,
         "outlier_share": request.workload.outlier_share,
         "fits": plan.forecasts["adacc"].fits,
         "bound_bytes": plan.bound_bytes,
@@ -183,6 +185,7 @@ def _memory_table(plan: TrainingPlan) -> list[str]:
     }
     if plan.policy is not None:
         bytes_by_part["activations under the policy"] = plan.policy.predicted_stored_bytes
+        bytes_by_part["in host memory under the policy"] = plan.policy.predicted_host_bytes
     method = "the policy" if plan.policy is not None else "full recomputation"
     peaks = {f"peak: {phase}": nbytes for phase, nbytes in plan.phases.items()}
     rows = [("memory per device", "")] + [(name, format_bytes(n)) for name, n in bytes_by_part.items() if n]
@@ -202,6 +205,8 @@ def _notes(plan: TrainingPlan) -> list[str]:
         notes.append(
             f"{100 * workload.outlier_share:g} % of the channels are assumed to be outliers (--outlier-share)."
         )
+    if workload.adacc.host_memory is not None:
+        notes.append(_host_note(plan))
     if plan.request.profile is not None:
         notes = [
             f"Operator times, activations and peaks come from the saved profile, measured on {plan.profile.device}."
@@ -212,6 +217,22 @@ def _notes(plan: TrainingPlan) -> list[str]:
             "attention with dropout or a bias is not fused, so activations differ from a GPU's."
         )
     return notes
+
+
+def _host_note(plan: TrainingPlan) -> str:
+    """Return a note on the limit of host memory, and on the assumed rate and time of copies."""
+    workload = plan.request.workload
+    limit = workload.adacc.host_limit(plan.profile.host_free_bytes)
+    text = f"Up to {format_bytes(limit)} of host memory per device (--host-memory) may hold activations."
+    bandwidth = workload.device.host_bandwidth_bytes
+    if bandwidth is None or plan.request.profile is not None:
+        return text
+    host_bytes = 0 if plan.policy is None else plan.policy.predicted_host_bytes
+    return (
+        f"{text} Copies are assumed to run at {bandwidth / 1e9:g} GB/s in each direction (--host-bandwidth; default: "
+        f"80 % of 16 lanes of the device's PCIe generation) and not to overlap with kernels: "
+        f"{2e3 * host_bytes / bandwidth:.1f} ms per step here."
+    )
 
 
 def _count(number: int | None) -> str:

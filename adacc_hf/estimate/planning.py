@@ -168,7 +168,7 @@ class _Planner:
     def plan(self) -> TrainingPlan:
         request = self.request
         _check_budget(request, self.static)
-        _check_profile(request.profile, self.model)
+        _check_profile(request, self.model)
         log.info(
             "tracing a step of %d x %d tokens in %d blocks", request.batch_size, request.seq_len, len(self.model.blocks)
         )
@@ -375,10 +375,16 @@ def _check_budget(request: Request, static: StaticMemory) -> None:
         )
 
 
-def _check_profile(profile: Profile | None, model: FakeModel) -> None:
+def _check_profile(request: Request, model: FakeModel) -> None:
+    profile = request.profile
     if profile is None:
         return
     profiled_blocks, model_blocks = {block.name for block in profile.blocks}, set(model.block_names)
+    if request.workload.adacc.host_memory is not None and not profile.host_free_bytes:
+        raise ValueError(
+            "--host-memory needs the rates of copies, which --profile lacks: profile with "
+            'AdaccConfig(host_memory="64GiB"), or leave out one of the two options'
+        )
     if profiled_blocks != model_blocks:
         raise ValueError(
             f"--profile is of {profile.model_class} with {len(profiled_blocks)} blocks, --model has "

@@ -81,5 +81,6 @@ def refuse_offloading(settings: Mapping[str, Any]) -> None:
         if value:
             raise ValueError(
                 f"{name}={value!r}: AdaccPlugin decides for each activation whether it stays on the device, which "
-                f"cannot be combined with offloading: set {name}: false, or remove AdaccPlugin from plugins"
+                f"cannot be combined with offloading: set {name}: false, and adacc_host_memory: 64GiB or another limit "
+                f"to use host memory, or remove AdaccPlugin from plugins"
             )

@@ -104,7 +104,15 @@ class KindProfileBuilder:
             taken_after=record.source.path[0] if record.source and tape.is_generator_state(index) else 0,
             too_coarse=tuple(too_coarse.items()),
             place=self._place(index),
+            is_movable=self._is_movable(index),
         )
+
+    def _is_movable(self, index: int) -> bool:
+        """Return True if the value may be stored in host memory. Parameters and states of generators may not."""
+        record = self.tape.values[index]
+        is_large = record.nbytes >= self.config.min_compress_bytes and record.nbytes > 0
+        is_own = role_of(self.tape, index) not in ("parameter", "generator")
+        return index in self.optional and is_large and is_own and record.is_encodable
 
     def _place(self, index: int) -> Place:
         """Return the path at which a call finds a block input, or () if no codec can encode the argument as the call

@@ -165,6 +165,7 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
     replay_bytes = sum(shared[index].nbytes for index in {index for kind in recording.kinds for index in kind.held})
     saved_shared_bytes = sum(record.nbytes for record in shared if record.saved) + replay_bytes
     optimizer_bytes = step.gradient_bytes + profiled.step.optimizer_step_bytes
+    host_link, host_free_bytes = profiled.measurement.host_link(profiled.device, profiled.config)
     names = [block.name for block in recording.blocks]
     head, chunked_head = profiled.heads.profiled_head, readings.chunked_head
 
@@ -184,7 +185,7 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
         other_heads = [Head(name="chunked", ms=head_ms["chunked"], backward_base_bytes=bases, **fields_of_head(layout))]
     return Profile(
         model_class=type(profiled.installation.model).__name__,
-        kinds=tuple(recording.kinds),
+        kinds=tuple(replace(kind, host_link=host_link) for kind in recording.kinds),
         blocks=tuple(
             BlockProfile(
                 name=block.name,
@@ -198,6 +199,7 @@ def _assemble(profiled: ProfiledModel, batch: Batch, recording: ModelRecording, 
         static_bytes=static_bytes,
         outside_live_bytes=min(replay_bytes, max(0, step.outside_peak_bytes - forward.outside_peak_bytes)),
         available_bytes=profiled.measurement.available_bytes(profiled.device, resident_bytes),
+        host_free_bytes=host_free_bytes,
         step_ms=readings.step_ms,
         device=str(profiled.device),
         optimizer_peak_bytes=0 if profiled.step.optimizer is None else between_steps_bytes + optimizer_bytes,

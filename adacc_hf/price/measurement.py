@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adacc_hf.artifacts.config import AdaccConfig
+from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import count_outlier_channels
@@ -24,6 +25,7 @@ from adacc_hf.price.cost_model import (
     price_call,
     price_tape,
 )
+from adacc_hf.price.host_copies import measure_host_link
 from adacc_hf.price.timing import median_ms, seconds_at
 from adacc_hf.tape.operator_effects import RngUse
 from adacc_hf.tape.replay_check import verify
@@ -130,6 +132,13 @@ class Measurement:
         """Return the bytes that this process can use on `device`."""
         return available_bytes(device, static_bytes)
 
+    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+        """Return (cost of payloads in host memory, free bytes of host memory for this process).
+
+        (None, 0) if payloads must stay on the device.
+        """
+        return measure_host_link(device, config)
+
     def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
         """Return the states of the random generators of `devices` and of the CPU."""
         return RandomStates(devices)
@@ -211,6 +220,9 @@ class MemoryOnlyMeasurement(Measurement):
 
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
         return Prices([], [])
+
+    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+        return None, 0
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:
         return dict.fromkeys(PRICED_HEADS, 0.0)

@@ -35,6 +35,8 @@ class ActivationRow:
     choice: Choice
     option: CodecOption | None
     """Codec that compresses the activation, with its cost. None if the activation is not compressed."""
+    options: tuple[CodecOption, ...]
+    """Codecs that may compress the activation, with their costs."""
     replay_ms: float | None
     """Time to recompute the activation from the values that the plan stores. None if recomputation is impossible. An
     operator that two rows need counts in both rows, although it runs once."""
@@ -50,7 +52,7 @@ class ActivationRow:
     @property
     def reason(self) -> str:
         """Text on the costs of actions: first the chosen action and the bytes that it frees, then the other actions."""
-        others = [self._codec_price(option) for option in self.value.codecs if option != self.option]
+        others = [self._codec_price(option) for option in self.options if option != self.option]
         others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in self.value.too_coarse]
         if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:
             return "recompute: with the whole block"
@@ -70,8 +72,10 @@ class ActivationRow:
 
     def _codec_price(self, option: CodecOption) -> str:
         freed_bytes = format_bytes(self.value.nbytes - option.nbytes)
+        host = f", {format_bytes(option.host_bytes)} in host memory" if option.host_bytes else ""
         return (
-            f"{option.codec}: {option.encode_ms + option.decode_ms:.2f} ms for {freed_bytes}, error {option.error:.3g}"
+            f"{option.codec}: {option.encode_ms + option.decode_ms:.2f} ms for {freed_bytes}{host}, error "
+            f"{option.error:.3g}"
         )
 
 
@@ -81,7 +85,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
     Raises PolicyMismatchError if the profile has no cost for a codec of the plan.
     """
     choices = dict(plan.choices)
-    options = {value.index: _chosen_option(value, choices[value.index]) for value in kind.activations}
+    options = {value.index: _chosen_option(kind, value, choices[value.index]) for value in kind.activations}
     lossy_values = [value for value, option in options.items() if option is not None and not option.lossless]
     index_values = kind.index_values(lossy_values) | kind.exactness_dependents_of(lossy_values)
     return [
@@ -90,6 +94,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
             label=kind.names[value.index],
             choice=choices[value.index],
             option=options[value.index],
+            options=kind.codec_options(value.index),
             replay_ms=_replay_ms(kind, choices, value),
             twin=None if value.equal_to is None else kind.names[value.equal_to],
             needs_exact_inputs=value.index in index_values,
@@ -134,7 +139,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
     Raises PolicyMismatchError if `policy` was not solved from `profile`.
     """
     check_belongs(policy, profile)
-    lines = [f"Policy: {policy.summary()}", describe_head(policy, profile)]
+    lines = [f"Policy: {policy.summary()}", describe_head(policy, profile), *describe_host(policy, profile)]
     for blocks, kind, plan in plan_groups(policy, profile):
         cells = [("activation", "shape", "bytes", "action", "reason")]
         cells += [
@@ -155,6 +160,21 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
         lines += [f"  {note}" for note in describe_block(kind, plan)]
         lines += [_aligned(line, widths) for line in cells]
     return "\n".join(lines)
+
+
+def describe_host(policy: Policy, profile: Profile) -> list[str]:
+    """Return a list with a text on the host memory that the policy uses, and the rates of copies; [] if payloads must
+    stay on the device."""
+    link = next((kind.host_link for kind in profile.kinds if kind.host_link is not None), None)
+    if link is None:
+        return []
+    limit = dict(policy.facts).get("host_limit_bytes")
+    limit_text = "" if limit is None else f" of at most {format_bytes(limit)}"
+    rates = [rate * 1e3 / 1e9 for rate in (link.to_host_bytes_per_ms, link.to_device_bytes_per_ms)]
+    return [
+        f"host memory: {format_bytes(policy.predicted_host_bytes)}{limit_text}; copies of {rates[0]:.1f} GB/s to the "
+        f"host and {rates[1]:.1f} GB/s back"
+    ]
 
 
 def describe_head(policy: Policy, profile: Profile) -> str:
@@ -205,7 +225,8 @@ def describe_calls(kind: KindProfile) -> list[str]:
 def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
     """Return the cost of a block action as text, such as "checkpoint: 3.20 ms, stores 1.2 MiB"."""
     outcome = run_block(kind, plan)
-    return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}"
+    host = f" and {format_bytes(outcome.host_bytes)} in host memory" if outcome.host_bytes else ""
+    return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}{host}"
 
 
 def format_shape(value: Value) -> str:
@@ -218,10 +239,10 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return f"  {name:{widths[0]}}  {shape:{widths[1]}}  {nbytes:>{widths[2]}}  {action:{widths[3]}}  {reason}"
 
 
-def _chosen_option(value: Value, choice: Choice) -> CodecOption | None:
+def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:
     if choice.action is not Action.COMPRESS:
         return None
-    for option in value.codecs:
+    for option in kind.codec_options(value.index):
         if (option.codec, option.options) == (choice.codec, choice.options):
             return option
     raise PolicyMismatchError(

@@ -18,6 +18,7 @@ from adacc_hf.reports.explain import (
     check_belongs,
     describe_block,
     describe_head,
+    describe_host,
     format_shape,
     plan_groups,
 )
@@ -181,7 +182,7 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
             "Stored is the size of the tensors that forward stores for backward. Peak is the most live tensor bytes, "
             "with parameters, gradients and optimizer state. Overhead is the time for replay, encoding and decoding."
         ),
-        Paragraph(f"{_capitalized(describe_head(policy, profile))}."),
+        Paragraph(f"{_capitalized('; '.join([describe_head(policy, profile), *describe_host(policy, profile)]))}."),
     ]
     return parts
 
@@ -237,7 +238,8 @@ def _action_cells(row: ActivationRow) -> tuple[str, ...]:
     codec = ("", "", "", "")
     if row.option is not None:
         codec_ms = row.option.encode_ms + row.option.decode_ms
-        codec = (row.option.codec, format_bytes(row.option.nbytes), f"{codec_ms:.3f}", f"{row.option.error:.3g}")
+        nbytes = row.option.nbytes + row.option.host_bytes
+        codec = (row.option.codec, format_bytes(nbytes), f"{codec_ms:.3f}", f"{row.option.error:.3g}")
     return (
         row.label,
         format_shape(row.value),

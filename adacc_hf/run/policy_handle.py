@@ -70,6 +70,7 @@ from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.notebook_html import paragraph, plans_html
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.head.head import ChunkedHead
+from adacc_hf.kernels._host_pool import ROUNDING_BYTES, host_pool
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.larger_batches import LargerBatches
@@ -86,6 +87,8 @@ class BlockPlans:
 
     policy: Policy
     strategies: dict[str, BlockExecutor]
+    num_host_payloads: int
+    """Number of activations whose payloads are in host memory."""
 
 
 class PolicyHandle:
@@ -143,7 +146,7 @@ class PolicyHandle:
                 else ()
             )
             strategies[name] = BlockExecutor(name, policy.plans[index], self.tape_cache, *shared_state)
-        return BlockPlans(policy, strategies)
+        return BlockPlans(policy, strategies, policy.num_host_payloads)
 
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans`, the result of `prepare`, from the next forward on.
@@ -156,6 +159,9 @@ class PolicyHandle:
         if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy
+            host_bytes = plans.policy.predicted_host_bytes
+            if host_bytes:
+                host_pool.reserve(self, host_bytes + ROUNDING_BYTES * plans.num_host_payloads)
 
     def _chunk_head(self, is_on: bool) -> None:
         """Switch the chunked output layer on or off, as the policy requires."""
@@ -194,6 +200,7 @@ class PolicyHandle:
         if self.larger_batches is not None:
             self.larger_batches.remove()
         self._uninstall()
+        host_pool.release(self)
 
     def _uninstall(self) -> None:
         self.installation.remove()

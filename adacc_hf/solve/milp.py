@@ -25,6 +25,7 @@ from adacc_hf.artifacts.policy import (
     Choice,
     Plan,
 )
+from adacc_hf.kernels._host_names import encoding_of
 from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class StoredForm:
     ms: float
     """Sum of encode and decode time, or 0 for the tensor itself."""
     is_lossless: bool = True
+    host_bytes: int = 0
+    """Payload bytes in host memory."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,15 @@ class KindModel:
         codecs = sum(store.ms for menu in self.menus.values() for store in menu)
         return runs + codecs + sum(plan.ms for plan in self.checkpoints)
 
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """Most bytes that a block of this kind may store in host memory; None without such a limit."""
+        return _host_limit_bytes(self.profiled_kind)
+
+    def fits_host(self, host_bytes: int) -> bool:
+        """Return True if a block of this kind may store `host_bytes` in host memory."""
+        return _fits_host(self.profiled_kind, host_bytes)
+
     def recompute(self, value: int) -> int | None:
         """Return the operator whose replay computes `value`, or None if `value` must not be recomputed."""
         record = self.kind.values[value]
@@ -92,6 +104,8 @@ class PricedPlan:
     """Shared tensors that the plan's replay reads."""
     ms: float
     """Time of replay, encoding and decoding."""
+    host_bytes: int = 0
+    """Bytes that a block under the plan stores in host memory."""
 
 
 def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
@@ -101,7 +115,7 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
         kind = profiled_kind.with_merged_values(profiled_kind.equal)
     may_be_plain = BlockAction.PLAIN in kind.block_actions
     menus = {
-        value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_forms(value, config)) if may_be_plain else ()
+        value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_forms(kind, value, config)) if may_be_plain else ()
         for value in kind.activations
     }
     index_values = kind.index_values(lossy_values(menus))
@@ -127,7 +141,7 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
         return []
     coded_inputs = [v for v in sorted(kind.inputs, key=lambda v: -v.nbytes) if v.place][:MAX_CODED_INPUTS]
     menus = [
-        [None, *(form for form in _codec_forms(value, config) if form.is_lossless or kind.allows_lossy_inputs)]
+        [None, *(form for form in _codec_forms(kind, value, config) if form.is_lossless or kind.allows_lossy_inputs)]
         for value in coded_inputs
     ]
     plans = []
@@ -136,8 +150,19 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
         plan = checkpoint_plan(kind, {value.index: form.choice for value, form in pairs if form is not None})
         assert plan is not None  # because there is a plan without codecs
         outcome = run_block(kind, plan)
-        plans.append(PricedPlan(plan, outcome.stored_bytes, outcome.shared, outcome.overhead_ms))
+        if _fits_host(kind, outcome.host_bytes):
+            sizes = (outcome.stored_bytes, outcome.shared, outcome.overhead_ms, outcome.host_bytes)
+            plans.append(PricedPlan(plan, *sizes))
     return plans
+
+
+def _fits_host(kind: KindProfile, host_bytes: int) -> bool:
+    limit = _host_limit_bytes(kind)
+    return limit is None or host_bytes <= limit
+
+
+def _host_limit_bytes(kind: KindProfile) -> int | None:
+    return None if kind.host_link is None else kind.host_link.limit_bytes
 
 
 def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
@@ -145,13 +170,22 @@ def lossy_values(menus: Mapping[int, Sequence[StoredForm]]) -> set[int]:
     return {value for value, menu in menus.items() if any(not store.is_lossless for store in menu)}
 
 
-def _codec_forms(value: Value, config: AdaccConfig) -> list[StoredForm]:
-    """Return the forms of `value` in codecs that `config` allows. Lossless codecs are always allowed."""
+def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[StoredForm]:
+    """Return the forms of `value` in codecs that `config` allows. Lossless codecs are always allowed, in host memory
+    only if `config` has a limit for it."""
     allows_lossy = Action.COMPRESS in config.parsed_actions
     return [
-        StoredForm(Choice.compress(option), option.nbytes, option.encode_ms + option.decode_ms, option.lossless)
-        for option in value.codecs
-        if (option.lossless or (allows_lossy and (config.codecs is None or option.codec in config.codecs)))
+        StoredForm(
+            Choice.compress(option),
+            option.nbytes,
+            option.encode_ms + option.decode_ms,
+            option.lossless,
+            option.host_bytes,
+        )
+        for option in kind.codec_options(value.index)
+        if (option.lossless or (allows_lossy and (config.codecs is None or encoding_of(option.codec) in config.codecs)))
+        and (config.host_memory is not None or not option.host_bytes)
+        and _fits_host(kind, option.host_bytes)
         and (config.max_error is None or option.error <= config.max_error)
         and option.nbytes < value.nbytes
     ]
@@ -205,6 +239,7 @@ def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
         nbytes=sum(store.nbytes for store in stores) + sum(values[v].nbytes for v in generator_states),
         shared=frozenset(shared for v in read if (shared := values[v].shared) is not None),
         ms=sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
+        host_bytes=sum(store.host_bytes for store in stores),
     )
 
 
@@ -244,6 +279,13 @@ class BlockVariables:
                 ]
                 if lossy:
                     program.constrain([*self._stored(value), *lossy], low=0.0)
+        # [Host] the payloads in host memory are within the block's limit. Half a byte absorbs rounding errors.
+        limit = self.model.host_limit_bytes
+        if limit is not None:
+            terms = [(x, self.model.menus[v][o].host_bytes / (limit + 1)) for (v, o), x in self.store.items()]
+            terms = [(x, share) for x, share in terms if share]
+            if terms:
+                program.constrain(terms, high=(limit + 0.5) / (limit + 1))
 
     def _stored(self, value: int) -> list[tuple[int, float]]:
         return [(self.store[value, option], 1.0) for option in range(len(self.model.menus.get(value, ())))]

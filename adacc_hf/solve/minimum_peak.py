@@ -189,7 +189,9 @@ def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[Price
         is_recomputable = model.kind.values[value].saved and model.recompute(value) is not None
         for choice in [*(store.choice for store in menu), *([RECOMPUTE] if is_recomputable else [])]:
             if choice != choices[value]:
-                yield price(model, {**choices, value: choice})
+                neighbor = price(model, {**choices, value: choice})
+                if model.fits_host(neighbor.host_bytes):
+                    yield neighbor
 
 
 def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) -> list[PricedPlan]:

@@ -104,7 +104,7 @@ class PolicySearch:
         frontiers = self.kinds.frontiers
 
         def fits(policy: list[PricedPlan]) -> bool:
-            return self._stored_bytes(policy) <= budget.nbytes
+            return self._fits_host(policy) and self._stored_bytes(policy) <= budget.nbytes
 
         policies = [least]
         if len(self.models) > 1:
@@ -176,9 +176,24 @@ class PolicySearch:
 
         def fits(policy: list[PricedPlan]) -> bool:
             # The sum rules out policies that are far too large without a simulation.
-            return sum(c.nbytes for c in policy) <= limit and self.oracle.peak_bytes(policy) <= budget.nbytes
+            return (
+                self._fits_host(policy)
+                and sum(c.nbytes for c in policy) <= limit
+                and self.oracle.peak_bytes(policy) <= budget.nbytes
+            )
 
         return fits
+
+    def least_bytes_bound(self, budget: Budget) -> int:
+        """Return a lower bound of the smallest budget that any policy fits: of the peak, or of the stored bytes."""
+        if budget.limits_peak:
+            return least_bound(self.profile, self.kinds.frontiers)
+        return self._stored_bytes(self.uniform_program.least_bytes())
+
+    def _fits_host(self, policy: list[PricedPlan]) -> bool:
+        """Return True if each block is within its limit of host memory."""
+        blocks = zip(self.profile.blocks, policy, strict=True)
+        return all(self.models[block.kind].fits_host(plan.host_bytes) for block, plan in blocks)
 
     def _reachable_budget(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Budget:
         """Return a budget that some policy of frontier plans fits. The budget is quick to compute, but not the

@@ -29,6 +29,7 @@ def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, An
         predicted_stored_bytes=outcome.stored_bytes,
         predicted_peak_bytes=outcome.peak_bytes,
         predicted_overhead_ms=outcome.overhead_ms,
+        predicted_host_bytes=outcome.host_bytes,
         head=profile.head,
         batch=profile.measured[0][0] if profile.measured else (),
         facts=tuple((facts or {}).items()),
@@ -77,7 +78,8 @@ def random_policy(
 
 def _check_priced(profile: Profile, codec: str) -> None:
     values = [value for kind in profile.kinds for value in kind.values]
-    priced = sorted({option.codec for value in values for option in value.codecs})
+    options = [option for kind in profile.kinds for value in kind.values for option in kind.codec_options(value.index)]
+    priced = sorted({option.codec for option in options})
     if codec in priced:
         return
     names = ", ".join(priced) or "none"

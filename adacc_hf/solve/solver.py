@@ -6,6 +6,10 @@ the step, the solver takes the first policy that fits in the `chain` from all RE
 with the same program. The frontiers also give a lower bound on the time of any policy. The relative distance of the
 solver's policy from this bound is the policy's `gap`. At the end every policy is simulated, in whole bytes, by code
 that is independent of the program.
+
+If the fastest policy stores more in host memory than allowed, the limit is divided among the blocks: each block's
+program has a bound on its bytes in host memory. Dividing it among all blocks, or among half of them, a quarter and so
+on, gives the candidates. The lower bound on the time is then that without a limit.
 """
 
 from __future__ import annotations
@@ -41,13 +45,15 @@ def solve_policy(
     config = config or AdaccConfig()
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
     searches = _searches(profile, config)
-    search, plans = _fastest(searches, budget)
+    host_limit = config.host_limit(profile.host_free_bytes)
+    search, plans = _fastest_within_host(profile, config, searches, budget, host_limit)
     gap = _gap(searches, search.rank(plans)[0], budget)
     facts = {
         "memory_budget": budget.setting,
         "budget_bytes": budget.nbytes,
         "budget_of": "peak" if budget.limits_peak else "stored",
         "plain_stored_bytes": profile.plain_stored_bytes,
+        **({} if config.host_memory is None else {"host_limit_bytes": host_limit}),
         "status": "plain" if plans is searches[0].plain else "optimal" if gap <= config.solver_gap else "feasible",
         "gap": gap,
         "solves": search.log.num_solves,
@@ -57,6 +63,9 @@ def solve_policy(
     needed_bytes = budget.needed_bytes(policy)
     assert needed_bytes <= budget.nbytes, (
         f"the solver's policy needs {needed_bytes} bytes, more than the budget of {budget.nbytes}"
+    )
+    assert policy.predicted_host_bytes <= host_limit, (
+        f"the solver's policy stores {policy.predicted_host_bytes} bytes in host memory, more than {host_limit}"
     )
     return policy
 
@@ -107,10 +116,46 @@ def _searches(profile: Profile, config: AdaccConfig) -> list[PolicySearch]:
     return [PolicySearch(profile.with_head(name), config, kinds) for name in heads]
 
 
-def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySearch, list[PricedPlan]]:
-    """Return (search, plans) of the fastest policy within the budget. Each of `searches` is for one head.
+def _fastest_within_host(
+    profile: Profile, config: AdaccConfig, searches: Sequence[PolicySearch], budget: Budget, host_limit: int
+) -> tuple[PolicySearch, list[PricedPlan]]:
+    """Return (search, plans) of the fastest policy within the budget that stores at most `host_limit` bytes in host
+    memory.
 
-    Raises InfeasibleBudgetError if no policy fits.
+    `searches` are without a limit for the host. Raises InfeasibleBudgetError if no policy fits.
+    """
+    try:
+        search, plans = _fastest(searches, budget)
+        if sum(plan.host_bytes for plan in plans) <= host_limit:
+            return search, plans
+    except InfeasibleBudgetError as error:
+        if error.least is not None and error.least.predicted_host_bytes <= host_limit:
+            raise
+    shares = [len(profile.blocks) >> halvings for halvings in range(len(profile.blocks).bit_length())]
+    limited = [profile.with_host_memory(num_blocks, host_limit) for num_blocks in shares]
+    limited = [profile.with_host_memory(0, 0), *filter(_may_move, limited)]
+    bound = min(search.least_bytes_bound(budget) for search in searches)
+    return _fastest([search for each in limited for search in _searches(each, config)], budget, bound)
+
+
+def _may_move(profile: Profile) -> bool:
+    """Return True if a block may store some payload in host memory within its limit."""
+    return any(
+        0 < option.host_bytes <= (kind.host_link.limit_bytes or 0)
+        for kind in profile.kinds
+        if kind.host_link is not None
+        for value in kind.activations
+        for option in kind.codec_options(value.index)
+    )
+
+
+def _fastest(
+    searches: Sequence[PolicySearch], budget: Budget, bound_bytes: int | None = None
+) -> tuple[PolicySearch, list[PricedPlan]]:
+    """Return (search, plans) of the fastest policy within the budget.
+
+    Each of `searches` is for one head, and, if `bound_bytes` is given, for one way to divide the limit of host memory.
+    `bound_bytes` is then a lower bound of the budget of any policy. Raises InfeasibleBudgetError if no policy fits.
     """
     candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []
@@ -128,14 +173,18 @@ def _fastest(searches: Sequence[PolicySearch], budget: Budget) -> tuple[PolicySe
         if plans is not None:
             candidates.append((search, plans))
     if not candidates:
-        raise _with_bound(errors)
+        raise _with_bound(errors, bound_bytes)
     return min(candidates, key=lambda pair: pair[0].rank(pair[1]))
 
 
-def _with_bound(errors: Sequence[InfeasibleBudgetError]) -> InfeasibleBudgetError:
-    """Return the error of the head with the lowest feasible budget, extended by a lower bound over all heads."""
+def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None) -> InfeasibleBudgetError:
+    """Return the error with the lowest feasible budget, extended by a lower bound over all searches.
+
+    `bound_bytes` replaces the bounds in `errors`, unless None.
+    """
     least = min(errors, key=lambda error: error.smallest_budget_bytes)
-    floor, bound = least.smallest_budget_bytes, min(error.bound_bytes for error in errors)
+    bounds = [error.bound_bytes for error in errors]
+    floor, bound = least.smallest_budget_bytes, min(bounds) if bound_bytes is None else bound_bytes
     if bound >= floor:
         return InfeasibleBudgetError(str(least), floor, least=least.least)
     percent = 100 * (1 - bound / floor)

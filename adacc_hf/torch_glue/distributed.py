@@ -126,15 +126,16 @@ def check_same_policy(policy: Policy) -> None:
 
 
 def common_profile(profile: Profile) -> Profile:
-    """Return the first rank's `profile` on every rank, with the least available memory of all ranks.
+    """Return the first rank's `profile` on every rank, with the least available memory of all ranks and their hosts.
 
     Measured costs and outliers differ between ranks, but decisions based on them, such as when to solve, must be equal.
     A rank that asks for a solution alone would wait for the other ranks forever.
     """
     if num_ranks() == 1:
         return profile
-    least = min(gather_from_all_ranks(profile.available_bytes))
-    return replace(broadcast_from_first_rank(lambda: profile), available_bytes=least)
+    own = (profile.available_bytes, profile.host_free_bytes)
+    available, host_free = (min(nbytes) for nbytes in zip(*gather_from_all_ranks(own), strict=True))
+    return replace(broadcast_from_first_rank(lambda: profile), available_bytes=available, host_free_bytes=host_free)
 
 
 def broadcast_from_first_rank(make: Callable[[], T]) -> T:

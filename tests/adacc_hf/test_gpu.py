@@ -3,6 +3,7 @@
 Tests that also hold on the CPU run there as well, so that they are known to work.
 """
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
 from adacc_hf.eval.trials.gradients import NOISE_FACTOR, Gradients, relative_error
 from adacc_hf.head.chunked_loss import chunked_cross_entropy
+from adacc_hf.kernels._host_pool import host_pool
+from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.run.call import Recording
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
@@ -289,3 +292,130 @@ def test_dropout_is_known_and_the_generator_left_as_it_was(on_device):
     profile = profile_model(model, batch, CONFIG)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert any(value.role == "mask" for kind in profile.kinds for value in kind.values)
+
+
+@pytest.fixture
+def host_profile(on_device):
+    """A function that returns (model, batch, profile) on the GPU, with host memory offered."""
+
+    def make(**settings):
+        model, batch = on_device("cuda", width=256, n_head=4, n_positions=64)
+        config = AdaccConfig(min_compress_bytes=0, host_memory="256MiB", **settings)
+        return model, batch, config, profile_model(model, batch, config)
+
+    return make
+
+
+@pytest.mark.gpu
+def test_host_memory_is_offered_on_a_device_with_its_own(host_profile):
+    _, _, config, profile = host_profile(actions=("retain",))
+    assert profile.host_free_bytes > 0
+    assert all(kind.host_link is not None for kind in profile.kinds)
+    policy = solve_policy(profile, 0.2, config)
+    assert policy.predicted_host_bytes > 0
+    assert policy.predicted_stored_bytes <= 0.2 * profile.plain_stored_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_training_with_host_memory_is_exact_and_as_predicted(host_profile, seed):
+    model, batch, _, profile = host_profile()
+    policy = random_policy(profile, seed, ("retain", "recompute", "compress"), lossless=True)
+    assert policy.predicted_host_bytes > 0
+
+    def step():
+        torch.manual_seed(7)
+        model.zero_grad(set_to_none=True)
+        loss = model(**batch).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = step()
+    with apply_policy(model, policy):
+        for _ in range(3):
+            host_pool.take_peak()
+            assert all(map(torch.equal, step(), plain))
+            assert policy.predicted_host_bytes <= host_pool.take_peak() <= host_pool.nbytes
+        assert host_pool.live_bytes == 0
+        del plain
+        model.zero_grad(set_to_none=True)
+        step_memory = measure_step(model, batch)
+    assert host_pool.nbytes == 0
+    rounding = BLOCK_BYTES * 100 * len(policy.blocks)
+    assert step_memory.stored_bytes == pytest.approx(policy.predicted_stored_bytes, abs=rounding)
+    # 3 % as above.
+    assert step_memory.peak_bytes == pytest.approx(policy.predicted_peak_bytes, rel=0.03, abs=rounding)
+
+
+@pytest.mark.gpu
+def test_a_steady_step_with_host_memory_never_waits_for_the_device(host_profile):
+    model, batch, _, profile = host_profile()
+    with no_packed_sequences(), apply_policy(model, random_policy(profile, 1, ("retain", "compress"))):
+        for _ in range(3):
+            model(**batch).loss.backward()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            model(**batch).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_an_interrupted_backward_frees_host_memory(host_profile):
+    model, batch, _, profile = host_profile()
+
+    def interrupt(gradient):
+        raise KeyError("interrupted")
+
+    with apply_policy(model, uniform_policy(profile, "compress", "host")):
+        for _ in range(2):
+            model(**batch).loss.backward()
+        loss = model(**batch).loss
+        assert host_pool.live_bytes > 0
+        handle = model.transformer.h[1].mlp.c_fc.weight.register_hook(interrupt)
+        with pytest.raises(KeyError, match="interrupted"):
+            loss.backward()
+        handle.remove()
+        del loss
+        model(**batch).loss.backward()  # the device's thread frees the rest of the first graph before
+        gc.collect()
+        assert host_pool.live_bytes == 0
+
+
+@pytest.mark.gpu
+def test_copies_on_two_streams_are_ordered():
+    """A buffer of the pool is used again on another stream at once, while its last copies may be pending."""
+
+    class User:
+        pass
+
+    user, codec = User(), get_codec("host")
+    tensors = [torch.full((1 << 20,), float(number), device="cuda") for number in range(16)]
+    host_pool.reserve(user, tensors[0].nbytes)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    for number, tensor in enumerate(tensors):
+        with torch.cuda.stream(streams[number % 2]):
+            streams[number % 2].wait_stream(torch.cuda.default_stream())
+            payload = codec.encode(tensor)
+        with torch.cuda.stream(streams[(number + 1) % 2]):
+            results.append(codec.decode(payload))
+        del payload
+    torch.cuda.synchronize()
+    host_pool.release(user)
+    assert all(map(torch.equal, results, tensors))
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_used_and_returned():
+    class User:
+        pass
+
+    user = User()
+    host_pool.reserve(user, 1 << 20)
+    block = host_pool.store([torch.zeros(4, device="cuda")])
+    assert block is not None
+    assert block.is_pinned
+    del block
+    host_pool.release(user)
+    assert host_pool.nbytes == 0

@@ -266,15 +266,16 @@ def random_profiles(draw, num_kinds=1, max_blocks=1):
 
 def every_plan_of(kind):
     """Yield all plans in which replay recomputes no value from coded values that it must not read."""
-    menus = [[RETAIN, RECOMPUTE, *(Choice.compress(option) for option in v.codecs)] for v in kind.activations]
+    options = {value.index: kind.codec_options(value.index) for value in kind.activations}
+    menus = [[RETAIN, RECOMPUTE, *map(Choice.compress, options[v.index])] for v in kind.activations]
     for menu in itertools.product(*menus):
         choices = {value.index: choice for value, choice in zip(kind.activations, menu, strict=True)}
-        lossy = [v.index for v in kind.activations for o in v.codecs if o.error and choices[v.index].codec == o.codec]
+        lossy = [v for v, each in options.items() if any(o.error and choices[v].codec == o.codec for o in each)]
         if not any(choices[value] == RECOMPUTE for value in kind.exactness_dependents_of(lossy)):
             yield Plan(kind=kind.digest, choices=tuple(choices.items()))
     if BlockAction.CHECKPOINT not in kind.block_actions or not kind.slots:
         return
-    menus = [[None, *(o for o in v.codecs if o.lossless or kind.allows_lossy_inputs)] for v in kind.inputs]
+    menus = [[None, *(o for o in options[v.index] if o.lossless or kind.allows_lossy_inputs)] for v in kind.inputs]
     for menu in itertools.product(*menus):
         options = zip(kind.inputs, menu, strict=True)
         yield checkpoint_plan(kind, {v.index: Choice.compress(o) for v, o in options if o is not None})

@@ -9,9 +9,8 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from transformers import TrainerCallback
 
-from adacc_hf import (
-    AdaccCallback,
-)
+from adacc_hf import AdaccCallback, AdaccConfig
+from adacc_hf.callbacks.preconditions import refuse_host_memory, refuse_offload
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
@@ -82,6 +81,37 @@ def test_data_parallel_is_refused():
     args = SimpleNamespace(n_gpu=2, resume_from_checkpoint=None)
     with pytest.raises(ValueError, match=r"n_gpu=2: nn\.DataParallel .* torchrun, or set CUDA_VISIBLE_DEVICES"):
         AdaccCallback().on_train_begin(args, SimpleNamespace(global_step=0), None, model=torch.nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        (f"{CHECKPOINTING}_kwargs", {"offload": True}),
+        ("gradient_checkpointing_kwargs", {"offload": True, "every_n_layers": 2}),
+        ("activation_offloading", True),
+    ],
+)
+def test_offloading_by_others_is_refused_with_our_setting(setting, value):
+    with pytest.raises(ValueError, match=rf'{setting}=.*: AdaccCallback decides .*AdaccConfig\(host_memory="64GiB"\)'):
+        refuse_offload(SimpleNamespace(**{setting: value}))
+
+
+@pytest.mark.parametrize("value", [None, {}, {"offload": False}, {"use_reentrant": False}, "{}"])
+def test_other_settings_of_checkpointing_are_not_refused(value):
+    refuse_offload(SimpleNamespace(**{f"{CHECKPOINTING}_kwargs": value, "activation_offloading": False}))
+
+
+def test_a_run_with_offload_is_refused(train, lossless):
+    if CHECKPOINTING == "gradient_checkpointing":
+        pytest.skip("this version of Transformers has no offload")
+    with pytest.raises(ValueError, match=r"activation_checkpointing_kwargs=\{'offload': True\}"):
+        train([AdaccCallback(**lossless)], **{f"{CHECKPOINTING}_kwargs": {"offload": True}})
+
+
+def test_host_memory_in_compiled_graphs_is_refused():
+    refuse_host_memory(AdaccConfig())
+    with pytest.raises(ValueError, match=r"host_memory='1GiB' with torch_compile=True: .*; set host_memory=None, or"):
+        refuse_host_memory(AdaccConfig(host_memory="1GiB"))
 
 
 def test_other_ways_of_compiling_are_refused(make_trainer, lossless) -> None:

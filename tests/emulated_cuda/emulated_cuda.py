@@ -19,7 +19,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from adacc_hf.kernels._compiler import build
 
@@ -156,12 +156,34 @@ def _properties(device: object = None) -> SimpleNamespace:
         warp_size=32,
         L2_cache_size=1 << 20,
         gcnArchName="",
+        is_integrated=0,
     )
 
 
 def _free_and_total(device: object = None) -> tuple[int, int]:
     now = memory()
     return max(0, min(now.limit, now.total) - now.reserved), now.total
+
+
+class _Runtime:
+    """Functions of the CUDA runtime. Host memory counts as pinned while it is registered."""
+
+    registered: ClassVar[dict[int, int]] = {}
+    """Bytes of pinned memory by address."""
+    most_bytes: ClassVar[int | None] = None
+    """Limit on the pinned memory in bytes, or None."""
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:  # noqa: N802  the runtime's name
+        if cls.most_bytes is not None and sum(cls.registered.values()) + nbytes > cls.most_bytes:
+            return 2  # cudaErrorMemoryAllocation
+        cls.registered[address] = nbytes
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:  # noqa: N802
+        del cls.registered[address]
+        return 0
 
 
 _sync_mode = 0
@@ -218,6 +240,7 @@ _IN_CUDA: dict[str, Any] = {
     "is_current_stream_capturing": lambda: False,
     "Stream": Stream,
     "Event": Event,
+    "cudart": lambda: _Runtime,
 }
 
 

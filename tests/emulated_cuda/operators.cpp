@@ -40,6 +40,9 @@ class Crossing {
  public:
   Tensor to_cpu(const Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cuda()) {
+      if (tensor.defined() && tensor.is_cpu()) {
+        from_cpu_.insert(tensor.storage().unsafeGetStorageImpl());
+      }
       return tensor;
     }
     for (const auto& [there, here] : tensors_) {
@@ -67,7 +70,8 @@ class Crossing {
   }
 
   Tensor to_device(const Tensor& result) {
-    if (!result.defined() || !result.is_cpu()) {
+    // What was copied to is the host's, and stays there.
+    if (!result.defined() || !result.is_cpu() || from_cpu_.count(result.storage().unsafeGetStorageImpl())) {
       return result;
     }
     for (const auto& [there, here] : tensors_) {
@@ -131,6 +135,7 @@ class Crossing {
   }
 
   std::vector<std::pair<Tensor, Tensor>> tensors_;
+  std::set<StorageImpl*> from_cpu_;
   std::unordered_map<StorageImpl*, Storage> by_device_storage_, by_cpu_storage_;
 };
 

@@ -40,6 +40,15 @@ REFUSED = {
     "images": (["--image-tokens", "64"], "--image-tokens: images are not planned: plan the language model alone"),
     "liger": (["--liger"], "--liger: Liger's kernels cannot be traced without a GPU: leave out --liger"),
     "tensor parallelism": (["--tp", "2"], "--tp: tensor parallelism is not planned: use --fsdp N or --zero 3 N"),
+    "host memory without unit": (
+        ["--host-memory", "64"],
+        '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
+    ),
+    "host bandwidth alone": (["--host-bandwidth", "25GB"], "--host-bandwidth=25GB needs --host-memory: pass both"),
+    "host memory of a CPU": (
+        ["--device", "cpu", "--host-memory", "64GiB"],
+        "--host-memory=64GiB: a CPU has no other memory",
+    ),
     "outliers": (["--outlier-share", "2"], "--outlier-share=2.0 is outside 0 to 1"),
 }
 
@@ -54,6 +63,29 @@ def test_the_text_is_narrow_and_progress_is_printed_before_it(folder, capsys):
     progress = [line for line in printed.err.splitlines() if line.startswith("[")]
     assert progress[0] == "[  0 s] loading torch and Transformers"
     assert progress[-1].endswith("searching for the largest batch and the longest sequence: adacc")
+
+
+def test_host_memory_is_planned(plan, folder, capsys):
+    options = ("--no-largest", "--batch-size", "64", "--dtype", "fp32")
+    least = plan(*options, "--budget", "40MiB")["methods"]["adacc"]["peak_bytes"]
+    budget = ("--budget", str(least))
+    without = plan(*options, *budget)
+    slow = plan(*options, *budget, "--host-memory", "64GiB", "--host-bandwidth", "1MB")
+    fast = plan(*options, *budget, "--host-memory", "64GiB", "--host-bandwidth", "100TB")
+    small = plan(*options, *budget, "--host-memory", "1MiB", "--host-bandwidth", "100TB")
+    assert [each["host_memory_bytes"] for each in (without, fast, small)] == [None, 64 << 30, 1 << 20]
+    host_bytes = [each["policy"]["predicted_host_bytes"] for each in (without, slow, fast, small)]
+    assert host_bytes[0] == host_bytes[1] == 0
+    assert host_bytes[2] > host_bytes[3] > 0
+    assert host_bytes[3] <= 1 << 20
+    ms = [each["methods"]["adacc"]["step_ms"] for each in (without, slow, fast, small)]
+    assert ms[2] < ms[3] < ms[0] == ms[1]
+    command = ["plan", "--model", folder, *options, *budget, "--host-memory", "1MiB", "--host-bandwidth", "100TB"]
+    assert main(command) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "in host memory under the policy" in text
+    assert "Up to 1.00 MiB of host memory per device (--host-memory) may hold activations." in text
+    assert "Copies are assumed to run at 100000 GB/s in each direction" in text
 
 
 def test_the_report_is_written(plan, tmp_path):

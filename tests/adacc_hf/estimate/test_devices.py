@@ -19,6 +19,7 @@ def test_every_name_has_a_plausible_device(name):
     assert 0 < device.attention_share <= 1
     assert 0 < device.unaligned_share <= 1
     assert device.trace == "cuda"
+    assert 10e9 <= device.host_bandwidth_bytes <= 0.8 * 63e9
 
 
 def test_a_v100_has_no_bfloat16():

@@ -1,0 +1,39 @@
+"""Cost of payloads in host memory: bytes over the bandwidth of copies between device and host, in each direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from adacc_hf.kernels._host_names import HOST, on_host
+
+if TYPE_CHECKING:
+    from adacc_hf.artifacts.profile import CodecOption
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLink:
+    """Connection of a device to the pinned memory of its host."""
+
+    to_host_bytes_per_ms: float
+    to_device_bytes_per_ms: float
+    copy_ms: float
+    """Time of a small copy, added to the time of each copy."""
+    limit_bytes: int | None = None
+    """Most bytes that a block may store in host memory. None if only the limit of all blocks together applies."""
+
+    def moved(self, option: CodecOption) -> CodecOption:
+        """Return the codec `option` with its payload in host memory. Times of copies are added to those of the codec.
+
+        The codec `host`, which encodes nothing, is already named so.
+        """
+        is_encoded = option.codec != HOST
+        return replace(
+            option,
+            codec=on_host(option.codec) if is_encoded else HOST,
+            nbytes=0,
+            host_bytes=option.nbytes,
+            staging_bytes=option.nbytes if is_encoded else 0,
+            encode_ms=option.encode_ms + self.copy_ms + option.nbytes / self.to_host_bytes_per_ms,
+            decode_ms=option.decode_ms + self.copy_ms + option.nbytes / self.to_device_bytes_per_ms,
+        )

@@ -1,0 +1,21 @@
+"""Names of codecs whose payloads are in host memory. Without torch, for the solver."""
+
+HOST = "host"
+"""Name of the codec that stores a tensor as it is in host memory."""
+HOST_SUFFIX = "+host"
+"""End of the names of all other codecs whose payloads are in host memory, such as "int8+host"."""
+
+
+def on_host(name: str) -> str:
+    """Return the name of the codec that stores the payload of codec `name` in host memory."""
+    return name + HOST_SUFFIX
+
+
+def is_on_host(name: str) -> bool:
+    """Return True if the payloads of codec `name` are in host memory."""
+    return name == HOST or name.endswith(HOST_SUFFIX)
+
+
+def encoding_of(name: str) -> str:
+    """Return the name of the codec that encodes for codec `name`: "int8" for "int8+host". Both have the same errors."""
+    return name.removesuffix(HOST_SUFFIX)

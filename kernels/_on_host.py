@@ -1,0 +1,97 @@
+"""Payloads in host memory: codec `host`, which stores a tensor as it is, and `<codec>+host` after any other codec.
+
+The payload is copied to the pool of pinned memory (`_host_pool.py`) on the stream that encodes, and copied back on the
+stream that decodes. Copies do not overlap with the kernels of this stream. If the pool has no room, the payload stays
+on the device, so that the result is the same in any case.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from adacc_hf.kernels._host_names import HOST, encoding_of
+from adacc_hf.kernels._host_pool import HostBlock, host_pool
+from adacc_hf.kernels._layout import as_flat, is_dense, restore
+from adacc_hf.kernels.codecs import Codec, Payload, codec_type, without_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class HostPayload(Payload):
+    """Payload whose tensors are in host memory."""
+
+    block: HostBlock
+    device: torch.device
+    """Device of the encoded tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensors, without the rounding of the pool."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class OnHost(Codec):
+    """Mixin of a codec class that moves the payload to host memory after encoding, and back before decoding."""
+
+    in_host_memory = True
+
+    @without_gradients
+    def encode(self, tensor: Tensor) -> Payload:
+        payload = super().encode(tensor)
+        block = host_pool.store(payload.tensors)
+        layout = (payload.dtype, payload.size, payload.stride)
+        if block is None:
+            return Payload(self._own(payload), *layout)
+        return HostPayload(block.tensors, *layout, block=block, device=payload.tensors[0].device)
+
+    @without_gradients
+    def decode(self, payload: Payload) -> Tensor:
+        if isinstance(payload, HostPayload):
+            tensors = host_pool.load(payload.block, payload.device)
+        else:
+            tensors = self._own(payload)
+        return super().decode(Payload(tensors, payload.dtype, payload.size, payload.stride))
+
+    def _own(self, payload: Payload) -> tuple[Tensor, ...]:
+        """Return the tensors of a payload on the device, copied if they may share memory with the encoded tensor."""
+        return tuple(part.clone() for part in payload.tensors) if isinstance(self, Unencoded) else payload.tensors
+
+
+class Unencoded(Codec):
+    """Codec that stores the elements as they are, in memory order. Only `OnHost` uses it: its payload is a view of the
+    tensor if possible, and `decode` returns a view of the payload."""
+
+    name = HOST
+    lossless = True
+
+    def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return True
+
+    def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return prod(shape) * dtype.itemsize
+
+    @without_gradients
+    def encode(self, tensor: Tensor) -> Payload:
+        return Payload((as_flat(tensor),), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @without_gradients
+    def decode(self, payload: Payload) -> Tensor:
+        (flat_N,) = payload.tensors
+        if is_dense(payload.size, payload.stride):
+            return flat_N.as_strided(payload.size, payload.stride)
+
+        def fill(out: Tensor) -> None:
+            out.copy_(flat_N)
+
+        return restore(fill, payload)
+
+
+@cache
+def host_codec(name: str) -> type[Codec]:
+    """Return the class of the codec `name`, which is in host memory. Raises ValueError for an unknown codec."""
+    codec_class = Unencoded if name == HOST else codec_type(encoding_of(name))
+    attributes = {"name": name, "__doc__": f"Codec {name}: the payload of {codec_class.__name__} in host memory."}
+    return cast(type[Codec], type(f"{codec_class.__name__}OnHost", (OnHost, codec_class), attributes))

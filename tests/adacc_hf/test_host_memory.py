@@ -1,0 +1,334 @@
+"""Training with payloads in host memory: exact alone, like its codec after another codec, and without a trace.
+
+On a CPU the copies go to the same memory. `tests/adacc_hf/test_gpu.py` trains on a device, real or emulated.
+"""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model, solve_policy
+from adacc_hf.adapt.memory_table import LiveMemory, memory_table
+from adacc_hf.artifacts.host_link import HostLink
+from adacc_hf.artifacts.plans import checkpoint_plan
+from adacc_hf.artifacts.policy import Choice
+from adacc_hf.kernels._host_names import HOST, encoding_of, is_on_host, on_host
+from adacc_hf.kernels._host_pool import ROUNDING_BYTES, host_pool
+from adacc_hf.price import host_copies
+from adacc_hf.run.policy_handle import remove_policy
+from adacc_hf.solve.simple_policies import policy_of_plans, random_policy, uniform_policy
+from adacc_hf.torch_glue.memory import measure_step
+
+CONFIG = AdaccConfig(min_compress_bytes=0, host_memory="64MiB")
+LINK = HostLink(to_host_bytes_per_ms=1e6, to_device_bytes_per_ms=1e6, copy_ms=0.01)
+EVERY = ("retain", "recompute", "compress")
+SETTINGS = [
+    pytest.param(("gpt2", "sdpa", None), id="gpt2-fp32"),
+    pytest.param(("gpt2", "eager", torch.bfloat16), id="gpt2-eager-bf16"),
+    pytest.param(("llama", "sdpa", torch.bfloat16), id="llama-bf16"),
+]
+"""Model, attention, autocast."""
+
+
+def with_link(profile):
+    """Return `profile` as measured on a device with memory of its own."""
+    return replace(
+        profile, kinds=tuple(replace(kind, host_link=LINK) for kind in profile.kinds), host_free_bytes=1 << 30
+    )
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def setting(request, tiny_gpt2, tiny_llama, token_batch):
+    """(model, batch, autocast, profile with a link to the host)."""
+    name, attention, autocast = request.param
+    model, batch = {"gpt2": tiny_gpt2, "llama": tiny_llama}[name](attention, 3), token_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+        return model, batch, autocast, with_link(profile_model(model, batch, CONFIG))
+
+
+@pytest.fixture(autouse=True)
+def no_host_memory_is_left():
+    yield
+    gc.collect()
+    assert (host_pool.live_bytes, host_pool.nbytes) == (0, 0)
+
+
+def codecs_of(policy):
+    return {choice.codec for plan in policy.plans for _, choice in plan.choices if choice.codec}
+
+
+def on_device(policy, profile):
+    """Return `policy` with each codec in host memory replaced by the same codec on the device."""
+
+    def moved(choice):
+        return choice if choice.codec in (None, HOST) else replace(choice, codec=encoding_of(choice.codec))
+
+    plans = [policy.plan_of(block.name) for block in profile.blocks]
+    plans = [replace(plan, choices=tuple((v, moved(choice)) for v, choice in plan.choices)) for plan in plans]
+    return policy_of_plans(profile, plans)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_lossless_policies_with_host_memory_train_exactly(setting, run_steps, assert_same_steps, seed):
+    model, batch, autocast, profile = setting
+    plain = run_steps(model, batch, autocast=autocast)
+    policy = random_policy(profile, seed, EVERY, lossless=True, whole_blocks=True)
+    with apply_policy(model, policy):
+        host_pool.take_peak()
+        assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
+        peak, num = host_pool.take_peak(), policy.num_host_payloads
+        assert policy.predicted_host_bytes <= peak <= policy.predicted_host_bytes + ROUNDING_BYTES * num
+        assert host_pool.live_bytes == 0
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_codecs_in_host_memory_give_the_gradients_of_the_codecs(setting, run_steps, assert_same_steps, seed):
+    model, batch, autocast, profile = setting
+    policy = random_policy(profile, seed, EVERY)
+    with apply_policy(model, on_device(policy, profile)):
+        expected = run_steps(model, batch, autocast=autocast)
+    with apply_policy(model, policy):
+        assert_same_steps(run_steps(model, batch, autocast=autocast), expected)
+
+
+def test_random_policies_use_every_kind_of_codec(setting):
+    """Otherwise the tests above would be weaker than they look."""
+    codecs = set().union(*(codecs_of(random_policy(setting[3], seed, EVERY)) for seed in range(6)))
+    assert HOST in codecs
+    assert any(is_on_host(codec) and codec != HOST for codec in codecs)
+    assert any(not is_on_host(codec) for codec in codecs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_device_stores_what_is_predicted(setting, run_steps, seed):
+    model, batch, autocast, profile = setting
+    policy = random_policy(profile, seed, EVERY)
+    with apply_policy(model, policy):
+        run_steps(model, batch, num_steps=2, autocast=autocast)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+            assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
+
+
+def test_a_policy_that_moves_everything_stores_little_on_the_device(setting, run_steps, assert_same_steps):
+    model, batch, autocast, profile = setting
+    plain = run_steps(model, batch, autocast=autocast)
+    policy = uniform_policy(profile, "compress", HOST)
+    assert codecs_of(policy) == {HOST}
+    assert policy.predicted_host_bytes > 0.5 * profile.plain_stored_bytes
+    assert policy.predicted_stored_bytes + policy.predicted_host_bytes >= profile.plain_stored_bytes
+    with apply_policy(model, policy):
+        assert_same_steps(run_steps(model, batch, autocast=autocast), plain)
+
+
+@pytest.fixture
+def gpt2(tiny_gpt2, token_batch):
+    """(model, batch, profile with a link to the host, policy that moves everything)."""
+    model, batch = tiny_gpt2("sdpa", 3), token_batch()
+    profile = with_link(profile_model(model, batch, CONFIG))
+    return model, batch, profile, uniform_policy(profile, "compress", HOST)
+
+
+@pytest.mark.parametrize("codec", [HOST, on_host("int8")])
+def test_checkpointed_blocks_store_their_inputs_in_host_memory(gpt2, run_steps, assert_same_steps, codec):
+    model, batch, profile, _ = gpt2
+    kind = profile.kinds[0]
+    (option,) = (option for option in kind.codec_options(kind.inputs[0].index) if option.codec == codec)
+    plan = checkpoint_plan(kind, {kind.inputs[0].index: Choice.compress(option)})
+    policy = policy_of_plans(profile, [plan] * len(profile.blocks))
+    assert policy.predicted_host_bytes == 3 * option.host_bytes
+    with apply_policy(model, on_device(policy, profile) if codec != HOST else checkpointed(profile)):
+        expected = run_steps(model, batch)
+    with apply_policy(model, policy):
+        host_pool.take_peak()
+        assert_same_steps(run_steps(model, batch), expected)
+        assert policy.predicted_host_bytes <= host_pool.take_peak() <= policy.predicted_host_bytes + 3 * ROUNDING_BYTES
+
+
+def checkpointed(profile):
+    return policy_of_plans(profile, [checkpoint_plan(profile.kinds[0])] * len(profile.blocks))
+
+
+def gradients(model, batches, evaluated=None):
+    """Return the gradients of one step over `batches`, with an evaluation on `evaluated` before each backward."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(5)
+    for batch in batches:
+        loss = model(**batch).loss
+        if evaluated is not None:
+            model.eval()
+            with torch.no_grad():
+                model(**evaluated)
+            model.train()
+        loss.backward()
+    result = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return result
+
+
+def test_accumulated_gradients_and_evaluations_are_exact(gpt2, token_batch):
+    model, batch, _, policy = gpt2
+    batches = [batch, token_batch(2, 7), batch]
+    plain = gradients(model, batches, evaluated=token_batch(3, 9))
+    with apply_policy(model, policy):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(model, batches, evaluated=token_batch(3, 9)), plain))
+
+
+def test_two_forwards_before_a_backward_are_exact(gpt2, caplog):
+    """The pool has room for one forward. What the second stores stays on the device, and a warning says so."""
+    model, batch, _, policy = gpt2
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(5)
+        losses = [model(**batch).loss for _ in range(2)]
+        sum(losses).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = step()
+    with apply_policy(model, policy):
+        for _ in range(2):
+            assert all(map(torch.equal, step(), plain))
+    assert "the pool of host memory has no room" in caplog.text
+
+
+def test_training_is_exact_after_an_interrupted_backward(gpt2, run_steps, assert_same_steps):
+    """On a CPU, torch keeps a part of the interrupted graph alive, with or without a policy. Its payloads take room in
+    the pool, so that others stay on the device. On a GPU they are freed (test_gpu.py)."""
+    model, batch, _, policy = gpt2
+    plain = run_steps(model, batch)
+
+    class BrokenOffError(Exception):
+        pass
+
+    def interrupt(gradient):
+        raise BrokenOffError
+
+    with apply_policy(model, policy):
+        run_steps(model, batch, num_steps=2)
+        loss = model(**batch).loss
+        assert host_pool.live_bytes > 0
+        handle = model.transformer.h[1].mlp.c_fc.weight.register_hook(interrupt)
+        with pytest.raises(BrokenOffError):
+            loss.backward()
+        handle.remove()
+        del loss
+        gc.collect()
+        assert host_pool.live_bytes < host_pool.nbytes / 2
+        assert_same_steps(run_steps(model, batch), plain)
+
+
+def test_a_forward_without_a_backward_frees_the_payloads(gpt2):
+    model, batch, _, policy = gpt2
+    with apply_policy(model, policy):
+        loss = model(**batch).loss
+        assert host_pool.live_bytes > 0
+        del loss
+        gc.collect()
+        assert host_pool.live_bytes == 0
+
+
+def test_a_backward_after_the_policy_was_removed_is_exact(gpt2):
+    model, batch, _, policy = gpt2
+    plain = gradients(model, [batch])
+    apply_policy(model, policy)
+    torch.manual_seed(5)
+    loss = model(**batch).loss
+    remove_policy(model)
+    assert host_pool.nbytes == 0, "the pool belongs to the payloads alone"
+    loss.backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], plain))
+    model.zero_grad(set_to_none=True)
+
+
+def test_noncontiguous_and_shared_storages_are_exact(toy_model, toy_batch):
+    def forward(block, hidden):
+        left, right = block.up(hidden).transpose(1, 2).chunk(2, 1)
+        joined = torch.cat([left.tanh() * right, left * right.sigmoid()], 1).transpose(1, 2)
+        return block.down(joined) + hidden
+
+    model, batch = toy_model(forward), toy_batch()
+    profile = with_link(profile_model(model, batch, CONFIG))
+    plain = gradients(model, [batch])
+    for seed in range(5):
+        with apply_policy(model, random_policy(profile, seed, EVERY, lossless=True)):
+            for _ in range(3):
+                assert all(map(torch.equal, gradients(model, [batch]), plain))
+
+
+# The whole path: offered, priced, solved and run, on a CPU that passes for a device with memory of its own.
+
+
+@pytest.fixture
+def separate(monkeypatch):
+    monkeypatch.setattr(host_copies, "has_own_memory", lambda device: True)
+
+
+def test_a_cpu_stores_nothing_in_host_memory(gpt2):
+    model, batch, _, _ = gpt2
+    profile = profile_model(model, batch, CONFIG)
+    assert profile.host_free_bytes == 0
+    assert all(kind.host_link is None for kind in profile.kinds)
+    assert solve_policy(profile, 0.2, CONFIG).predicted_host_bytes == 0
+
+
+@pytest.mark.usefixtures("separate")
+def test_a_profile_knows_the_host_only_if_it_may_be_used(gpt2):
+    model, batch, _, _ = gpt2
+    profile = profile_model(model, batch, CONFIG)
+    assert profile.host_free_bytes > 0
+    assert all(kind.host_link is not None for kind in profile.kinds)
+    without = profile_model(model, batch, AdaccConfig(min_compress_bytes=0))
+    assert (without.host_free_bytes, without.kinds[0].host_link) == (0, None)
+
+
+@pytest.mark.usefixtures("separate")
+def test_a_session_uses_host_memory_logs_it_and_frees_it(tiny_gpt2, token_batch, caplog):
+    model, batch = tiny_gpt2("sdpa", 3), token_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = AdaccSession(
+        model, optimizer, CONFIG, memory_budget=0.15, actions=("retain",), tracking="off", head="plain"
+    )
+    for _ in range(3):
+        with session.step(batch):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    policy, metrics = session.policy, session.metrics()
+    assert codecs_of(policy) <= {HOST, "bitmask", on_host("bitmask")}
+    assert policy.predicted_host_bytes > 0
+    assert metrics["adacc/host_gib"] == policy.predicted_host_bytes / 2**30
+    assert metrics["adacc/measured_host_gib"] * 2**30 >= policy.predicted_host_bytes
+    assert session.history[0]["host_bytes"] == policy.predicted_host_bytes
+    table = memory_table(LiveMemory.measure(model, optimizer), policy, session.profile)
+    assert "pool of host memory" in table
+    assert "planned: payloads in host memory" in table
+    session.close()
+    assert host_pool.nbytes == 0
+
+
+@pytest.mark.usefixtures("separate")
+def test_a_checkpoint_with_host_memory_is_not_resumed_without_it(tiny_gpt2, token_batch, tmp_path):
+    model, batch = tiny_gpt2("sdpa", 2), token_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def session(**settings):
+        return AdaccSession(
+            model, optimizer, min_compress_bytes=0, memory_budget=0.15, actions=("retain",), head="plain", **settings
+        )
+
+    with session(host_memory="64MiB") as first:
+        with first.step(batch):
+            model(**batch).loss.backward()
+            optimizer.step()
+        first.save(tmp_path)
+    with session(host_memory="64MiB") as same:
+        assert same.load(tmp_path)
+    with session() as without:
+        assert not without.load(tmp_path)
