@@ -22,7 +22,7 @@ from adacc_hf.artifacts.errors import UnrestorableError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import RETAIN, Action, Plan
 from adacc_hf.kernels.codecs import Payload
-from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.compat import forward_needs_all_ranks
 from adacc_hf.torch_glue.model_state import SMALL_COPY, ModelState
 from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
@@ -140,12 +140,12 @@ class BlockSample:
     def compare(self, bypassed: frozenset[int] = frozenset()) -> GradientError | None:
         """Return the gradient's error if all activations are compressed as planned, except the activations `bypassed`.
 
-        Return None if the block was not called, got no gradient, or has parameters that are sharded outside its
-        forward. Warn and return None if there is not enough memory to run the block, or if running it again would
+        Return None if the block was not called, got no gradient, or has a forward that needs all
+        ranks. Warn and return None if there is not enough memory to run the block, or if running it again would
         change the model's state.
         """
         call = self._call
-        if call is None or not call.gradients or is_sharded(call.block):
+        if call is None or not call.gradients or forward_needs_all_ranks(call.block):
             return None
         if call.obstacle is not None:
             self._warn_uncompared(call.obstacle)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from adacc_hf.adapt.coverage import refuse_whole_blocks
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -27,13 +26,12 @@ from adacc_hf.price.memory_profile import with_missing_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy, provisional_policy, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, from_profile_shapes, has_same_tensors
+from adacc_hf.torch_glue.compat import forward_needs_all_ranks
 from adacc_hf.torch_glue.distributed import (
     broadcast_from_first_rank,
     check_same_policy,
     common_profile,
     gather_from_all_ranks,
-    is_sharded,
-    num_ranks,
 )
 from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
 from adacc_hf.torch_glue.progress import reported_if_slow
@@ -63,13 +61,11 @@ class PolicyBuilder:
 
         If the budget is a limit on peak memory, the policy is plain training if that fits, else a policy with little
         memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch leaves
-        blocks out or has no loss on some rank. Also return None if a forward has collectives (sharded parameters,
-        SyncBatchNorm), because ranks may run different numbers of parts. Raises InfeasibleBudgetError and
-        torch.OutOfMemoryError.
+        blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may run
+        different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
-        has_collectives = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-        if is_sharded(model) or (has_collectives and num_ranks() > 1):
+        if forward_needs_all_ranks(model):
             self._profiler.note_unpredicted("forward needs all ranks, so it cannot run on parts of the first batch")
             return None
         try:
@@ -178,7 +174,7 @@ class PolicyBuilder:
         except UncalledBlocksError as error:
             raise RefusedSizeError("they leave blocks out, and a policy needs all of them") from error
         except torch.OutOfMemoryError as error:
-            if is_sharded(self._run.model):  # its forward was broken off, and cannot run again
+            if forward_needs_all_ranks(self._run.model):  # its forward was broken off, and cannot run again
                 raise
             log.info("Adacc: out of memory while profiling: %s", error)
             raise RefusedSizeError("there is not enough memory to profile them") from error

@@ -22,6 +22,7 @@ from adacc_hf.price.optimizer_memory import coming_state_bytes
 from adacc_hf.price.profiler import profile_batch
 from adacc_hf.price.training_step import NoSync, TrainingStep
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, batch_shapes, bucket_of, describe, resize_batch
+from adacc_hf.torch_glue.compat import forward_needs_all_ranks
 from adacc_hf.torch_glue.distributed import (
     broadcast_from_first_rank,
     common_profile,
@@ -189,7 +190,7 @@ class RunProfiler:
         was_training = model.training
         model.train()
         try:
-            guarded = end_process_if_out_of_memory() if is_sharded(model) else fail_together()
+            guarded = end_process_if_out_of_memory() if forward_needs_all_ranks(model) else fail_together()
             with guarded, self._loop.profiling():
                 yield
         finally:
@@ -252,7 +253,7 @@ def profile_resized(
     except (torch.OutOfMemoryError, UncalledBlocksError):
         raise
     except Exception as error:
-        if shapes == sizes or is_sharded(model):
+        if shapes == sizes or forward_needs_all_ranks(model):
             raise
         log.info(
             "Adacc: the model refuses a batch of %s resized to %s (%s): it is profiled at its own size",

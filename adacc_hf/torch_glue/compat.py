@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from adacc_hf.torch_glue.distributed import is_sharded, num_ranks
 from adacc_hf.torch_glue.model_state import ModelState
 from adacc_hf.torch_glue.no_trace import record_state_changes
 from adacc_hf.torch_glue.private import (
@@ -173,6 +174,21 @@ def attention_of(block: nn.Module) -> list[str]:
     """Return the attention implementations ("sdpa", "eager", ...) in the configs of a block's modules."""
     configs = [getattr(module, "config", None) for module in block.modules()]
     return sorted({str(getattr(config, _ATTENTION, None)) for config in configs if config is not None})
+
+
+def forward_needs_all_ranks(module: nn.Module) -> bool:
+    """Return True if a forward of `module` communicates with other ranks.
+
+    This holds for sharded parameters, for SyncBatchNorm, and for attention of DeepSpeed's Ulysses, whose ranks share
+    sequences. All ranks must then run the same number of forwards.
+    """
+    if is_sharded(module):
+        return True
+    if num_ranks() == 1:
+        return False
+    functions = [ALL_ATTENTION_FUNCTIONS.get(name) for name in attention_of(module)]
+    shares_sequences = any(getattr(function, "__module__", "").startswith("deepspeed.") for function in functions)
+    return shares_sequences or any(isinstance(inner, nn.SyncBatchNorm) for inner in module.modules())
 
 
 def is_compiled_around() -> bool:

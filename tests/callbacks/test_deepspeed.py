@@ -47,7 +47,7 @@ args = TrainingArguments(
 )
 callbacks = [] if settings is None else [AdaccCallback(min_compress_bytes=0, **settings)]
 dataset = [{"input_ids": row, "labels": row} for row in ids]
-peak_meter = MeasureStep(8)  # ends before the optimizer step that callbacks see, which is not DeepSpeed's step
+peak_meter = MeasureStep(7)  # ends before the optimizer step that callbacks see, which is not DeepSpeed's step
 model = GPT2LMHeadModel(GPT2Config(**sizes))
 trainer = Trainer(model, args, train_dataset=dataset, callbacks=[*callbacks, peak_meter])
 with run_graphs_eagerly() if args.torch_compile else nullcontext():

@@ -84,7 +84,7 @@ def test_codecs_change_losses_little():
     assert steps(adacc) != steps(plain)
     # INT4 changes gradients by some percent, and a learning rate of 5e-5 moves the loss by 1e-2 in 6 steps.
     assert adacc["loss"] == pytest.approx(plain["loss"], rel=1e-3)
-    assert adacc["fallback_steps"] == 0
+    assert adacc["fallback_steps"] <= 2, "only the steps before the first policy"
 
 
 def test_the_stored_bytes_are_those_that_the_planner_predicts():
