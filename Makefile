@@ -36,7 +36,7 @@ DEEPSPEED := $(VENV)/deepspeed
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 $(INSTALLED): $(RUNNABLE)
 	$(INSTALL) --no-build-isolation --editable '.[eval,test]'
-	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation --no-deps --target $(DEEPSPEED) \
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation --no-deps --upgrade --target $(DEEPSPEED) \
 		deepspeed einops hjson msgpack ninja py-cpuinfo
 	@$(COMPILE)
 	@touch $@

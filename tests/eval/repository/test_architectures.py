@@ -60,7 +60,8 @@ def test_keeps_all_promises(name):
 def documented_rows() -> dict[str, dict[str, str]]:
     """Return the rows of docs/SUPPORT.md by architecture."""
     rows, columns = {}, []
-    for line in SUPPORT.read_text(encoding="utf-8").splitlines():
+    table = SUPPORT.read_text(encoding="utf-8").partition("| architecture ")
+    for line in "".join(table[1:]).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| architecture"):
             columns = cells
