@@ -124,18 +124,22 @@ def _fastest_within_host(
 
     `searches` are without a limit for the host. Raises InfeasibleBudgetError if no policy fits.
     """
+    if config.host_memory is None:
+        return _fastest(searches, budget)
+    # Neither search is exact: the one without host memory may find a faster policy. Host memory never costs time.
+    without_host = _searches(profile.with_host_memory(0, 0), config)
+    bound = min(search.least_bytes_bound(budget) for search in searches)
     try:
-        search, plans = _fastest(searches, budget)
+        search, plans = _fastest([*searches, *without_host], budget, bound)
         if sum(plan.host_bytes for plan in plans) <= host_limit:
             return search, plans
     except InfeasibleBudgetError as error:
         if error.least is not None and error.least.predicted_host_bytes <= host_limit:
             raise
     shares = [len(profile.blocks) >> halvings for halvings in range(len(profile.blocks).bit_length())]
-    limited = [profile.with_host_memory(num_blocks, host_limit) for num_blocks in shares]
-    limited = [profile.with_host_memory(0, 0), *filter(_may_move, limited)]
-    bound = min(search.least_bytes_bound(budget) for search in searches)
-    return _fastest([search for each in limited for search in _searches(each, config)], budget, bound)
+    limited = filter(_may_move, (profile.with_host_memory(num_blocks, host_limit) for num_blocks in shares))
+    limited_searches = [search for each in limited for search in _searches(each, config)]
+    return _fastest([*without_host, *limited_searches], budget, bound)
 
 
 def _may_move(profile: Profile) -> bool:

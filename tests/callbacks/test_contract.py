@@ -16,7 +16,8 @@ CALLBACKS = {
 }
 """Keyword arguments with which each callback has work to do in 5 steps of the tiny model."""
 
-CUDA_ONLY = {"throughput/peak_allocated_bytes"}
+CUDA_ONLY = {"throughput/peak_allocated_bytes", "adacc/host_gib", "adacc/measured_host_gib"}
+"""Keys that need a CUDA device: its allocator, or host memory to which a policy moves payloads."""
 
 
 @pytest.fixture(params=sorted(CALLBACKS))
