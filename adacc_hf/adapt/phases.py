@@ -23,6 +23,7 @@ from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.coverage import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.events import PolicySet, predictions
+from adacc_hf.adapt.first_steps import CHECKPOINT
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
 from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
@@ -51,6 +52,8 @@ If one batch in eight has an image, no image comes in 64 steps with a probabilit
 
 class WarmUpPhase(Phase):
     """Phase of a run before the first policy. Every block runs under torch's checkpoint until a batch is profiled."""
+
+    activity = CHECKPOINT
 
     def __init__(self, run: RunState) -> None:
         self._run = run
