@@ -96,11 +96,11 @@ def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | 
     if config.host_memory is not None:
         return quick_least_policy(profile, config).predicted_peak_bytes
     budget = Budget(budget_bytes, budget_bytes, limits_peak=True)
-    searches = {search.least_bytes_bound(budget): search for search in reversed(_searches(profile, config))}
-    least = min(search.quick_peak_bytes for search in searches.values())
-    if least <= (1 - FAR) * budget_bytes or (least > (1 + FAR) * budget_bytes and min(searches) > budget_bytes):
+    searches = [(search.least_bytes_bound(budget), search) for search in _searches(profile, config)]
+    least, least_bound = min(search.quick_peak_bytes for _, search in searches), min(bound for bound, _ in searches)
+    if least <= (1 - FAR) * budget_bytes or (least > (1 + FAR) * budget_bytes and least_bound > budget_bytes):
         return least
-    for bound, search in sorted(searches.items(), key=lambda item: item[0]):
+    for bound, search in sorted(searches, key=lambda pair: pair[0]):
         if bound < least:
             least = min(least, search.least_peak_bytes)
     return least

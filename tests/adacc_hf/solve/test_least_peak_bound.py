@@ -125,3 +125,13 @@ def test_a_head_that_cannot_have_the_least_peak_is_not_searched(gpt2_like_profil
     least_bytes = quick_least_policy(profile).predicted_peak_bytes
     assert least_peak_bytes(profile, least_bytes) == least_bytes
     assert searched == ["chunked"]
+
+
+@pytest.mark.parametrize("better_head", ["plain", "chunked"])
+def test_heads_with_equal_bounds_are_both_searched(gpt2_like_profile, add_chunked_head, monkeypatch, better_head):
+    monkeypatch.setattr(PolicySearch, "least_bytes_bound", lambda self, budget: 0)
+    saved_bytes = (1 << 30) * (1 if better_head == "chunked" else -1)
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=1), saved_bytes=saved_bytes)
+    least_bytes = quick_least_policy(profile).predicted_peak_bytes
+    assert least_bytes == quick_least_policy(profile, AdaccConfig(head=better_head)).predicted_peak_bytes
+    assert least_peak_bytes(profile, least_bytes) == least_bytes
