@@ -53,8 +53,6 @@ If one batch in eight has an image, no image comes in 64 steps with a probabilit
 class WarmUpPhase(Phase):
     """Phase of a run before the first policy. Every block runs under torch's checkpoint until a batch is profiled."""
 
-    activity = CHECKPOINT
-
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._profiler, self._batches = run.profiler, run.batches
@@ -67,6 +65,11 @@ class WarmUpPhase(Phase):
         """True after the attempt to set a policy before the first forward."""
         self._profile_error: torch.OutOfMemoryError | None = None
         """Error if memory ran out while profiling before the first forward, else None."""
+
+    @property
+    def activity(self) -> str:
+        """Torch's checkpoint, in every step of this phase."""
+        return CHECKPOINT
 
     def begin_step(self, step: int) -> None:
         self._step = step

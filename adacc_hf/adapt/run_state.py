@@ -37,8 +37,10 @@ class Phase:
     `step` is always the number of finished steps.
     """
 
-    activity = FOLLOWING
-    """What the current step runs under, and what it does besides training (first_steps.py)."""
+    @property
+    def activity(self) -> str:
+        """What the current step runs under, and what it does besides training (first_steps.py)."""
+        return FOLLOWING
 
     def begin_step(self, step: int) -> None:
         """Begin a training step (one optimizer step)."""
