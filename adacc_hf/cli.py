@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf import __version__, doctor, launch
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
-from adacc_hf.artifacts.files import HISTORY_FILE, PROFILES_VARIABLE, policy_file, read_json
+from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, PROFILES_VARIABLE, policy_file, read_json
 from adacc_hf.artifacts.policy import COMPILED_FORMAT, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
@@ -179,17 +179,20 @@ def _report(arguments: argparse.Namespace) -> str:
     compiled = _compiled_policy(path)
     folder = arguments.output or path.parent
     history = _history(arguments.history or path.with_name(HISTORY_FILE), is_required=arguments.history is not None)
+    first_steps = _first_steps(path.with_name(FIRST_STEPS_FILE))
     if compiled is not None:
         from adacc_hf.compiler.graph_report import write_compiled_report
 
-        return _describe_files(write_compiled_report(folder, policy=compiled, history=history))
+        return _describe_files(write_compiled_report(folder, policy=compiled, history=history, first_steps=first_steps))
     profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
         raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
     from adacc_hf.reports.report import write_report
 
     policy, profile = Policy.load(path), Profile.load(profile_path)
-    return _describe_files(write_report(folder, profile=profile, policy=policy, history=history))
+    return _describe_files(
+        write_report(folder, profile=profile, policy=policy, history=history, first_steps=first_steps)
+    )
 
 
 def _describe_files(markdown: Path) -> str:
@@ -227,6 +230,18 @@ def _history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
     if not isinstance(history, list) or not all(_is_event(record) for record in history):
         raise AdaccError(f"{path} is not the history of a run: pass the run's {HISTORY_FILE} with --history")
     return history
+
+
+def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
+    """Load the times of a run's first steps. If the file is missing, as for runs of earlier versions, return none."""
+    if not path.is_file():
+        return ()
+    from adacc_hf.adapt.first_steps import RECORD_KEYS
+
+    records = read_json(path, AdaccError, "file of first steps")
+    if not isinstance(records, list) or not all(isinstance(r, dict) and r.keys() >= RECORD_KEYS for r in records):
+        raise AdaccError(f"{path} has no times of first steps: delete the file, and the report leaves this section out")
+    return records
 
 
 def _is_event(record: Any) -> bool:
@@ -320,7 +335,7 @@ def _add_profiles_parser(commands: Any) -> None:
 
 
 def _store() -> ProfileCache:
-    """Open the cache of profiles. The import is local, because torch and Transformers are slow to import."""
+    """Open the cache of profiles. The import is local, because only `adacc profiles` needs the cache."""
     from adacc_hf.price.profile_cache import ProfileCache
 
     return ProfileCache()
@@ -331,21 +346,32 @@ def _list(_: argparse.Namespace) -> str:
     rows = store.list()
     if not rows:
         return f"no profiles in {store.folder}"
-    return "\n".join(_line(row) for row in rows)
+    number = "1 profile" if len(rows) == 1 else f"{len(rows)} profiles"
+    return "\n".join([f"{number} in {store.folder}, the newest first", LIST_HEADER, *(_line(row) for row in rows)])
+
+
+LIST_HEADER = (
+    f"{'name':12}  {'class of the block':24} {'operators':>9} {'ms, sum':>10}  data types, device, torch, time"
+)
 
 
 def _line(row: Row) -> str:
     operators = row.prices["operators"]
     total_ms = sum(operator["ms"] for operator in operators)
     return (
-        f"{row.key.name}  {row.block_class:24} {len(operators):4} operators {total_ms:10.3f} ms  {row.key.dtype}  "
-        f"{row.key.device}  torch {row.key.torch}  {row.created}"
+        f"{row.key.name:12}  {row.block_class:24} {len(operators):9} {total_ms:10.3f}  {row.key.dtype}, "
+        f"{row.key.device}, torch {row.key.torch}, {row.created}"
     )
 
 
 def _show(arguments: argparse.Namespace) -> str:
     row = _store().find(arguments.name)
-    lines = [_line(row), f"tape {row.key.tape}, shapes {row.key.shapes}, settings {row.key.settings}", "operators"]
+    lines = [
+        LIST_HEADER,
+        _line(row),
+        f"tape {row.key.tape}, shapes {row.key.shapes}, settings {row.key.settings}",
+        "operators",
+    ]
     lines += [f"  {operator['ms']:10.4f} ms  {operator['name']}" for operator in row.prices["operators"]]
     lines.append("activations")
     for activation in row.prices["activations"]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.fallback_stats import UNCOMPILED
+from adacc_hf.adapt.first_steps import COMPILED, COMPILING
 from adacc_hf.adapt.run_state import Phase, RunState
 
 NO_NESTED_REGIONS = "leave torch.utils.checkpoint and nested compiled regions out of the model"
@@ -38,6 +39,11 @@ class Compiled(Phase):
     def policy(self) -> Any:
         """The current `compiler.CompiledPolicy`."""
         return self._compiled.policy
+
+    @property
+    def activity(self) -> str:
+        """COMPILING in a step in which torch compiles graphs, else COMPILED."""
+        return COMPILING if self._compiled.is_compiling else COMPILED
 
     def begin_step(self, step: int) -> None:
         self._compiled.begin_step(self._run.model, self._run.optimizer)

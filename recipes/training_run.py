@@ -146,7 +146,12 @@ def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, A
         log.warning("no report written: the checkpoint that this run resumed from has a policy but no profile")
         return
     write_report(
-        folder, profile=callback.profile, policy=callback.policy, history=callback.history, comparison=comparison
+        folder,
+        profile=callback.profile,
+        policy=callback.policy,
+        history=callback.history,
+        first_steps=callback.first_steps,
+        comparison=comparison,
     )
 
 

@@ -13,6 +13,7 @@ from adacc_hf.adapt.profile_updates import SwitchedOff, in_all_blocks, lossy_opt
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
     COMPILED_FILE,
+    FIRST_STEPS_FILE,
     HISTORY_FILE,
     POLICY_FILE,
     PRICES_FILE,
@@ -182,6 +183,11 @@ def save_files(folder: str | Path, policy: Policy, profile: Profile | None, numb
 def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
     """Write the history of the run, for reports."""
     write_json(Path(folder) / HISTORY_FILE, history)
+
+
+def save_first_steps(folder: str | Path, records: list[dict[str, Any]]) -> None:
+    """Write the times of the run's first steps (`FirstSteps.records`), for reports."""
+    write_json(Path(folder) / FIRST_STEPS_FILE, records)
 
 
 def save_in_checkpoint(folder: Path, saved: Saved) -> None:

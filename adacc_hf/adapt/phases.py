@@ -23,6 +23,7 @@ from adacc_hf.adapt.announcements import describe_costs
 from adacc_hf.adapt.checkpoint_files import Saved
 from adacc_hf.adapt.coverage import ALL_BLOCKS, describe_blocks, refuse_uncovered, refuse_whole_blocks
 from adacc_hf.adapt.events import PolicySet, predictions
+from adacc_hf.adapt.first_steps import CHECKPOINT
 from adacc_hf.adapt.oom_retry import memory_reported, run_with_retry
 from adacc_hf.adapt.policy_builder import PolicyBuilder
 from adacc_hf.adapt.policy_phases import AdaptivePhase, FixedPolicyPhase
@@ -64,6 +65,11 @@ class WarmUpPhase(Phase):
         """True after the attempt to set a policy before the first forward."""
         self._profile_error: torch.OutOfMemoryError | None = None
         """Error if memory ran out while profiling before the first forward, else None."""
+
+    @property
+    def activity(self) -> str:
+        """Torch's checkpoint, in every step of this phase."""
+        return CHECKPOINT
 
     def begin_step(self, step: int) -> None:
         self._step = step

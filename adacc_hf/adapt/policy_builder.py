@@ -34,7 +34,7 @@ from adacc_hf.torch_glue.distributed import (
     gather_from_all_ranks,
 )
 from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
-from adacc_hf.torch_glue.progress import reported_if_slow
+from adacc_hf.torch_glue.progress import SOLVING, interruption
 
 if TYPE_CHECKING:
     from adacc_hf.adapt.run_state import RunState
@@ -78,7 +78,7 @@ class PolicyBuilder:
             return None
         profile = common_profile(estimated)
         self._warn_fragments(profile)
-        with reported_if_slow("solving for the first policy"):
+        with interruption(SOLVING, "solving for the first policy"):
             policy = broadcast_from_first_rank(lambda: self._before_measurement(profile))
         check_same_policy(policy)
         return profile, policy
@@ -124,7 +124,7 @@ class PolicyBuilder:
             policy = self._solve(profile, self._config.memory_budget)  # raises if even the least memory is too much
             return least_policy(profile, self._config) if is_provisional else policy
 
-        with reported_if_slow("solving for the first policy"):
+        with interruption(SOLVING, "solving for the first policy"):
             policy = broadcast_from_first_rank(solve)
         check_same_policy(policy)
         return profile, policy, is_provisional
@@ -194,7 +194,7 @@ class PolicyBuilder:
         Raises RefusedSizeError if no policy fits the budget.
         """
         try:
-            with reported_if_slow("solving for a policy of the new profile"):
+            with interruption(SOLVING, "solving for a policy of the new profile"):
                 policy = broadcast_from_first_rank(
                     lambda: self._solve(profile, context.memory_budget, context.switched_off)
                 )

@@ -30,7 +30,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 from adacc_hf.torch_glue.distributed import num_ranks
-from adacc_hf.torch_glue.progress import reported_if_slow
+from adacc_hf.torch_glue.progress import SOLVING, interruption
 
 ENOUGH_BORROWED = 4
 """Number of batches of a size class at which the solver runs for this class. Earlier batches run under another class's
@@ -127,7 +127,7 @@ class PolicyChoice:
             size_policy = self.add_extrapolated(sizes, *borrowed)
             size_policy.is_borrowed = True
             return size_policy
-        with reported_if_slow(f"solving for batches of {describe(sizes)}"):
+        with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
             sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
         if not has_size_policy:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
@@ -144,7 +144,7 @@ class PolicyChoice:
         if size_policy.num_borrowed < ENOUGH_BORROWED or size_policy.due is not None:
             return
         size_policy.is_borrowed = False
-        with reported_if_slow(f"solving for batches of {describe(size_policy.shapes or ())}"):
+        with interruption(SOLVING, f"solving for batches of {describe(size_policy.shapes or ())}"):
             policy = self.extrapolated.solve_again(replanner.profile)
         borrowed_ms = current_policy(replanner.profile, replanner.policy).predicted_overhead_ms
         if policy is None or policy.predicted_overhead_ms >= borrowed_ms:
@@ -168,7 +168,7 @@ class PolicyChoice:
         policy = current_policy(profile, measured.replanner.policy)
         if not measured.replanner.is_over_budget(policy.predicted_peak_bytes):
             return measured
-        with reported_if_slow(f"solving for batches of {describe(sizes)}"):
+        with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
             policy = self.extrapolated.provisional(profile)
         if not self._is_alone:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))

@@ -23,6 +23,7 @@ from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, save_in_chec
 from adacc_hf.adapt.codec_guard import LossGuard
 from adacc_hf.adapt.coverage import refuse_fallbacks
 from adacc_hf.adapt.events import MemoryNoted, PolicySet, predictions
+from adacc_hf.adapt.first_steps import CHECKING, FOLLOWING, MEASURING, TRACKING
 from adacc_hf.adapt.oom_retry import advice, memory_reported, run_with_retry
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_builder import PolicyBuilder, RefusedSizeError
@@ -46,6 +47,14 @@ log = logging.getLogger(__name__)
 
 LOOK_STEPS = 16
 """Interval, in steps, at which all ranks decide together whether to profile a batch. The decision takes collectives."""
+
+
+TASKS = {
+    TRACKING: "which measures outliers and gradient errors",
+    MEASURING: "whose memory is measured",
+    CHECKING: "the first under a new policy, which checks the records of the blocks",
+}
+"""Tasks of a step besides training, for the report of a slow step."""
 
 
 class FixedPolicyPhase(Phase):
@@ -184,17 +193,23 @@ class AdaptivePhase(FixedPolicyPhase):
             self._peaks.start(run.model, run.optimizer, self.handle.installation)
         self._report_slow_step()
 
+    @property
+    def activity(self) -> str:
+        """What the current step runs under, and what it does besides training."""
+        current = self.choice.current
+        if self._tracking.is_on:
+            return TRACKING
+        if self._peaks.is_on:
+            return MEASURING
+        if current is not None and (current.is_fresh or current.num_steps < RECORDED_STEPS):
+            return CHECKING
+        return FOLLOWING
+
     def _report_slow_step(self) -> None:
         """Begin to report the step if it does more than train, and takes more than twice the time of a normal step."""
         self._report.close()
-        current = self.choice.current
-        if self._tracking.is_on:
-            task = "which measures outliers and gradient errors"
-        elif self._peaks.is_on:
-            task = "whose memory is measured"
-        elif current is not None and (current.is_fresh or current.num_steps < RECORDED_STEPS):
-            task = "the first under a new policy, which checks the records of the blocks"
-        else:
+        task, current = TASKS.get(self.activity), self.choice.current
+        if task is None:
             return
         normal_ms = current.times.median_ms if current is not None else None
         if normal_ms is None and current is not None:

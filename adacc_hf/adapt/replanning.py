@@ -19,7 +19,7 @@ from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.distributed import check_same_policy, num_ranks
-from adacc_hf.torch_glue.progress import announce, reported_if_slow
+from adacc_hf.torch_glue.progress import SOLVING, announce, interruption
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Replanning:
                 continue
             started = time.perf_counter()
             before = size_policy.replanner.policy
-            with reported_if_slow(f"step {step}: waiting for the solver"):
+            with interruption(SOLVING, f"step {step}: waiting for the solver"):
                 result = size_policy.replanner.take_over()
             waited_ms = (time.perf_counter() - started) * 1e3
             size_policy.due = None
@@ -85,7 +85,7 @@ class Replanning:
         replanner, before = size_policy.replanner, size_policy.replanner.policy
         started = time.perf_counter()
         try:
-            with reported_if_slow(f"step {step}: solving for a policy, because {reason}"):
+            with interruption(SOLVING, f"step {step}: solving for a policy, because {reason}"):
                 policy = replanner.solve_for(profile)
         except InfeasibleBudgetError as error:
             log.warning("Adacc: step %d: %s: %s; training goes on with the least memory", step, NOTHING_FITS, error)
@@ -109,7 +109,7 @@ class Replanning:
         replanner = size_policy.replanner
         budget = tighter_budget(replanner)
         try:
-            with reported_if_slow(f"step {step}: solving for memory_budget={budget}, because memory ran out"):
+            with interruption(SOLVING, f"step {step}: solving for memory_budget={budget}, because memory ran out"):
                 policy = replanner.solve_within(budget)
         except InfeasibleBudgetError as error:
             return f"no policy needs that much less: {error}"

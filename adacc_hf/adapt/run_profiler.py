@@ -33,7 +33,7 @@ from adacc_hf.torch_glue.distributed import (
 )
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.private import is_profiling
-from adacc_hf.torch_glue.progress import reported_if_slow
+from adacc_hf.torch_glue.progress import PROFILING, interruption
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class RunProfiler:
         batch outside training either, or leaves blocks out, log why and return None. If one rank runs out of memory,
         torch.OutOfMemoryError is raised on all ranks.
         """
-        with self._training_mode(model), reported_if_slow("profiling the first batch"):
+        with self._training_mode(model), interruption(PROFILING, "profiling the first batch"):
             try:
                 return self._estimate_or_measure(model, optimizer, batch, compute_loss)
             except (UncalledBlocksError, *UNSUPPORTED_BATCH_ERRORS) as error:
@@ -121,7 +121,7 @@ class RunProfiler:
             raise RuntimeError(self._loop.no_batch)
         step = self._training_step(model, optimizer, compute_loss)
         phase = f"profiling a batch of {describe(batch_shapes(batch))}"
-        with self._training_mode(model), reported_if_slow(phase):
+        with self._training_mode(model), interruption(PROFILING, phase):
             profile = profile_batch(model, batch, self._config, step, all_sizes=self.all_sizes)
         return common_profile(profile)  # once all ranks have one
 

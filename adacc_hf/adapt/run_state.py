@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from adacc_hf.adapt.checkpoint_files import save_files, save_history, warn_on_write_error
+from adacc_hf.adapt.checkpoint_files import save_files, save_first_steps, save_history, warn_on_write_error
 from adacc_hf.adapt.events import Event
 from adacc_hf.adapt.fallback_stats import STEPS, FallbackStats, num_fallback_steps
+from adacc_hf.adapt.first_steps import FOLLOWING, FirstSteps
 from adacc_hf.adapt.memory_table import LiveMemory, memory_table
 from adacc_hf.adapt.micro_batches import MicroBatches
 from adacc_hf.adapt.policy_builder import PolicySource
@@ -35,6 +36,11 @@ class Phase:
 
     `step` is always the number of finished steps.
     """
+
+    @property
+    def activity(self) -> str:
+        """What the current step runs under, and what it does besides training (first_steps.py)."""
+        return FOLLOWING
 
     def begin_step(self, step: int) -> None:
         """Begin a training step (one optimizer step)."""
@@ -117,6 +123,7 @@ class RunState:
         self.policy: Policy | None = None
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
+        self.first_steps = FirstSteps()
         self.stats = FallbackStats()
         self.batches = MicroBatches()
         self.profiler = RunProfiler(config, loop)
@@ -184,6 +191,16 @@ class RunState:
     def count_step(self, step: int) -> None:
         """Count the finished `step` as a fallback step if any of its block calls did not follow the policy."""
         self._is_uncounted |= self.stats.end_step(step, self.history)
+
+    def end_first_step(self, step: int, activity: str) -> None:
+        """Record the time of the finished `step` if it is one of the run's first, and write the times.
+
+        `activity` is what the step ran under.
+        """
+        is_recorded, folder = self.first_steps.end_step(step, activity, self.history), self.loop.folder
+        if is_recorded and folder is not None and self.loop.is_first_rank:
+            with warn_on_write_error(folder, REPORTS_LACK):
+                save_first_steps(folder, self.first_steps.records)
 
     def fallback_figures(self) -> dict[str, float]:
         """Return a dict with the number of fallback steps so far, under its name in the log."""

@@ -153,6 +153,11 @@ class AdaccSession:
         return self.state.history
 
     @property
+    def first_steps(self) -> list[dict[str, Any]]:
+        """Times of the run's first steps, one record per step (`FirstSteps.records`). A resumed run has its own."""
+        return self.state.first_steps.records
+
+    @property
     def num_steps(self) -> int:
         """Number of finished steps, including those before the checkpoint that `load` has read."""
         return self.state.step
@@ -323,6 +328,7 @@ class AdaccSession:
             self.state.optimizer = optimizer
         self._is_in_step, self.state.has_stepped, self._num_micro = True, False, 0
         self.hooks.num_forwards = 0
+        self.state.first_steps.begin_step(self.state.history)
         self.phase.begin_step(self.num_steps if step is None else step)
 
     def train(self, run: Callable[[], Any], inputs: Any) -> Any:
@@ -359,7 +365,9 @@ class AdaccSession:
             if self._is_own and not self._has_trained():
                 return
             self.state.num_steps += 1
-            self.phase.end_step(self.num_steps if step is None else step)
+            step, activity = self.num_steps if step is None else step, self.phase.activity
+            self.phase.end_step(step)
+            self.state.end_first_step(step, activity)
 
     def _has_trained(self) -> bool:
         """Return True if the step has called the model for training.

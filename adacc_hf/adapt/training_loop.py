@@ -124,6 +124,11 @@ class SessionAdapter:
         return [] if self.session is None else self.session.history
 
     @property
+    def first_steps(self) -> list[dict[str, Any]]:
+        """Times of the first steps of the current run, or of the last one (`AdaccSession.first_steps`)."""
+        return [] if self.session is None else self.session.first_steps
+
+    @property
     def _is_solved(self) -> bool:
         """True if the user passed a Policy or a file. This policy is used even if a checkpoint has another one."""
         return isinstance(self._source, (str, Path, Policy))

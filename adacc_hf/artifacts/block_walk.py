@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from adacc_hf.artifacts.policy import Action
 
@@ -56,8 +56,7 @@ class BlockOutcome:
         return max(self.moments, default=0)
 
 
-@dataclass(frozen=True)
-class _BackwardEvent:
+class _BackwardEvent(NamedTuple):
     """One event of a backward: an operator is replayed, or autograd unpacks or releases a slot."""
 
     entry_bytes: int

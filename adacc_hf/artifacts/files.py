@@ -114,6 +114,8 @@ PRICES_FILE = "adacc_prices.json"
 SEARCHED_FILE = "adacc_searched_prices.json"
 STATE_FILE = "adacc_state.json"
 HISTORY_FILE = "adacc_history.json"
+FIRST_STEPS_FILE = "adacc_first_steps.json"
+"""File with the times of a run's first steps. Checkpoints do not have this file."""
 COMPILED_FILE = "adacc_compiled.json"
 """File with the policy of a run with `torch_compile=True`."""
 

@@ -180,6 +180,10 @@ def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(event.slot for event in events if not event.release))
 
 
+MAX_MERGED = 64
+"""Maximum number of copies that a kind of blocks keeps for `KindProfile.with_merged_values`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KindProfile:
     """Profile of one kind of block. Blocks of the same class, parameter shapes and recorded operators are of one
@@ -331,6 +335,19 @@ class KindProfile:
         """Return a copy in which `equal[v]` replaces `v` in all operators' inputs and slots."""
         if not equal:
             return self
+        key = frozenset(equal.items())
+        if key not in self._merged:
+            if len(self._merged) >= MAX_MERGED:
+                self._merged.clear()
+            self._merged[key] = self._merge_values(equal)
+        return self._merged[key]
+
+    @cached_property
+    def _merged(self) -> dict[frozenset[tuple[int, int]], KindProfile]:
+        """Latest results of `with_merged_values`. The plans that a search compares have few different arguments."""
+        return {}
+
+    def _merge_values(self, equal: Mapping[int, int]) -> KindProfile:
         operators = (
             replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
             for operator in self.operators

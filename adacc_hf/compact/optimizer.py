@@ -253,7 +253,12 @@ def _targets(model: nn.Module, target_modules: str | Collection[str]) -> Iterato
         _check_weight(name, layer, uses)
         yield name, layer
     if full_layers:
-        log.warning("CompAct: layers not compact, trained in full: %s", ", ".join(dict.fromkeys(full_layers)))
+        log.warning(
+            "CompAct: layers not compact, trained in full: %s. The reason: fused attention stores the input of its "
+            "output projection in any case, and the head is not compressed. To train other layers in full too, name "
+            "the compact ones in target_modules",
+            ", ".join(dict.fromkeys(full_layers)),
+        )
 
 
 def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:

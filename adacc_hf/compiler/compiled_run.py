@@ -116,11 +116,16 @@ class CompiledRun:
         """Reasons why regions are partitioned by torch and have no budget, one per region."""
         return self._installed.partitioner.refusals
 
+    @property
+    def is_compiling(self) -> bool:
+        """True in the first step, and in the first step after a change of the share. torch compiles graphs there."""
+        return self._num_steps == 0
+
     def begin_step(self, model: Any, optimizer: Any) -> None:
         if self._next_change is not None:
             self._compile_again(self._next_change)
         self._report.close()
-        if self._num_steps == 0:
+        if self.is_compiling:
             self._report.enter_context(reported_if_slow("a step that compiles the model"))
         self._meter.begin()
         self._num_elements, self.fell_back = 0, False

@@ -12,6 +12,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Heading, Paragraph, Part, Report, Table
 from adacc_hf.reports.plots import FONT, draw_action_legend, matplotlib_module, new_figure, to_png, unit_of
 from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
+from adacc_hf.reports.step_times import first_steps_parts
 from adacc_hf.reports.timeline import timeline_parts
 
 if TYPE_CHECKING:
@@ -22,22 +23,38 @@ NUMBERS = frozenset({"bytes", "stored"})
 BAR_INCHES = 0.26
 
 
-def compiled_report(*, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Report:
+def compiled_report(
+    *, policy: CompiledPolicy, history: Sequence[Record] = (), first_steps: Sequence[Record] = ()
+) -> Report:
     """Return the report of a policy for compiled graphs. `history` is `AdaccCallback.history`.
+
+    `first_steps` are the times of the run's first steps, `AdaccSession.first_steps`.
 
     Raises ImportError without matplotlib.
     """
-    overview = (*_summary(policy), *_map(policy), *fallback_parts(history), *timeline_parts(history))
+    overview = (
+        *_summary(policy),
+        *_map(policy),
+        *fallback_parts(history),
+        *first_steps_parts(first_steps),
+        *timeline_parts(history),
+    )
     return Report(title=GRAPHS_TITLE, overview=overview, details=(*_tensors(policy), *event_parts(history)))
 
 
-def write_compiled_report(folder: str | Path, *, policy: CompiledPolicy, history: Sequence[Record] = ()) -> Path:
+def write_compiled_report(
+    folder: str | Path,
+    *,
+    policy: CompiledPolicy,
+    history: Sequence[Record] = (),
+    first_steps: Sequence[Record] = (),
+) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    `history` is `AdaccCallback.history`. Before anything is written, raises NotADirectoryError if `folder` is a file,
-    and ImportError without matplotlib.
+    The arguments are those of `compiled_report`. Before anything is written, raises NotADirectoryError if `folder` is a
+    file, and ImportError without matplotlib.
     """
-    return compiled_report(policy=policy, history=history).save(folder)
+    return compiled_report(policy=policy, history=history, first_steps=first_steps).save(folder)
 
 
 def _summary(policy: CompiledPolicy) -> list[Part]:

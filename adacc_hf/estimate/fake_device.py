@@ -25,7 +25,7 @@ from adacc_hf.kernels._compiler import build
 from adacc_hf.torch_glue.compat import no_packed_sequences
 from adacc_hf.torch_glue.dynamo import grouped_products_of_any_dtype
 from adacc_hf.torch_glue.memory import MemoryMeter, MemoryPoint
-from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key, tree_leaves
+from adacc_hf.torch_glue.private import FakeTensorMode, TorchDispatchMode, attention_operator, storage_key
 from adacc_hf.torch_glue.rng_state import replace_generators
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -289,6 +289,10 @@ class FakeMemoryMeter(MemoryMeter):
         self._on_allocate(key, nbytes)
         weakref.finalize(storage, self._remove, key, nbytes).atexit = False
 
+    def has(self, key: int) -> bool:
+        """Return True if the storage with this `storage_key` is live and counted."""
+        return key in self._storages
+
     def _remove(self, key: int, nbytes: int) -> None:
         self._storages.discard(key)
         self._live_bytes -= nbytes
@@ -314,16 +318,30 @@ class _StorageObserver(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        input_keys = {storage_key(_storage(tensor)) for tensor in inputs}
-        for tensor in tree_leaves(result):
+        # Torch queries the device of each fake tensor by an operator. Views have the storage of an input.
+        if func.namespace == "prim" or func.is_view:
+            return result
+        input_keys: set[int] | None = None
+        for tensor in _tensors_in((result,)):
             # Tensors on meta take no memory on a real device either.
-            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+            if tensor.device.type == "meta":
                 continue
-            if storage_key(_storage(tensor)) not in input_keys:
-                self._meter.add(_storage(tensor))
+            storage = tensor.untyped_storage()
+            key = storage_key(storage)
+            if self._meter.has(key):
+                continue
+            if input_keys is None:
+                inputs = (*_tensors_in(args), *_tensors_in(tuple(kwargs.values())))
+                input_keys = {storage_key(each.untyped_storage()) for each in inputs}
+            if key not in input_keys:
+                self._meter.add(storage)
         return result
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+def _tensors_in(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an operator's arguments or results. Operators nest tensors in lists and tuples only."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors_in(tuple(argument))

@@ -22,7 +22,7 @@ from adacc_hf.estimate.reserved_memory import reserved_bytes
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
 from adacc_hf.solve.baselines import simulate_checkpointed
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import solve_policy
+from adacc_hf.solve.solver import least_peak_bytes, solve_policy
 from adacc_hf.torch_glue.compat import attention_of
 from adacc_hf.torch_glue.memory import distinct_bytes
 
@@ -162,7 +162,9 @@ class _Planner:
             model.model, model.blocks, request.optimizer, workload.sharding, workload.has_master_weights
         )
         self._traced: dict[tuple[int, int], Profile] = {}
-        """Profiles by batch size and sequence length."""
+        """Profiles by batch size and sequence length. Those of METHODS but "adacc" may lack the chunked head."""
+        self._with_all_heads: set[tuple[int, int]] = set()
+        """Shapes in `_traced` whose profiles have all heads."""
         self._peak = cache(self._smallest_peak)
 
     def plan(self) -> TrainingPlan:
@@ -178,7 +180,7 @@ class _Planner:
         log.info("simulating torch's allocator")
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
-            self._traced[request.batch_size, request.seq_len] = profile
+            self._add_traced(profile)
             forecasts = self._add_largest(forecasts)
         return TrainingPlan(
             request=request,
@@ -190,6 +192,12 @@ class _Planner:
             forecasts=forecasts,
             phases=_phases(_fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
         )
+
+    def _add_traced(self, profile: Profile) -> None:
+        """Use `profile`, of the requested batch shape and with all heads, in the searches for the largest shapes."""
+        shape = (self.request.batch_size, self.request.seq_len)
+        self._traced[shape] = profile
+        self._with_all_heads.add(shape)
 
     def profile(self) -> Profile:
         """Return the profile of one step at the requested batch size and sequence length."""
@@ -285,7 +293,7 @@ class _Planner:
         """Return the largest batch of each method. Each search starts at the largest previous result."""
         request = self.request
         _check_budget(request, self.static)
-        self._traced[request.batch_size, request.seq_len] = self.profile()
+        self._add_traced(self.profile())
         batch_sizes: dict[str, int] = {}
         for method in methods:
             batch_sizes[method] = self._largest_batch(method, max(1, *batch_sizes.values(), request.batch_size))
@@ -319,10 +327,10 @@ class _Planner:
         far.
 
         The search for the largest fitting shape starts from these numbers. The number at (0, 0) is an estimate: the
-        bytes that stay allocated during the whole step, minus the budget. For method "adacc" only this estimate is
-        returned, because the number for any other shape would take a run of the solver.
+        bytes that stay allocated during the whole step, minus the budget. For method "adacc", the number of a shape
+        whose profile lacks a head would take another trace, and is left out.
         """
-        shapes = [] if method == "adacc" else list(self._traced)
+        shapes = list(self._with_all_heads if method == "adacc" else self._traced)
         estimate = {(0, 0): self.static.resting_bytes - self.request.budget}
         return estimate | {shape: self._excess(method, *shape) for shape in shapes}
 
@@ -330,13 +338,18 @@ class _Planner:
         return self._peak(method, batch_size, seq_len) - self.request.budget
 
     def _smallest_peak(self, method: str, batch_size: int, seq_len: int) -> int:
-        """Return the smallest peak in bytes that a method can reach at this batch shape, traced if necessary."""
-        shape = (batch_size, seq_len)
-        if shape not in self._traced:
-            self._traced[shape] = self._for_training(self.model.estimate(*shape))
+        """Return the smallest peak in bytes that a method can reach at this batch shape, traced if necessary.
+
+        For "adacc", a peak that is far from the budget is an estimate.
+        """
+        shape, is_adacc = (batch_size, seq_len), method == "adacc"
+        if shape not in (self._with_all_heads if is_adacc else self._traced):
+            self._traced[shape] = self._for_training(self.model.estimate(*shape, all_heads=is_adacc))
+            if is_adacc:
+                self._with_all_heads.add(shape)
         profile = self._traced[shape]
-        if method == "adacc":
-            return _smallest_peak(profile, self.request.workload.adacc)
+        if is_adacc:
+            return least_peak_bytes(profile, self.request.budget, self.request.workload.adacc)
         if method in _UNIFORM:
             return uniform_policy(profile, _UNIFORM[method]).predicted_peak_bytes
         return _fully_recomputed(profile).peak_bytes
@@ -402,13 +415,6 @@ def _solve(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy |
     except InfeasibleBudgetError as error:
         return None, error.smallest_budget_bytes, error.bound_bytes
     return policy, policy.predicted_peak_bytes, None
-
-
-def _smallest_peak(profile: Profile, config: AdaccConfig) -> int:
-    """Return the smallest peak in bytes of any policy."""
-    policy, peak_bytes, _ = _solve(profile, 1, config)
-    assert policy is None, "no policy fits a budget of one byte"
-    return peak_bytes
 
 
 def plain_ms(profile: Profile) -> float:

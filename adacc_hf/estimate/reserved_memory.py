@@ -38,7 +38,7 @@ def reserved_bytes(
     """
     module = model.model
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    meter = _AllocatorMeter(model.workload.device.memory_bytes)
+    meter = AllocatorMeter(model.workload.device.memory_bytes)
     for tensor in (*module.parameters(), *module.buffers()):
         meter.add(tensor.untyped_storage())
     state: list[torch.Tensor] = []  # keeps the optimizer's state alive
@@ -47,16 +47,22 @@ def reserved_bytes(
             stack.enter_context(_checkpointed(model))
         stack.enter_context(meter)
         for _ in range(STEPS):
+            if meter.can_repeat:
+                meter.repeat()
+                continue
+            meter.begin_recording()
             batch = model.batch(batch_size, seq_len)
             with fake_autocast(model.workload.trace, model.autocast):
                 loss = forward_loss(module, batch)
             FakeBackward().run(loss)
             del loss, batch
             if not state:
-                state = [part for p in trained for part in _allocate(state_bytes(optimizer, p), p)]
+                with meter.not_recorded():
+                    state = [part for p in trained for part in _allocate(state_bytes(optimizer, p), p)]
             _allocate_update_temporaries(optimizer, trained)
             if not keeps_gradients:
                 module.zero_grad(set_to_none=True)
+                meter.end_recording()
         reserved = meter.allocator.most_reserved_bytes
     module.zero_grad(set_to_none=True)
     return reserved
@@ -81,18 +87,61 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-class _AllocatorMeter(FakeMemoryMeter):
-    """Meter of fake tensors that passes every allocation and every free to a simulated allocator."""
+class AllocatorMeter(FakeMemoryMeter):
+    """Meter of fake tensors that passes every allocation and every free to a simulated allocator.
+
+    A step whose allocations are all freed at its end is repeated without the model: the next step allocates and frees
+    the same sizes in the same order. If a tensor of the step stays alive, as gradients that accumulate, the next step
+    may differ and cannot be repeated.
+    """
 
     def __init__(self, memory_bytes: int) -> None:
         super().__init__()
         self.allocator = CachingAllocator(memory_bytes)
+        self.can_repeat = False
+        """True if `repeat` has the same effect as another step."""
+        self._events: list[tuple[int, int | None]] = []
+        """Recorded events: (number of the allocation in the step, its bytes, or None for a free)."""
+        self._numbers: dict[int, int] = {}
+        """Numbers of the recorded allocations that are live, by the storage's key."""
+        self._is_recording = False
+
+    def begin_recording(self) -> None:
+        self._events, self._numbers, self._is_recording = [], {}, True
+
+    def end_recording(self) -> None:
+        self._is_recording = False
+        self.can_repeat = not self._numbers
+
+    @contextmanager
+    def not_recorded(self) -> Iterator[None]:
+        """Return a context whose allocations are not part of the recorded step."""
+        self._is_recording = False
+        try:
+            yield
+        finally:
+            self._is_recording = True
+
+    def repeat(self) -> None:
+        """Pass the recorded allocations and frees to the allocator once more."""
+        for number, nbytes in self._events:
+            key = ("repeated", number)
+            if nbytes is None:
+                self.allocator.free(key)
+            else:
+                self.allocator.allocate(key, nbytes)
 
     def _on_allocate(self, key: int, nbytes: int) -> None:
         self.allocator.allocate(key, nbytes)
+        if self._is_recording:
+            self._numbers[key] = len(self._events)
+            self._events.append((self._numbers[key], nbytes))
 
     def _on_free(self, key: int) -> None:
         self.allocator.free(key)
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self._events.append((number, None))
 
 
 # Replacement for torch's checkpoint, which needs torch's autograd engine. Fake tensors use `FakeBackward` instead.

@@ -22,9 +22,10 @@ from adacc_hf.price.batch_subsampling import (
     move_media_first,
     small_parts,
 )
+from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.measured_profile import measure_profile
 from adacc_hf.price.measurement import Measurement, MemoryOnlyMeasurement
-from adacc_hf.price.profile_cache import CachingMeasurement, ProfileCache
+from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.memory import is_out_of_memory

@@ -13,11 +13,12 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.batch_subsampling import UNSUPPORTED_BATCH_ERRORS, Batch
+from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.estimated_profile import estimate_profile
 from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.price.measured_profile import measure_profile
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.profile_cache import CachingMeasurement, ProfileCache
+from adacc_hf.price.profile_cache import ProfileCache
 from adacc_hf.price.training_step import NoSync, TrainingStep
 from adacc_hf.torch_glue.distributed import num_ranks
 from adacc_hf.torch_glue.memory import is_out_of_memory

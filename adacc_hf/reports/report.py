@@ -24,6 +24,7 @@ from adacc_hf.reports.explain import (
 )
 from adacc_hf.reports.memory_bars import draw_memory_bars, peak_memory
 from adacc_hf.reports.plots import Timeline, draw_frontier, draw_memory, draw_policy_map
+from adacc_hf.reports.step_times import first_steps_parts
 from adacc_hf.reports.timeline import timeline_parts
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -43,6 +44,7 @@ def policy_report(
     profile: Profile,
     policy: Policy,
     history: Sequence[Record] = (),
+    first_steps: Sequence[Record] = (),
     comparison: Sequence[Record] | None = None,
     remarks: Sequence[str] = (),
 ) -> Report:
@@ -54,6 +56,7 @@ def policy_report(
             have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. Its
             phases must be those of the memory simulator. Outliers, errors, step times and peaks are drawn in
             timeline.png.
+        first_steps: times of the run's first steps, `AdaccSession.first_steps`.
         comparison: rows of a table of methods, one record per method. All records have the same columns.
         remarks: paragraphs at the beginning of the report, for example the settings of the run.
 
@@ -91,6 +94,7 @@ def policy_report(
         ),
         figures[2],
         *fallback_parts(history),
+        *first_steps_parts(first_steps),
         *timeline_parts(history),
     )
     return Report(title=TITLE, overview=overview, details=(*_actions(profile, policy), *event_parts(history)))
@@ -102,6 +106,7 @@ def write_report(
     profile: Profile,
     policy: Policy,
     history: Sequence[Record] = (),
+    first_steps: Sequence[Record] = (),
     comparison: Sequence[Record] | None = None,
     remarks: Sequence[str] = (),
 ) -> Path:
@@ -110,7 +115,14 @@ def write_report(
     The arguments are those of `policy_report`. Before anything is written, raises the errors of `policy_report`, and
     NotADirectoryError if `folder` is a file.
     """
-    report = policy_report(profile=profile, policy=policy, history=history, comparison=comparison, remarks=remarks)
+    report = policy_report(
+        profile=profile,
+        policy=policy,
+        history=history,
+        first_steps=first_steps,
+        comparison=comparison,
+        remarks=remarks,
+    )
     return report.save(folder)
 
 

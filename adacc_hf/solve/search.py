@@ -134,10 +134,7 @@ class PolicySearch:
             policies += self._greedy(fits, self._least_ms_of(policies, incumbent_ms))
         if self._least_ms_of(policies, incumbent_ms) <= self.bound_ms(self._reachable_budget(frontiers)):
             return policies
-        # A checkpointed block stores more than the last frontier plan, but its backward may need less memory than one
-        # that replays everything.
-        extended = [[*frontier, *model.checkpoints] for frontier, model in zip(frontiers, self.models, strict=True)]
-        start = self.oracle.least_peak(extended)
+        start = self._start
         start_bytes = self.oracle.peak_bytes(start)
         if start_bytes <= budget.nbytes:
             policies = [start, *(policies or self._greedy(fits, incumbent_ms))]
@@ -145,7 +142,7 @@ class PolicySearch:
         # the fastest. Otherwise more memory could cost time.
         start_budget = Budget(start_bytes, start_bytes, limits_peak=True)
         if self._least_ms_of(policies, incumbent_ms) > self.bound_ms(start_budget):
-            trail = local_search(self.oracle, self.models, extended, start)
+            trail = local_search(self.oracle, self.models, self._extended, start)
             policies += filter(fits, trail)
             if not policies:
                 least = self._least_peak(frontiers, trail[-1])
@@ -154,6 +151,33 @@ class PolicySearch:
                     raise _infeasible_peak(self.profile, self.config, budget, least, bound)
                 policies = [least]
         return policies
+
+    @cached_property
+    def _extended(self) -> list[list[PricedPlan]]:
+        """Frontier of each kind of block, and its checkpointed plans.
+
+        A checkpointed block stores more than the last frontier plan, but its backward may need less memory than one
+        that replays everything.
+        """
+        return [
+            [*frontier, *model.checkpoints] for frontier, model in zip(self.kinds.frontiers, self.models, strict=True)
+        ]
+
+    @cached_property
+    def quick_peak_bytes(self) -> int:
+        """Peak of a policy with little memory, found without the local search for the least peak."""
+        return min(map(self.oracle.peak_bytes, (self.plain, self._start)))
+
+    @cached_property
+    def _start(self) -> list[PricedPlan]:
+        """Policy of frontier plans and checkpointed plans with the least peak."""
+        return self.oracle.least_peak(self._extended)
+
+    @cached_property
+    def least_peak_bytes(self) -> int:
+        """Least peak of a policy that the search finds for any budget."""
+        trail = local_search(self.oracle, self.models, self._extended, self._start)
+        return self.oracle.peak_bytes(self._least_peak(self.kinds.frontiers, trail[-1]))
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
         """Search from `policy` for policies with a peak at least one byte lower, until none is found.

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 
+FAR = 0.1
+"""Distance from the budget, as a fraction of the budget, from which `least_peak_bytes` estimates. The search for the
+least peak lowers the estimate by a few percent, so nearer values would be inconsistent with each other."""
+
+
 def solve_policy(
     profile: Profile, memory_budget: str | float | int | None = None, config: AdaccConfig | None = None
 ) -> Policy:
@@ -78,6 +83,27 @@ def least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
 def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> Policy:
     """Return a policy with the same peak as `least_policy`, in half the solver time. Training steps may be slower."""
     return _within_or_least(profile, 1, config)
+
+
+def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
+    """Return the peak of `least_policy`, without a policy, for a comparison with `budget_bytes`.
+
+    The comparison is exact. If the least peak is far from the budget, the result is an estimate on the same side of the
+    budget, because the search for the least peak takes seconds. A head whose bound is above the peak of another head is
+    not searched.
+    """
+    config = config or AdaccConfig()
+    if config.host_memory is not None:
+        return quick_least_policy(profile, config).predicted_peak_bytes
+    budget = Budget(budget_bytes, budget_bytes, limits_peak=True)
+    searches = [(search.least_bytes_bound(budget), search) for search in _searches(profile, config)]
+    least, least_bound = min(search.quick_peak_bytes for _, search in searches), min(bound for bound, _ in searches)
+    if least <= (1 - FAR) * budget_bytes or (least > (1 + FAR) * budget_bytes and least_bound > budget_bytes):
+        return least
+    for bound, search in sorted(searches, key=lambda pair: pair[0]):
+        if bound < least:
+            least = min(least, search.least_peak_bytes)
+    return least
 
 
 def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None = None) -> Policy:
@@ -191,10 +217,9 @@ def _with_bound(errors: Sequence[InfeasibleBudgetError], bound_bytes: int | None
     floor, bound = least.smallest_budget_bytes, min(bounds) if bound_bytes is None else bound_bytes
     if bound >= floor:
         return InfeasibleBudgetError(str(least), floor, least=least.least)
-    percent = 100 * (1 - bound / floor)
     return InfeasibleBudgetError(
         f"{least}. This is the least of all policies that were tried; no policy needs less than {bound} bytes "
-        f"({format_bytes(bound)}, {percent:.2g} % below)",
+        f"({format_bytes(bound)})",
         floor,
         bound,
         least.least,

@@ -43,7 +43,8 @@ operators pad other masks."""
 
 _OTHER_SIZE = (
     "for example in a smaller last batch, or one without padding",
-    "set dataloader_drop_last=True or pad to one length",
+    "set dataloader_drop_last=True or pad to one length. If the sizes vary by design, as those of generated texts in "
+    "GRPO, nothing needs to be changed",
 )
 _OTHER_MODE = (
     "although a batch of these sizes was recorded: autocast, frozen weights, eval mode or the attention kernel changed",

@@ -12,9 +12,10 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -26,6 +27,30 @@ SLOW_SECONDS = 3.0
 """Time after which a phase that interrupts training is reported. A shorter interruption needs no explanation."""
 GROWTH = 4
 """Factor between the times of two reports of one phase, so that a long phase has few of them."""
+
+
+PROFILING, SOLVING = "profiling", "solving"
+"""Kinds of interruptions. A wait for the solver is a kind of solving."""
+MAX_INTERRUPTIONS = 64
+"""Number of latest interruptions that a thread remembers. A step has fewer."""
+
+
+class Interruption(NamedTuple):
+    """Finished interruption of training: its kind, its start as `time.perf_counter()`, and its duration in seconds."""
+
+    kind: str
+    started: float
+    seconds: float
+
+
+class _Remembered(threading.local):
+    """Latest interruptions of each thread. A solver on a thread of its own does not interrupt training."""
+
+    def __init__(self) -> None:
+        self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
+
+
+_remembered = _Remembered()
 
 
 class _Fallback(logging.Handler):
@@ -44,6 +69,25 @@ def announce(text: str, *details: Any) -> None:
     """Log a message on the first rank. `text` is a %-format string for `details`."""
     if is_first_rank():
         progress.info(text, *details)
+
+
+@contextmanager
+def interruption(kind: str, phase: str) -> Iterator[None]:
+    """Return a context for work that training waits for. The context is timed, and reported as `phase` if it is slow.
+
+    `kind` is PROFILING or SOLVING. `interruptions_since` returns the time.
+    """
+    started = time.perf_counter()
+    try:
+        with reported_if_slow(phase):
+            yield
+    finally:
+        _remembered.interruptions.append(Interruption(kind, started, time.perf_counter() - started))
+
+
+def interruptions_since(started: float) -> list[Interruption]:
+    """Return the interruptions of this thread that have begun since `started`, a `time.perf_counter()`."""
+    return [interruption for interruption in _remembered.interruptions if interruption.started >= started]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adacc_hf import AdaccCallback
+from adacc_hf.adapt.first_steps import COMPILED, COMPILING
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 
@@ -19,7 +20,14 @@ def run_callback(train, lossless):
 def test_a_finished_run_shows_its_pictures(run_callback, tmp_path):
     report = run_callback.report()
     names = [figure.file_name for figure in report.figures]
-    assert names == ["memory_bars.png", "policy_map.png", "memory.png", "frontier.png", "timeline.png"]
+    assert names == [
+        "memory_bars.png",
+        "policy_map.png",
+        "memory.png",
+        "frontier.png",
+        "first_steps.png",
+        "timeline.png",
+    ]
     assert report._repr_html_().count("data:image/png;base64,") == len(names)
     text = str(report)
     assert text.startswith("# Adacc report")
@@ -70,6 +78,10 @@ def test_a_compiled_run_has_the_report_of_its_graphs(train, lossless):
     train([callback], torch_compile=True, torch_compile_backend="inductor")
     report = callback.report()
     assert report.title == "Adacc report: compiled graphs"
+    activities = [record["activity"] for record in callback.first_steps]
+    assert activities[0] == COMPILING
+    assert activities[-1] == COMPILED
+    assert "first_steps.png" in str(report)
     assert callback.policy is None
     assert "no policy yet" not in repr(callback)
 

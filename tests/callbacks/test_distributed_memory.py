@@ -17,8 +17,8 @@ from trainer_builders import run_script_on_two_ranks
 import adacc_hf.adapt.policy_builder as builder_module
 import adacc_hf.adapt.run_profiler as profiler_module
 from adacc_hf import AdaccCallback, profile_model
+from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.profile_cache import CachingMeasurement
 from adacc_hf.torch_glue.distributed import end_process_if_out_of_memory
 
 MESSAGE = "rank out of memory. Tried to allocate 7 GiB"

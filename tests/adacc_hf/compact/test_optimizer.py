@@ -83,7 +83,7 @@ def test_blocks_linear_layers_are_compact_but_for_attentions_output(build, caplo
     }
     if build is llama:
         assert module_names == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
-        assert "layers not compact, trained in full: model.layers.*.self_attn.o_proj" in caplog.text
+        assert "layers not compact, trained in full: model.layers.*.self_attn.o_proj. The reason: fused" in caplog.text
     else:
         assert module_names == {"c_attn", "c_fc", "c_proj"}
         assert not isinstance(model.transformer.h[0].attn.c_proj, CompactConv1D)

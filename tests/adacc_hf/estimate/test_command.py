@@ -10,6 +10,7 @@ from adacc_hf.cli import USER_ERROR, main
 from adacc_hf.estimate.command import COMPUTED_IN
 from adacc_hf.estimate.fake_model import PRECISIONS
 from adacc_hf.estimate.plan_report import WIDTH
+from adacc_hf.estimate.presets import PRESETS
 
 REFUSED = {
     "device": (["--device", "b200"], "--device=b200 is not in the table of devices: choose from h100"),
@@ -136,6 +137,13 @@ def test_wrong_options_are_refused_before_torch_is_imported() -> None:
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == [f"{USER_ERROR} False"] * len(wrong), process.stderr
+
+
+def test_the_help_names_every_preset(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert [name for name in PRESETS if f"{name}," not in printed and f"{name})" not in printed] == []
 
 
 def test_an_unknown_model_is_refused(refusal_of, tmp_path: Path):

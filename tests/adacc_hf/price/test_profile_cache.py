@@ -119,14 +119,25 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, capsys):
     assert main(["profiles", "list"]) == USER_ERROR
 
 
+def test_the_command_needs_no_torch(store):
+    store.put(KEY, "GPT2Block", PRICES)
+    code = (
+        "import sys; from adacc_hf.cli import main; status = main(['profiles', 'list']); "
+        "sys.exit(status or 3 * ('torch' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
 def test_the_command_lists_shows_and_clears(store, capsys):
     assert main(["profiles", "list"]) == 0
     assert "no profiles in" in capsys.readouterr().out
     store.put(KEY, "GPT2Block", PRICES)
     assert main(["profiles", "list"]) == 0
-    line = capsys.readouterr().out
+    number, header, line = capsys.readouterr().out.splitlines()
+    assert number == f"1 profile in {store.folder}, the newest first"
     assert line.startswith(f"{KEY.name}  GPT2Block")
-    assert "1.500 ms  float32  a GPU  torch 2.13" in line
+    assert "1.500  float32, a GPU, torch 2.13, 20" in line
+    assert header.index("operators") + len("operators") == line.index("1.500") - len("     ") - 1
     assert main(["profiles", "show", KEY.name[:6]]) == 0
     assert "2.00 KiB  mlp:mm" in capsys.readouterr().out
     assert main(["profiles", "show", "zz"]) == USER_ERROR

@@ -16,7 +16,8 @@ from adacc_hf.solve.frontier import frontiers
 from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 from adacc_hf.solve.minimum_peak import PeakOracle, least_bound, local_search
-from adacc_hf.solve.solver import solve_policy
+from adacc_hf.solve.search import PolicySearch
+from adacc_hf.solve.solver import FAR, least_peak_bytes, quick_least_policy, solve_policy
 
 SOLVING = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -96,3 +97,41 @@ def test_a_model_without_a_large_head_has_a_lower_floor_and_more_memory_never_co
         assert policy.predicted_peak_bytes <= budget
         assert policy.predicted_overhead_ms <= previous_ms + 1e-9  # sums in another order
         previous_ms = policy.predicted_overhead_ms
+
+
+@pytest.mark.parametrize("percent", [20, 80, 95, 99, 100, 101, 105, 120, 300])
+def test_a_comparison_of_the_least_peak_with_a_budget_is_exact(gpt2_like_profile, percent):
+    """A value within `FAR` of the budget is the least peak. Farther values are on the same side of the budget."""
+    profile = gpt2_like_profile(num_blocks=4)
+    least_bytes = quick_least_policy(profile).predicted_peak_bytes
+    budget = least_bytes * percent // 100
+    for nbytes in (budget - 1, budget):
+        compared_bytes = least_peak_bytes(profile, nbytes)
+        assert (compared_bytes <= nbytes) == (least_bytes <= nbytes)
+        if abs(compared_bytes - nbytes) < FAR * nbytes:
+            assert compared_bytes == least_bytes
+
+
+def test_a_head_that_cannot_have_the_least_peak_is_not_searched(gpt2_like_profile, add_chunked_head, monkeypatch):
+    searched = []
+    search = PolicySearch.least_peak_bytes.func
+    monkeypatch.setattr(
+        PolicySearch, "least_peak_bytes", property(lambda self: searched.append(self.profile.head) or search(self))
+    )
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=3), saved_bytes=1 << 30)
+    (chunked,) = profile.other_heads
+    chunked = replace(chunked, outside_peak_bytes=profile.static_bytes, loss_peak_bytes=profile.static_bytes)
+    profile = replace(profile, other_heads=(chunked,))
+    least_bytes = quick_least_policy(profile).predicted_peak_bytes
+    assert least_peak_bytes(profile, least_bytes) == least_bytes
+    assert searched == ["chunked"]
+
+
+@pytest.mark.parametrize("better_head", ["plain", "chunked"])
+def test_heads_with_equal_bounds_are_both_searched(gpt2_like_profile, add_chunked_head, monkeypatch, better_head):
+    monkeypatch.setattr(PolicySearch, "least_bytes_bound", lambda self, budget: 0)
+    saved_bytes = (1 << 30) * (1 if better_head == "chunked" else -1)
+    profile = add_chunked_head(gpt2_like_profile(num_blocks=1), saved_bytes=saved_bytes)
+    least_bytes = quick_least_policy(profile).predicted_peak_bytes
+    assert least_bytes == quick_least_policy(profile, AdaccConfig(head=better_head)).predicted_peak_bytes
+    assert least_peak_bytes(profile, least_bytes) == least_bytes

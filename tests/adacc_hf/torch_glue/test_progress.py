@@ -10,7 +10,14 @@ import time
 import pytest
 
 from adacc_hf.torch_glue import progress
-from adacc_hf.torch_glue.progress import announce, reported_if_slow
+from adacc_hf.torch_glue.progress import (
+    PROFILING,
+    SOLVING,
+    announce,
+    interruption,
+    interruptions_since,
+    reported_if_slow,
+)
 
 ANNOUNCE = "from adacc_hf.torch_glue.progress import announce; announce('profiling %d blocks', 4)"
 
@@ -88,3 +95,33 @@ def test_an_error_in_a_phase_ends_its_report(monkeypatch) -> None:
     with pytest.raises(KeyError), reported_if_slow("solving"):
         raise KeyError
     assert threading.active_count() == num_threads
+
+
+def test_an_interruption_is_timed_and_reported(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+    with interruption(SOLVING, "solving for another size"):
+        pass
+    started = time.perf_counter()
+    with interruption(PROFILING, "profiling a batch"):
+        time.sleep(0.05)
+    with pytest.raises(KeyError), interruption(SOLVING, "solving"):
+        raise KeyError
+    ended = time.perf_counter()
+    profiling, solving = interruptions_since(started)
+    assert (profiling.kind, solving.kind) == (PROFILING, SOLVING)
+    assert 0.05 <= profiling.seconds <= ended - started
+    assert "Adacc: profiling a batch: done after 0 s" in caplog.messages
+
+
+def test_another_thread_does_not_interrupt_training() -> None:
+    started = time.perf_counter()
+
+    def solve() -> None:
+        with interruption(SOLVING, "solving"):
+            pass
+        assert len(interruptions_since(started)) == 1
+
+    thread = threading.Thread(target=solve)
+    thread.start()
+    thread.join()
+    assert interruptions_since(started) == []
