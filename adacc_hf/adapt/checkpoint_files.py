@@ -151,7 +151,8 @@ class Saved:
 
 @contextmanager
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Return a context for writing into `folder`. An OSError is logged as a warning with the text `consequence`."""
+    """Return a context for writing into `folder`. An OSError is not raised but logged as a warning, which contains
+    `consequence`."""
     try:
         yield
     except OSError as error:

@@ -25,8 +25,8 @@ from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 log = logging.getLogger(__name__)
 
 PROOF = "codecs that degraded gradients were switched off"
-"""Value of `LossGuard.suspicion` if the check was requested for a new policy, and not by a suspicious loss. This text
-is saved in checkpoints."""
+"""Value of `LossGuard.suspicion` if the check was requested for a new policy, and not by a suspicious loss. Checkpoints
+contain this string."""
 
 
 WINDOW = 16
@@ -93,9 +93,9 @@ class LossGuard:
         return None if suspicion == PROOF else suspicion
 
     def doubt(self, tracking: Tracking) -> str | None:
-        """Return a text if a gradient measured in the tracking step is degraded, else None.
+        """Return a message if a gradient measured in the tracking step is degraded, else None.
 
-        If no loss was suspicious, this text is the reason that is passed to `judge`.
+        If no loss was suspicious, this message is the reason that is passed to `judge`.
         """
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
@@ -120,7 +120,7 @@ class LossGuard:
         return False, verdict
 
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
-        """Log which codecs are switched off because of the degraded gradients, and return the logged text.
+        """Log which codecs are switched off because of the degraded gradients, and return the logged message.
 
         `degraded` has the errors of the degraded gradients by kind of block.
         """
@@ -155,7 +155,7 @@ class LossSpikeDetector:
         return list(self._losses)
 
     def check(self, loss: float | None, gradient_norm: float | None) -> str | None:
-        """Add `loss` to the earlier losses. Return a text if `loss` or `gradient_norm` is suspicious, else None.
+        """Add `loss` to the earlier losses. Return a message if `loss` or `gradient_norm` is suspicious, else None.
 
         An argument is None if it was not logged.
         """

@@ -167,7 +167,7 @@ class ExtrapolatedPolicies:
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
         """Raise InfeasibleBudgetError if the least-memory policy of another size far exceeds `budget` with `profile`.
 
-        The solver would need up to seconds to find the least-memory policy of this size, and that policy would differ
+        The solver could need several seconds to find the least-memory policy of this size, and that policy would differ
         little.
         """
         other = self._cache.least

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which has no budget"
 BEFORE = "full recomputation, before there was a policy"
-"""Texts for the reasons of fallback steps."""
+"""Descriptions of the reasons for fallback steps."""
 
 FALLBACK = "fallback"
 """Value of "event" in the history's records that count fallback steps."""
@@ -82,7 +82,7 @@ class FallbackStats:
         return True
 
     def logged(self) -> None:
-        """Begin a new mean of `overhead_ms`, because the current mean was logged."""
+        """Reset the mean of `overhead_ms`, after the mean was logged."""
         self._last_ms = self.overhead_ms
         self._overheads_ms.clear()
         self._early_shapes.clear()

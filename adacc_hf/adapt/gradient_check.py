@@ -181,7 +181,8 @@ _reported_obstacles: set[str] = set()
 
 
 class _FreedGraphError(Exception):
-    """The block reads tensors that are not its arguments, and the graph of these tensors is already freed."""
+    """Error raised if the block reads tensors that are not its arguments, and the graph of these tensors is already
+    freed."""
 
 
 def _detached(tree: Any) -> Any:

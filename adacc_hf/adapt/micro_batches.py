@@ -46,7 +46,7 @@ class MicroBatches:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Begin the current micro-batch or its retry."""
+        """Reset the records of the current micro-batch's model calls, at its start and before a retry."""
         if self._last is not None:
             self._last.begin()
 

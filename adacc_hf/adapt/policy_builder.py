@@ -45,7 +45,7 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
 class RefusedSizeError(Exception):
-    """No policy can be made for batches of another size, or for batches that train more blocks."""
+    """Error raised if no policy can be made for batches of another size, or for batches that train more blocks."""
 
 
 class PolicyBuilder:

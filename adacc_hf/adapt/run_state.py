@@ -138,8 +138,8 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. If building the table fails, the text names that
-        error, so that it does not replace the out-of-memory error.
+        Call this while the tensors of the failed step are alive. If building the table fails, the result names that
+        error instead of raising it. Otherwise that error would replace the out-of-memory error.
         """
         self.phase.show()
         try:
@@ -159,7 +159,7 @@ class RunState:
         return self.policy
 
     def warn_once(self, text: str, *details: Any) -> None:
-        """Log a warning, unless the same `text` was logged in this run before. `text` is a %-format for `details`."""
+        """Log a warning, unless the same `text` was logged earlier in this run. `text` is a %-format for `details`."""
         if text not in self._warned:
             self._warned.add(text)
             log.warning(text, *details)
@@ -173,7 +173,7 @@ class RunState:
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self) -> None:
-        """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured before.
+        """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured already.
 
         Steps before step number `profile_steps` are not measured, because the first one allocates the optimizer's
         state.

@@ -116,7 +116,8 @@ class StepTimes:
         self.ms = []
 
     def add_normal(self, ms: float) -> float:
-        """Add the time of a normal step. Return the extra time in ms of earlier steps that waited for normal steps."""
+        """Add the time of a normal step. Also return the extra time in ms of earlier steps for which there were too few
+        normal steps to compare with (`add_other`)."""
         self.ms = [*self.ms[1 - MAX_STEPS :], ms]
         self._latest.append(ms)
         return self._extra_ms()
@@ -124,9 +125,9 @@ class StepTimes:
     def add_other(self, ms: float) -> float:
         """Add the time of a step that is not normal, such as a tracking step. Return its extra time in ms.
 
-        The extra time is the time above the median of normal steps. Return 0 if there are too few normal steps so far:
-        the step then waits for them. The extra time is negative if the step was faster by chance. Over many steps,
-        chance cancels out.
+        The extra time is the time above the median of normal steps. Return 0 if there are too few normal steps so far.
+        A later `add_normal` then returns the extra time of this step. The extra time is negative if the step was faster
+        by chance. Over many steps, chance cancels out.
         """
         self._num_waiting += 1
         self._waiting_ms += ms

@@ -372,7 +372,7 @@ class BlockWalk:
         return frozenset(copying_events)
 
     def _is_available(self, value: int) -> bool:
-        """Return True if readers use a stored or shared tensor of `value`. A replayed copy is then freed at once."""
+        """Return True if a stored or shared tensor holds `value`, so that a replayed copy is freed immediately."""
         return value in self.roots or self.kind.values[value].shared is not None
 
     def _decoded_by(self, event: _BackwardEvent) -> list[int]:

@@ -25,7 +25,7 @@ class HostLink:
     def moved(self, option: CodecOption) -> CodecOption:
         """Return the codec `option` with its payload in host memory. Times of copies are added to those of the codec.
 
-        The codec `host`, which encodes nothing, is already named so.
+        If the option is the codec `host`, which stores the tensor unencoded, the codec's name does not change.
         """
         is_encoded = option.codec != HOST
         return replace(

@@ -514,8 +514,8 @@ class Profile:
         )
 
     def with_host_memory(self, num_blocks: int, limit_bytes: int) -> Profile:
-        """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory: in all, at most
-        `limit_bytes`.
+        """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory, at most
+        `limit_bytes` in total.
 
         Each of these blocks may store a part that is proportional to the bytes that the plain block stores.
         """

@@ -103,8 +103,9 @@ class SizeModel:
     def uncertainty(self) -> float:
         """Largest relative amount by which a measured peak may exceed the predicted peak.
 
-        Up to 0.5 % was measured for T5, whose samples and two lengths make more terms than the measured batches can
-        separate, and less for one text.
+        The largest measured excess is 0.5 %, for T5. T5's sizes are the number of samples and two lengths, which give
+        more terms than the measured batches can separate. For models with one sequence per sample the excess was
+        smaller.
         """
         is_approximate = any(isinstance(rule, LeastSquares) for rule in self._rules)
         return 0.04 if is_approximate or len(self._symbols) > 2 else 0.01

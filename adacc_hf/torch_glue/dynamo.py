@@ -35,7 +35,7 @@ _TRACING = RLock()
 
 
 class NotTraceableError(Exception):
-    """Raised if Dynamo cannot trace the code of a call completely. The message is the reason, in one line."""
+    """Error raised if Dynamo cannot trace the code of a call completely. The message is the reason, in one line."""
 
 
 class TracedGuards:
