@@ -1,7 +1,7 @@
 """Names of codecs whose payloads are in host memory. Without torch, for the solver."""
 
 HOST = "host"
-"""Name of the codec that stores a tensor as it is in host memory."""
+"""Name of the codec that stores a tensor unencoded in host memory."""
 HOST_SUFFIX = "+host"
 """End of the names of all other codecs whose payloads are in host memory, such as "int8+host"."""
 

@@ -266,8 +266,9 @@ class KindProfile:
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Map from saved activations to the values that must be exact if the activation is recomputed.
 
-        Keys are statistics (one number per row), which depend on their rows, and activations whose replay error is too
-        large, which depend on all upstream activations. See `exact_recompute_rules.py`.
+        There are two kinds of keys. For a statistic (a tensor with one number per row), the rows must be exact. For an
+        activation whose replay error is too large, all upstream activations must be exact. See
+        `exact_recompute_rules.py`.
         """
         saved = [value for value in self.activations if value.saved]
         imprecise = {

@@ -112,7 +112,7 @@ def _verdict(plan: TrainingPlan) -> str:
 
 
 def _expectation(plan: TrainingPlan) -> str:
-    """Return a text on the expected memory in use on the device.
+    """Return a sentence on the expected memory in use on the device.
 
     If this may exceed the device's memory, recommend a budget.
     """

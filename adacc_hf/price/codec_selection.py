@@ -127,8 +127,8 @@ def precise_codec_options(
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """Return the codec `options` for a value with `num_outliers` outlier channels, with the payload bytes predicted
-    anew.
+    """Return the codec `options` for a value with `num_outliers` outlier channels, with updated predictions of payload
+    bytes.
 
     Codecs with outliers store these channels uncompressed. `num_outliers` is the largest number of outlier channels of
     `value` in any block of the kind.

@@ -125,7 +125,7 @@ def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
 
 
 def _resized_codecs(before: Value, after: Value) -> Iterator[CodecOption]:
-    """Yield the codec options of a value at its new size."""
+    """Yield the codec options of a value of the profile at the value's new size."""
     dtype = getattr(torch, after.dtype)
     ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
     for option in after.codecs:

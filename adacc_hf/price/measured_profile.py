@@ -1,8 +1,8 @@
 """The profile of a batch, measured in a few passes.
 
-One forward records every block's tape, verifies replay and measures prices. Further passes measure memory: one forward,
-and one forward and backward under full recomputation for each group of kinds, in which one block of each kind is
-watched. The first forward and backward is also timed.
+One forward records every block's tape, verifies replay and measures prices. Further passes measure memory. One pass is
+a forward. The others are a forward and backward under full recomputation, except that one block of each kind in a group
+of kinds, the watched block, retains its activations. The first forward and backward is also timed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
 
 
 def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
-    """Return groups of the watched blocks, one block per kind. A group retains its activations in one measured step.
+    """Divide the watched blocks (one per kind) into groups. The blocks of a group retain their activations in one
+    measured step.
 
     No group retains more bytes than the largest block. Otherwise a model with many kinds would retain nearly all blocks
     at once.
@@ -148,7 +149,7 @@ def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
 
 
 def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: ModelRecording) -> KindProfile:
-    """Return `kind` with the measured backward of its watched call `name`."""
+    """Return `kind` with the backward that was measured at `name`, the watched block call of this kind."""
     if kind.untrusted is not None:
         peak = step.peaks.get(name)
         extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])

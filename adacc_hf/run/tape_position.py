@@ -57,7 +57,7 @@ class TapePosition:
         return self.divergence is not None
 
     def diverge(self, reason: str) -> None:
-        """Mark the call as diverged from its tape, with the reason. Do nothing if the call has diverged before."""
+        """Mark the call as diverged from its tape, with the reason. Do nothing if the call has diverged already."""
         if not self.has_diverged:
             self.divergence = reason
             stored_bases, self._stored_bases = self._stored_bases, {}

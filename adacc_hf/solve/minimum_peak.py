@@ -173,8 +173,8 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return the plans of a kind whose neighbours are computed next: first the plans of `policy`, then the plans with
-    the least working set."""
+    """Return the plans of a kind from which the local search continues: first the plans of `policy`, then the plans
+    with the least working set."""
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]

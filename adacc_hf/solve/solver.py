@@ -100,7 +100,8 @@ def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None
 
 
 def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
-    """Return the fastest policy whose peak is at most `nbytes`, or a policy with the least peak if there is none."""
+    """Return the fastest policy whose peak is at most `nbytes`. If no policy fits, return a policy with the least
+    peak."""
     try:
         return solve_policy(profile, nbytes, config)
     except InfeasibleBudgetError as error:

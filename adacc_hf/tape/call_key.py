@@ -30,8 +30,9 @@ CALLS_PER_LAYOUT times per layout."""
 MAX_SHAPES = 512
 """Maximum number of shapes that a block remembers. The least recently used shape is dropped.
 
-The limit is high because texts have hundreds of lengths, and recording a shape again takes as long as about ten steps.
-A tape and a plan on it take about 130 KiB of Python objects."""
+The limit is high because sequences have hundreds of lengths, and recording a shape again takes as long as about ten
+steps. A tape and a plan on it take about 130 KiB of Python objects.
+"""
 
 
 class CallKey(NamedTuple):
@@ -185,7 +186,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
         """Return the entry that counts calls at all sizes of `symbolic_tape`.
 
-        The entry's `num_calls` starts at 2, because calls at some sizes were recorded before.
+        The entry's `num_calls` starts at 2, because calls at some sizes were recorded already.
         """
         return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
 

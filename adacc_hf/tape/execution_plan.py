@@ -222,7 +222,8 @@ class ExecutionPlan:
         return single_program(self._merged_tape, self.store, slot, available)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
-        """Return the stored values that replay reads to recompute `value`, if nothing else was recomputed before."""
+        """Return the stored values that replay reads to recompute `value`, if no other value was recomputed before
+        it."""
         _, leaves = closure(self._merged_tape, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
@@ -324,7 +325,7 @@ def choices_by_value(
 ) -> dict[int, Choice]:
     """Transfer the `choices` of a planned tape to `tape`, which has different operators.
 
-    Return choices by value of `tape`.
+    Return the choices as a dict by value of `tape`.
 
     `same` maps the planned tape's values to values of `tape`. Other values get the lossless choice with the least
     memory. If `with_loss` is False, lossy codecs are not transferred, because their effect on gradients was measured

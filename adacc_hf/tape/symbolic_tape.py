@@ -342,7 +342,7 @@ class SizeClassRecords:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the sizes of `record` were recorded before, or if the symbolic tape agrees with the record's
+        """Return True if the sizes of `record` were recorded already, or if the symbolic tape agrees with the record's
         tape."""
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
