@@ -181,7 +181,7 @@ def train_in_turn(
 
     All methods train a turn of PART new sizes before the next turn begins, so that a busy machine slows all of them
     alike. The order of the methods rotates. When a method's turn begins, the caches are full of other methods' data, so
-    its first step, at the fixed size, is not timed. After that, the method runs as in a training of its own.
+    its first step, at the fixed size, is not timed. After that, the method runs as in a separate training.
     """
     times = {trainee.name: Times() for trainee in changing}
     orders = deque(changing), deque(still)

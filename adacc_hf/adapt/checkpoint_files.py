@@ -65,7 +65,7 @@ class SavedSizePolicy:
     """True if the policy was made for another size, and a solver run may find a faster one."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON record of the fields that are not saved in files of their own."""
+        """Return a JSON record of the fields that are not saved in separate files."""
         plain = {name: getattr(self, name) for name in _names(self, "policy", *FILES)}
         return plain | {"shapes": shapes_to_json(self.shapes)}
 
@@ -125,7 +125,7 @@ class Saved:
     """Number of ranks of the run, which determines each rank's part of a sharded model."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON record of all fields, without the policies and profiles, which have files of their own."""
+        """Return a JSON record of all fields except the policies and profiles, which are saved in separate files."""
         return {
             "version": STATE_VERSION,
             **{name: getattr(self, name) for name in _names(self, "size_policies")},

@@ -74,7 +74,8 @@ class LossGuard:
             self.suspicion = reason
 
     def check_new_policy(self) -> bool:
-        """Request a check of gradients in the first step of a new policy, if codecs were switched off before it.
+        """Request a check of gradients in the first step of a new policy, if codecs were switched off before this
+        policy.
 
         Return True if a check was requested.
         """

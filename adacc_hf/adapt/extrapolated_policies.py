@@ -35,7 +35,7 @@ another size."""
 
 
 class ExtrapolatedPolicies:
-    """Maker of policies for size classes without a profile of their own."""
+    """Maker of policies for size classes that were not profiled."""
 
     def __init__(self, context: RunContext, cache: PolicyCache) -> None:
         self._context, self._cache, self._config = context, cache, context.config
@@ -44,7 +44,8 @@ class ExtrapolatedPolicies:
         """Return (profile, policy) for the size class `sizes`, with the fastest policy of another class that fits.
 
         Return None if no policy of another class fits the budget. Also return None if the fastest policy is plain
-        training or uses up the budget. In these cases, `solve` decides at once, and no solver run follows later.
+        training or uses up the budget. In these cases, call `solve` immediately instead. No later solver run is then
+        needed.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)

@@ -99,9 +99,9 @@ class FallbackStats:
 class DivergedBatches:
     """Counts and cost estimates of micro-batches whose block calls diverged from their plans during the run.
 
-    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. The
-    cost of both is estimated as that of full recomputation. In the methods, `reference` is the size policy with the
-    best profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
+    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. Both
+    are estimated to cost as much as full recomputation. In the methods, `reference` is the size policy with the best
+    profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
     """
 
     def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:

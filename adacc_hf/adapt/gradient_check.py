@@ -199,8 +199,8 @@ def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor 
 
     The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call(fn, args,
     kwargs)` runs the forward. `fn` is the block's function, to which the keyword arguments are bound already.
-    `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a backward of their own
-    (tiled layers, reentrant checkpoints) accumulate into the parameters' `grad`.
+    `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a nested backward (tiled
+    layers, reentrant checkpoints) accumulate into the parameters' `grad`.
     """
     args, kwargs = _detached(call.args), _detached(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn

@@ -82,7 +82,7 @@ class MicroBatches:
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
         """Return (batch, compute_loss) of the most recent batch, and stop keeping batches.
 
-        The batch is None if none is suitable for a profile. See `LastBatch`.
+        The batch is None if no batch is suitable for a profile. See `LastBatch`.
         """
         assert self._last is not None
         result = self._last.batch, self._last.compute_loss

@@ -107,7 +107,7 @@ def _activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]
 
 
 def _worst(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientError]:
-    """Return the worst error of each key, in the order of the keys."""
+    """Return the largest error of each key, in the order of the keys."""
     by_key: dict[Any, list[GradientError]] = {}
     for key, error in errors:
         by_key.setdefault(key, []).append(error)

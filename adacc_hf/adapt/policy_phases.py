@@ -185,7 +185,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._report_slow_step()
 
     def _report_slow_step(self) -> None:
-        """Begin to report the step if it does more than train, and takes more than twice the time of a normal step."""
+        """Report the step if it does other work than training, and takes more than twice as long as a normal step."""
         self._report.close()
         current = self.choice.current
         if self._tracking.is_on:

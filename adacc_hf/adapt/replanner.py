@@ -91,7 +91,7 @@ class Replanner:
         """Profile with the current prices."""
         self.policy = policy
         self.priced = profile
-        """Profile from which `policy` was made. Its prices may be older than those of `profile`."""
+        """Profile from which `policy` was made. Its prices may be older than the prices of `profile`."""
         self.searched = profile
         """Profile for which the solver ran last."""
         self.config = config
@@ -367,7 +367,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A call of `compute` on a thread of the first rank. The thread starts at once.
+    """A call of `compute` on a thread of the first rank. The thread starts immediately.
 
     All ranks have to call `result` at the same step.
     """

@@ -160,8 +160,8 @@ class Replanning:
 def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
     """Return (num_actions, num_channels), two numbers of activations over all blocks.
 
-    `num_actions` counts the activations whose action or codec differs between the policies. `num_channels` counts those
-    with the same action and codec but different options, such as the number of outlier channels.
+    `num_actions` counts the activations whose action or codec differs between the policies. `num_channels` counts the
+    activations with the same action and codec but different options, such as the number of outlier channels.
     """
     num_actions = num_channels = 0
     for block, _ in before.blocks:

@@ -73,7 +73,7 @@ class BlockWalk:
     - Roots (the tensors and payloads that forward stored) are live from the start. A root is freed when the last slot
       that needs the root is released. A slot that is never released lives until the end of the block's backward.
     - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated.
-      An output that is also a root, or that nothing reads, is freed at once.
+      An output that is also a root, or that no operator reads, is freed immediately.
     - A payload is decoded just before its use, and decoded again for a much later use.
     - A payload in host memory takes no bytes, except while it is copied: after encoding, and for decoding.
     - A replayed or decoded value is freed after its last use, and not before autograd has released all its slots.

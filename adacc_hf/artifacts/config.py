@@ -85,8 +85,9 @@ class AdaccConfig:
     An int from 65536, or a string such as "64GiB": a size. A float in (0, 0.8]: a fraction of the memory that is free
     at the time of profiling, divided by the number of ranks on the host. A size is limited by the fraction 0.8 too.
     None, the default, stores nothing in host memory: it may be needed by other processes, cannot be swapped out while
-    it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed whatever
-    `actions` and `codecs` say. Has no effect on a CPU, and on GPUs that share the host's memory."""
+    it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed for all
+    values of `actions` and `codecs`. Has no effect on a CPU, and on GPUs that share the host's memory.
+    """
     outliers: bool = True
     """True to store outlier channels uncompressed. False is the paper's "Adacc w/o outlier"."""
     compiled_outliers: float = 0.0
@@ -152,7 +153,8 @@ class AdaccConfig:
     `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are spikes."""
     takeover_steps: int = 1
     """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from the step's
-    measurements. With 0, the switch waits for the solver at once. Large values train longer under the old policy."""
+    measurements. With 0, the switch waits for the solver immediately. Large values train longer under the old policy.
+    """
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
     logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""

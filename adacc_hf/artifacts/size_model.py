@@ -33,7 +33,7 @@ MIN_SHARE_FOR_LINES = 0.75
 fraction, memory is not interpolated over the number of elements."""
 
 MAX_EXACT_SIZE = 16
-"""Sizes up to this number are not rounded. Each of these sizes is a size class of its own."""
+"""Sizes up to this number are not rounded. Each of these sizes is a separate size class."""
 
 
 def size_dependent_numbers(profile: Profile) -> list[int]:

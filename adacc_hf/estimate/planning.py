@@ -133,7 +133,7 @@ def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
 def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
     """Return, for each of `methods`, the largest batch size within the budget and at the sequence length of `request`.
 
-    Methods are those of METHODS, and "quantization", which compresses every activation that has a codec. The largest
+    Allowed methods are METHODS, and "quantization", which compresses every activation that has a codec. The largest
     batch is 0 if no batch fits. Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:

@@ -87,7 +87,8 @@ def codec_options(
 ) -> dict[int, tuple[CodecOption, ...]]:
     """Return the codec options of each value of `storable_values`.
 
-    Encoding and decoding are timed on the recorded tensor. Times are those of the device or of the host (`resource`).
+    Encoding and decoding are timed on the recorded tensor. The time of the device or of the host is measured
+    (`resource`).
     """
     options = {}
     for value, names in codec_candidates(tape, config).items():

@@ -132,8 +132,8 @@ def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
     """Divide the watched blocks (one per kind) into groups. The blocks of a group retain their activations in one
     measured step.
 
-    No group retains more bytes than the largest block. Otherwise a model with many kinds would retain nearly all blocks
-    at once.
+    No group retains more bytes than the largest block. Otherwise a model with many kinds would retain the activations
+    of nearly all blocks at the same time.
     """
     nbytes = {
         name: sum(value.nbytes for value in kind.activations if value.saved)

@@ -80,7 +80,7 @@ class SharedTensors:
     """Tensors that blocks share with each other and with the rest of the model. Each tensor is counted once.
 
     If a block saves its output and another block reads the output, the first block counts the tensor. Any other input
-    that several blocks read, or that the rest of the model holds, has a record of its own in `records`.
+    that several blocks read, or that the rest of the model holds, has a separate record in `records`.
     """
 
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:

@@ -107,8 +107,8 @@ def write_report(
 ) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    The arguments are those of `policy_report`. Before anything is written, raises the errors of `policy_report`, and
-    NotADirectoryError if `folder` is a file.
+    The arguments are the same as for `policy_report`. Before anything is written, raises the errors of `policy_report`,
+    and NotADirectoryError if `folder` is a file.
     """
     report = policy_report(profile=profile, policy=policy, history=history, comparison=comparison, remarks=remarks)
     return report.save(folder)

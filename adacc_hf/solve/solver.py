@@ -8,8 +8,8 @@ solver's policy from this bound is the policy's `gap`. At the end every policy i
 that is independent of the program.
 
 If the fastest policy stores more in host memory than allowed, the limit is divided among the blocks: each block's
-program has a bound on its bytes in host memory. Dividing it among all blocks, or among half of them, a quarter and so
-on, gives the candidates. The lower bound on the time is then that without a limit.
+program has a bound on its bytes in host memory. The candidates divide the limit among all blocks, among half of the
+blocks, among a quarter, and so on. The lower bound on the time is then computed without a limit on host memory.
 """
 
 from __future__ import annotations

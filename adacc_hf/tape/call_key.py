@@ -149,7 +149,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._forget([key])
 
     def num_divergences(self, key: CallKey) -> int:
-        """Return how often calls of this key ran operators that differ from the key's tape."""
+        """Return the number of calls of this key that ran operators different from the key's tape."""
         return self._num_divergences.get(key, 0)
 
     def has_new_data(self, key: CallKey) -> bool:

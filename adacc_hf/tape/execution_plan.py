@@ -81,8 +81,8 @@ class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
     `choices` has an entry for every activation. `shared` are inputs that code outside the block keeps alive. If the
-    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell of its own. Its
-    slots use the cell of the stored value.
+    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell. Its slots use the
+    cell of the stored value.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -228,7 +228,7 @@ class ExecutionPlan:
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
-        """Return the values that replay reads, except those that exist outside the block, such as parameters."""
+        """Return the values that replay reads, without values that exist outside the block, such as parameters."""
         runs = [closure(self._merged_tape, value, self.store.__contains__)[0] for value in self.needs]
         values_read = {
             value for run in runs for number in run for value in self._merged_tape.operators[number].inputs()
@@ -277,7 +277,7 @@ class ExecutionPlan:
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
-    """Return where replay finds the values of `tape` that the plan does not recompute."""
+    """Return the storage of the values of `tape` that replay can read without recomputing them."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}

@@ -1,10 +1,9 @@
 """Symbolic tapes: one tape for all sizes, whose numbers are polynomials of the sizes of a call's arguments.
 
-NOTE [Which sizes a symbolic tape serves]
-A block's Python may compare a size with 1, or with a number of its own, such as the length of a window. Dynamo's guards
-distinguish these sizes (`guards.py`): the sizes have different programs, and so different symbolic tapes. No guard
-shows how an operator uses a size internally. On a GPU, attention's kernels depend on whether a mask's last dimension is
-a multiple of 16, so multiples have a symbolic tape of their own there.
+NOTE [Which sizes a symbolic tape serves] A block's Python may compare a size with 1, or with another number, such as
+the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): the sizes have different programs, and so
+different symbolic tapes. No guard shows how an operator uses a size internally. On a GPU, attention's kernels depend on
+whether a mask's last dimension is a multiple of 16, so multiples of 16 have a separate symbolic tape there.
 
 The polynomials are fitted to recorded tapes. Each call is validated against its tape operator by operator
 (run/validation.py) if it is the first at one of the first AGREED new sizes, at a few later sizes, or at a size outside

@@ -135,7 +135,8 @@ class _Search:
                     search()
 
     def _skips(self, module: Any, search: Callable[[], None]) -> bool:
-        """Return True if the code of `module` is not searched, and keep `search` in case that this changes."""
+        """Return True if the code of `module` is not searched. Then keep `search`, which runs if the module is searched
+        later."""
         if _is_library(module):
             return True
         package = _installed_package(module)

@@ -186,7 +186,7 @@ def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: Adac
 
 
 def describe_calls(profile: Profile) -> str:
-    """Return how calls of blocks are validated, for all kinds of blocks, the most frequent way first.
+    """Return the way in which block calls are validated, for all kinds of blocks, the most frequent way first.
 
     "traced": Dynamo traced the whole block, and its guards validate each call. "witnessed": each call is compared with
     the tape. "not replayed": the blocks run plainly or under torch's checkpoint.

@@ -96,12 +96,12 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Return how far the measured peak exceeds the predicted peak, as a fraction of the prediction."""
+        """Return the excess of the measured peak over the predicted peak, as a fraction of the prediction."""
         return self.measured_bytes / self.predicted_bytes - 1.0
 
     @property
     def first_error(self) -> float:
-        """Return how far the peak of the first two steps exceeds the predicted peak, as a fraction of the
+        """Return the excess of the peak of the first two steps over the predicted peak, as a fraction of the
         prediction."""
         return self.first_bytes / self.predicted_bytes - 1.0
 
