@@ -104,7 +104,7 @@ class Times:
         return [self.first[place] / statistics.median(ms) for place, ms in self.later.items()]
 
     def of(self, other: Times) -> Times:
-        """Return the ratios of these times to those of `other` on the same batches."""
+        """Return the ratios of these times to the times of `other` on the same batches."""
         return Times(
             first=_ratios(self.first, other.first),
             later={place: _ratios(ms, other.later[place]) for place, ms in self.later.items()},
@@ -206,7 +206,7 @@ def train_in_turn(
 
 
 def check_losses(trainees: Sequence[Trainee]) -> dict[str, float]:
-    """Return each method's largest relative difference of losses from those of the first method, over all steps.
+    """Return each method's largest relative difference of losses from the first method's losses, over all steps.
 
     On a CPU, raise WrongResultError if the losses of a bit-equal method differ. A GPU adds floats in no fixed order,
     and training amplifies the smallest difference, so losses are not checked there.

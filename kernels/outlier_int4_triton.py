@@ -1,7 +1,7 @@
 """Triton kernels of outlier_int4: one launch to encode, one to decode, one for the channel sums.
 
 A byte holds the 4-bit codes of two elements that are half the tensor apart. Program p therefore encodes T groups of
-each half: groups [p * T, (p + 1) * T), and the groups half the tensor further on.
+each half: groups [p * T, (p + 1) * T) of the first half, and the corresponding groups of the second half.
 """
 
 import torch

@@ -18,7 +18,7 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 class MicroBatches:
     """The sizes of the current micro-batch and, while a profile is due, the most recent training batch itself.
 
-    The sizes are read at the micro-batch's start, or at the model's call if there are no tensors before that.
+    The sizes are read at the micro-batch's start, or at the model's call if the tensors do not exist earlier.
     """
 
     def __init__(self) -> None:

@@ -248,8 +248,8 @@ class PolicyChoice:
         self.current, self.plans, self._lasts = size_policy, plans, False
 
     def check_budget(self) -> None:
-        """Compare the predicted peak of the next micro-batch with the budget, even if its shapes equal those of the
-        last one."""
+        """Compare the predicted peak of the next micro-batch with the budget, even if the previous micro-batch had the
+        same shapes."""
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:

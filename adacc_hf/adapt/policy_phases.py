@@ -304,7 +304,7 @@ class AdaptivePhase(FixedPolicyPhase):
         """Record the time of the finished step, `step_ms`, and count the step for the policies that it used.
 
         The time of a normal step is added to the times of normal steps. If the step also tracked, measured or prepared
-        a policy, the time beyond that of a normal step is added to the run's `extra_ms`.
+        a policy, the time that exceeds a normal step's is added to the run's `extra_ms`.
         """
         current = self.choice.current
         for size_policy in self.choice.used():
@@ -394,7 +394,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return broadcast_from_first_rank(lambda: self._batches.known_shapes)
 
     def show(self) -> None:
-        """Set the run's policy and profile to those of the most recent micro-batch."""
+        """Set the run's policy and profile to the policy and profile of the most recent micro-batch."""
         replanner = self.choice.shown.replanner
         self._run.show(replanner.policy, replanner.priced)
 

@@ -145,7 +145,8 @@ def gradient_bound(config: AdaccConfig) -> float:
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
-    """Return an upper bound on the bytes that a policy saves because codecs in `after` need less than in `before`."""
+    """Return an upper bound on the bytes that a policy saves because codecs store fewer bytes by the profile `after`
+    than by the profile `before`."""
     bound = error_bound(config)
     kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
     return sum(kinds[block.kind] for block in after.blocks)

@@ -171,7 +171,8 @@ class Replanner:
         return budget.limits_peak and peak_bytes > budget.nbytes
 
     def add_memory(self, extra_bytes: int) -> None:
-        """Add `extra_bytes` to the predicted memory, because a measured step needed that much more than predicted."""
+        """Add `extra_bytes` to the predicted memory, because a measured step needed `extra_bytes` more than
+        predicted."""
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
@@ -184,7 +185,7 @@ class Replanner:
             self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
-        """Set the current prices to those of `profile`, solve, and set and return the new policy.
+        """Set the current prices to the prices of `profile`, and solve. Set and return the new policy.
 
         The first rank solves for all ranks. If no policy fits the budget, the old policy remains, and
         InfeasibleBudgetError is raised.

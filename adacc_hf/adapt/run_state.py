@@ -93,7 +93,7 @@ class Phase:
         return {}
 
     def show(self) -> None:
-        """Set the run's policy and profile to those of the current batch size."""
+        """Set the run's policy and profile to the policy and profile of the current batch size."""
 
     def save(self, folder: Path) -> None:
         """Write the files from which a run can resume into the checkpoint `folder`."""
@@ -169,7 +169,7 @@ class RunState:
         self.history.append(event.to_record())
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
-        """Set the policy and profile that the session and its files show: the policy in use, and its profile."""
+        """Set the policy in use, and its profile, which the session and the run's files show."""
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self) -> None:

@@ -154,7 +154,7 @@ class AdaccSession:
 
     @property
     def num_steps(self) -> int:
-        """Number of finished steps, including those before the checkpoint that `load` has read."""
+        """Number of finished steps, including the steps before the checkpoint that `load` has read."""
         return self.state.step
 
     @property

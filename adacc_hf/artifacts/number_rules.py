@@ -3,8 +3,8 @@ measured batches.
 
 A number that is a sum of few products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`).
 The live bytes at a moment may be a sum of more products than the batches determine, but differ by one or two tensors
-from the live bytes at the previous moment. The rule is then that of a nearby number plus an exactly fitted difference.
-A peak is the maximum of several sums. If neither of these rules fits a peak, the peak is approximated.
+from the live bytes at the previous moment. The rule is then the rule of a nearby number plus an exactly fitted
+difference. A peak is the maximum of several sums. If neither of these rules fits a peak, the peak is approximated.
 """
 
 from __future__ import annotations

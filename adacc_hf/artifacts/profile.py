@@ -240,7 +240,8 @@ class KindProfile:
 
     @cached_property
     def equal(self) -> dict[int, int]:
-        """Map from each value with the same bits as an earlier activation to this activation, by value index."""
+        """Map from duplicate values to originals, by value index. A duplicate has the same bits as an earlier
+        activation, its original."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
     def index_values(self, lossy: Collection[int]) -> frozenset[int]:
@@ -579,7 +580,8 @@ class Profile:
         return sum(self.shared[index].nbytes for index in unread) if unread else 0
 
     def extra_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors that a policy keeps alive beyond those in a block's `backward_base_bytes`.
+        """Return the bytes of shared tensors that a policy keeps alive in addition to the shared tensors in a block's
+        `backward_base_bytes`.
 
         `block` is the index of the block. `read` contains the indices of the shared tensors that the policy keeps
         alive, because replays of this block or of earlier blocks read them. Tensors that autograd saves anyway are not

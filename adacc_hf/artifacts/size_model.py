@@ -79,8 +79,8 @@ def profile_structure(profile: Profile) -> Any:
 class SizeModel:
     """Prediction of one model's profile at other sizes of a batch.
 
-    `measured` is `Profile.measured`: the shapes and the numbers of the profiled batch, followed by those of its
-    measured parts.
+    `measured` is `Profile.measured`: the shapes and the numbers of the profiled batch, followed by the shapes and
+    numbers of its measured parts.
     """
 
     def __init__(self, measured: Sequence[tuple[Shapes, Sequence[int]]]) -> None:

@@ -300,7 +300,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of the optimizer, as the Trainer would make them, and one more for the cores.
 
-    The others are a group of matrices, with weight decay, and a group of biases and norms, without weight decay.
+    The Trainer's groups are a group of matrices, with weight decay, and a group of biases and norms, without weight
+    decay.
     """
     cores = [layer.core for layer in layers]
     core_ids = {id(core) for core in cores}

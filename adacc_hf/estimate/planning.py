@@ -221,8 +221,8 @@ class _Planner:
         """Return, by block, the traced bytes of all gradients that are complete when the block's backward starts.
 
         The key "tail" has the bytes at the end of the last block's backward. Gradients of the output embedding and of
-        norms outside the blocks are complete before those of the blocks. Gradients of other embeddings are complete
-        after those of the blocks. Under FSDP, parameters outside the blocks are left out, because FSDP shards their
+        norms outside the blocks are complete before the blocks' gradients. Gradients of other embeddings are complete
+        after the blocks' gradients. Under FSDP, parameters outside the blocks are left out, because FSDP shards their
         gradients only after backward.
         """
         model, sharding = self.model.model, self.request.workload.sharding

@@ -249,7 +249,7 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
-    """Yield one more copy of `batch` for profiling, whose batch size differs from those of all `profiled_parts`.
+    """Yield one more copy of `batch` for profiling, with a batch size that no part in `profiled_parts` has.
 
     Yield nothing if the sequences are too short to be cut. A peak is a sum of three terms: attention's scores, other
     tensors of the batch, and the weights. Three batch sizes determine the terms, and this fourth size checks the fit.

@@ -87,8 +87,8 @@ def codec_options(
 ) -> dict[int, tuple[CodecOption, ...]]:
     """Return the codec options of each value of `storable_values`.
 
-    Encoding and decoding are timed on the recorded tensor. The time of the device or of the host is measured
-    (`resource`).
+    Encoding and decoding are timed on the recorded tensor. `resource` selects the measured time: the device's or the
+    host's.
     """
     options = {}
     for value, names in codec_candidates(tape, config).items():

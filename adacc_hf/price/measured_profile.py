@@ -1,8 +1,9 @@
 """The profile of a batch, measured in a few passes.
 
 One forward records every block's tape, verifies replay and measures prices. Further passes measure memory. One pass is
-a forward. The others are a forward and backward under full recomputation, except that one block of each kind in a group
-of kinds, the watched block, retains its activations. The first forward and backward is also timed.
+a forward. Each other pass is a forward and backward under full recomputation, for a group of kinds of blocks. In this
+pass, one block of each kind in the group, the watched block, retains its activations instead. The first forward and
+backward is also timed.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class SharedTensors:
         return self._index.get(storage_key_of(tensor))
 
     def sources(self, block: RecordedBlock, records: Set[int]) -> list[Source]:
-        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out,
-        because something else keeps their tensors alive."""
+        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out, because
+        other references keep their tensors alive."""
         counted = {index for index in records if self.records[index].nbytes}
         return [
             source for source, tensor in block.holdable_inputs_with_sources() if self.record_index(tensor) in counted

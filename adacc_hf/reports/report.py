@@ -52,7 +52,7 @@ def policy_report(
         profile: profile that the policy was solved from.
         history: events of a run, `AdaccCallback.history`. Each event is a record with `step` and `event`. If events
             have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. Its
-            phases must be those of the memory simulator. Outliers, errors, step times and peaks are drawn in
+            phases must be the memory simulator's. Outliers, errors, step times and peaks are drawn in
             timeline.png.
         comparison: rows of a table of methods, one record per method. All records have the same columns.
         remarks: paragraphs at the beginning of the report, for example the settings of the run.

@@ -1,7 +1,7 @@
 """Position of a validated call in its tape: the next operator, and the value in each storage.
 
-Values are identified by their storages, as in a recording. A tensor matches the tape's if it has the tape's geometry,
-and its storage contains the tape's value.
+Each storage of the call contains one value of the tape, as in a recording. A tensor of the call matches a tensor
+reference of the tape if both have the same geometry and the same value.
 """
 
 from __future__ import annotations

@@ -195,7 +195,8 @@ def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[Price
 
 
 def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
-    """Return the plans that are Pareto-optimal in stored bytes, live bytes, both working sets and shared tensors."""
+    """Return the plans that are Pareto-optimal in stored bytes, live bytes, shared tensors, and the working sets of
+    forward and backward."""
     optimal: dict[_Needs, PricedPlan] = {}
     for plan in sorted(plans, key=lambda plan: plan.ms):
         outcome = oracle.outcome(kind, plan)

@@ -160,7 +160,7 @@ def _fastest(
     """Return (search, plans) of the fastest policy within the budget.
 
     Each of `searches` is for one head, and, if `bound_bytes` is given, for one way to divide the limit of host memory.
-    `bound_bytes` is then a lower bound of the budget of any policy. Raises InfeasibleBudgetError if no policy fits.
+    `bound_bytes` is a lower bound on the budget that any policy needs. Raises InfeasibleBudgetError if no policy fits.
     """
     candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []

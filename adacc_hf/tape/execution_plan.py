@@ -296,8 +296,7 @@ def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:
-    """Return a view of the whole value of the tape, with dimensions in memory order. A codec then reads one dense
-    range."""
+    """Return a view on a tape's whole value, with dimensions in memory order, so that a codec reads one dense range."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))

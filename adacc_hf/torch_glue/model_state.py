@@ -82,8 +82,8 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
 """Packages whose objects, classes and globals are not searched, on the assumption that blocks change no state there."""
 _INSTALLED = ("site-packages", "dist-packages")
 """Folders of installed packages. Of other installed packages than the above, only objects are searched, unless a module
-or a root of the search belongs to the package. Code of packages that the model merely reaches changes its globals for
-reasons of its own: `filelock`, for example, counts the locks of the process."""
+or a root of the search belongs to the package. Code of packages that the model merely reaches changes its globals
+independently of the model: `filelock`, for example, counts the locks of the process."""
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.dtype, torch.device, torch.layout,

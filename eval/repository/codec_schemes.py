@@ -86,7 +86,7 @@ def accepts_options(codec: str, options: dict[str, Any]) -> bool:
 
 
 def with_options(policy: Policy, scheme: Scheme) -> Policy:
-    """Return `policy` with the scheme's options replacing those of each codec that accepts them."""
+    """Return `policy` with the scheme's options for each codec that accepts these options."""
     plans = tuple(
         replace(plan, choices=tuple((value, _with_options(choice, value, scheme)) for value, choice in plan.choices))
         for plan in policy.plans

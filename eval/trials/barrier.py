@@ -55,7 +55,7 @@ class Reference:
     batch: Batch
     gradients: Gradients
     noise: float
-    """Largest relative difference of the gradients of repeated runs from those of the first run."""
+    """Largest relative difference of the gradients of repeated runs from the first run's gradients."""
 
 
 def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:

@@ -51,8 +51,8 @@ class Scale:
     def lengths(self, generator: torch.Generator) -> list[int]:
         """Draw a different number of tokens for each step: one from each of `steps` equal parts of the range, shuffled.
 
-        Their median is close to their mean, so the median step time is close to that of a batch of the mean length.
-        Raise ValueError if the range has fewer lengths than steps.
+        Their median is close to their mean, so the median step time is close to the step time of a batch of the mean
+        length. Raise ValueError if the range has fewer lengths than steps.
         """
         span = self.longest + 1 - self.shortest
         if span < self.steps:
