@@ -171,7 +171,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
         except BaseException:
             if self._trainer_run is not None:  # AdaccTrainerMixin, which guards no outer method
-                self.detach()  # at once, because `auto_find_batch_size` begins another run, which needs the memory
+                self.detach()  # immediately, because `auto_find_batch_size` begins another run, which needs the memory
             raise
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ NOTE [Timetable of a step]. All ranks do the same at the same step. A normal ste
    again under a tighter policy.
 3. Step ends: a) measurements change the prices (tracking_steps.py, peak_check.py); b) results of solver runs that began
    `takeover_steps` steps ago are applied; c) solver runs start where prices have changed (replanning.py); d) sizes
-   that were seen often, and batches that train more blocks, are requested for a profile (profile_requests.py).
+   that occurred often, and batches that train more blocks, are requested for a profile (profile_requests.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Prices are the predicted bytes, times and errors in the profile. At a tracking step, the codecs count the outlier
 channels of the activations that they encode, choose the channels to store as outliers, and measure round-trip errors.
-Other steps do none of this, and do not synchronize with the device. The solver runs on a thread while training goes on.
+Other steps do none of this, and do not synchronize with the device. The solver runs on a thread while training
+continues.
 """
 
 from __future__ import annotations

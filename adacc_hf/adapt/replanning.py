@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class Replanning:
     """Solver runs during the run, for the policies of all batch sizes.
 
-    If prices have changed, the solver runs on a thread while training goes on. Training waits for the solver after the
-    first step whose memory was measured, and after a step that ran out of memory.
+    If prices have changed, the solver runs on a thread while training continues. Training waits for the solver after
+    the first step whose memory was measured, and after a step that ran out of memory.
     """
 
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:

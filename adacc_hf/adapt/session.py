@@ -332,7 +332,7 @@ class AdaccSession:
         """
         self.phase.begin_micro_batch(inputs)
         result = self.phase.attempt(run)
-        self.phase.end_micro_batch()  # read anew: the phase may change within the first micro-batch
+        self.phase.end_micro_batch()  # read again: the phase may change within the first micro-batch
         return result
 
     def end_micro_batch(self) -> None:

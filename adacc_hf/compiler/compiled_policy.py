@@ -268,7 +268,7 @@ def module_path(node: fx.Node) -> str:
     return ".".join(part for part in path.split(".") if part not in ("module", COMPILED_MODULE))
 
 
-# Plans of earlier runs are stored next to Inductor's code. Costs are measured anew in each run, so a new plan could
+# Plans of earlier runs are stored next to Inductor's code. Costs are measured again in each run, so a new plan could
 # differ from the stored plan and miss the cached code.
 
 

@@ -138,7 +138,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     second_texts = {name for name in lengths if has_pairs and _is_of_decoder(name)}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second_texts |= {name for name in lengths if lengths[name] == lengths["labels"]}
-    if second_texts == lengths.keys():  # the model reads no text, but features of a sound or an image
+    if second_texts == lengths.keys():  # the model reads no text, but features of audio or an image
         second_texts = set()
     # A batch of one sample often runs different operators, so the smallest part has two samples.
     few_samples = max(2, num_samples // 4) if num_samples > 1 else 1

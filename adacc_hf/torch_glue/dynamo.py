@@ -281,7 +281,7 @@ def _dynamo() -> Any:
     settings = {
         # Otherwise a float would be an input of the graph instead of a guard, and so would results of comparisons.
         "specialize_float": True,
-        # Hooks run with the block. Attributes of FSDP2's modules need guards like those of other modules.
+        # Hooks run with the block. Attributes of FSDP2's modules need guards as in other modules.
         "skip_nnmodule_hook_guards": False,
         "skip_fsdp_guards": False,
         # Check guards of attributes one by one. Otherwise Dynamo would check versions of dicts, which miss a write to

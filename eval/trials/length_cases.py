@@ -29,7 +29,7 @@ IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = range(256, VOCABULARY)
 PATCH, MERGED, FRAMES = 4, 2, 2
 """Image sizes of Qwen2-VL: pixels along the side of a patch, patches along the side of a token, frames in a patch."""
 MEL_BINS, SOUND_TOKENS = 80, 128
-"""Sound sizes of Whisper, whose sounds have one fixed length."""
+"""Audio sizes of Whisper, whose audio inputs have one fixed length."""
 IGNORED = -100
 """Label of a token that the loss ignores."""
 
