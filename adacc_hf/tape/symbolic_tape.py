@@ -1,14 +1,14 @@
 """Symbolic tapes: one tape for all sizes, whose numbers are polynomials of the sizes of a call's arguments.
 
 NOTE [Which sizes a symbolic tape serves] A block's Python may compare a size with 1, or with another number, such as
-the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): the sizes have different programs, and so
+the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): the sizes have different paths, and so
 different symbolic tapes. No guard shows how an operator uses a size internally. On a GPU, attention's kernels depend on
 whether a mask's last dimension is a multiple of 16, so multiples of 16 have a separate symbolic tape there.
 
 The polynomials are fitted to recorded tapes. Each call is validated against its tape operator by operator
 (run/validation.py) if it is the first at one of the first AGREED new sizes, at a few later sizes, or at a size outside
 the range of the sizes so far. One of the blocks that share the symbolic tape runs the validation. Every call compares
-the tensors that autograd saves (rule R8). If records of one program have different operators, each size is recorded.
+the tensors that autograd saves (rule R8). If records of one path have different operators, each size is recorded.
 Replay is compared bit for bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
 """
 
