@@ -150,7 +150,7 @@ class Policy:
     """Peak of live tensor bytes in a training step: parameters, buffers, gradients, optimizer state if it exists,
     stored activations and temporaries."""
     predicted_overhead_ms: float
-    """Time per step of replay, encoding and decoding (the paper's equation 4), and of a slower head."""
+    """Time per micro-batch of replay, encoding and decoding (the paper's equation 4), and of a slower head."""
     predicted_host_bytes: int = 0
     """Peak of the bytes that a training step stores in host memory."""
     head: str = "plain"
@@ -216,7 +216,7 @@ class Policy:
         host = f", {format_bytes(self.predicted_host_bytes)} in host memory" if self.predicted_host_bytes else ""
         return (
             f"{self.describe_actions()}; stored {format_bytes(self.predicted_stored_bytes)}{host}, "
-            f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per step"
+            f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per micro-batch"
         )
 
     def describe_actions(self) -> str:

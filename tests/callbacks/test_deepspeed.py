@@ -10,25 +10,18 @@ pytestmark = needs_deepspeed
 
 BUILDERS = str(Path(__file__).parents[1] / "builders")
 SCRIPT = """
-import json, os, sys, time
+import json, os, sys
 from contextlib import nullcontext
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from adacc_hf import AdaccCallback
-
-def pausing(collective):
-    # Wait until gloo's thread has freed the tensors, which may happen at any time after the call.
-    def run(*args, **kwargs):
-        result = collective(*args, **kwargs)
-        time.sleep(0.003)
-        return result
-    return run
+sys.path.append(sys.argv[4])
+from settled_collectives import settled
+from trainer_builders import MeasureStep, run_graphs_eagerly
 
 for name in ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-    setattr(torch.distributed, name, pausing(getattr(torch.distributed, name)))
+    setattr(torch.distributed, name, settled(getattr(torch.distributed, name)))
 folder, stage, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-sys.path.append(sys.argv[4])
-from trainer_builders import MeasureStep, run_graphs_eagerly
 torch.set_num_threads(1)
 torch.manual_seed(0)
 sizes = dict(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=2048, bos_token_id=0, eos_token_id=0)
