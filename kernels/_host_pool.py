@@ -35,7 +35,7 @@ def aligned(nbytes: int) -> int:
 
 
 class _HostMemory(mmap.mmap):
-    """Memory of this process, pinned if possible. It is shared with forked processes: a private mapping would be copied
+    """Memory of this process, pinned if possible, and shared with forked processes: a private mapping would be copied
     at the first write after a fork, and the device would still use the original pages."""
 
     is_pinned = False

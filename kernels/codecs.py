@@ -3,7 +3,7 @@
 A codec encodes a tensor to a smaller `Payload` and decodes it again. Each codec is a file of this folder, named after
 the codec, with one class decorated with `@register`. To add a codec, add a file with such a class. The planner knows
 only the attributes that the class declares. Files whose stem starts with an underscore or ends in `_triton` are
-helpers. They are not searched, so listing codecs never imports triton.
+helpers, which are not searched. Therefore listing codecs never imports triton.
 """
 
 import inspect

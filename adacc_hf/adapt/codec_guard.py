@@ -41,7 +41,7 @@ distance."""
 
 
 class LossGuard:
-    """A guard of the accuracy during the run. It requests checks of gradients, and judges the results of the checks."""
+    """A guard of the accuracy during the run, which requests checks of gradients and judges their results."""
 
     def __init__(
         self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()

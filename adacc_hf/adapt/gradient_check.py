@@ -102,7 +102,7 @@ class _RecordedCall:
 
 
 class BlockSample:
-    """A recorder of the next call of one block. It compares the call's gradient with the exact gradient."""
+    """A recorder of the next call of one block, which compares the call's gradient with the exact gradient."""
 
     def __init__(self, plan: BlockExecutor) -> None:
         self.plan = plan

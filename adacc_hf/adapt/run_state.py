@@ -154,7 +154,7 @@ class RunState:
 
     @property
     def active_policy(self) -> Policy:
-        """The current policy. Use this only in phases with a policy. It fails if `policy` is None."""
+        """The current policy. Use this only in phases with a policy. The property fails if `policy` is None."""
         assert self.policy is not None
         return self.policy
 

@@ -241,8 +241,8 @@ class BlockWalk:
         """Return the bytes of generator states that are saved at each moment of the forward, keyed by moment.
 
         Slots are filled in order. The profile records when a value is first saved, which is when its first slot is
-        filled. A further slot of the value is filled later, at a moment that is not recorded. It is assumed to be
-        filled together with the slot before it.
+        filled. A further slot of the value is filled later, at a moment that is not recorded. The slot is assumed to be
+        filled together with the previous slot.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}

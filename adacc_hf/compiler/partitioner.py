@@ -54,8 +54,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     """Partitioner that retains, compresses or recomputes every forward value of a region, within `memory_budget`.
 
     A budget that is a fraction in (0, 1] is relative to the bytes that torch's own partitioner would save. Each region
-    may store that fraction of its own bytes, so all regions together stay within it. A budget in bytes limits the
-    memory that each region needs for its backward at any time: the stored values and the values being recomputed.
+    may store that fraction of its own bytes, so all regions together stay within the budget. A budget in bytes limits
+    the memory that each region needs for its backward at any time: the stored values and the values being recomputed.
 
     A region that fits the budget is partitioned by torch. If a region cannot stay within a budget in bytes,
     InfeasibleBudgetError is raised. If a region cannot stay within a fraction, the region stores the least possible,

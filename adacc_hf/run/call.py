@@ -55,8 +55,8 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """The tensor that autograd saved. Its version counts changes in place. For a DTensor, `tensor` is the local
-        part, and the local part's version does not count these changes."""
+        """The tensor that autograd saved. The tensor's version counts changes in place. For a DTensor, `tensor` is the
+        local part, and the local part's version does not count these changes."""
         self.version = 0
 
 

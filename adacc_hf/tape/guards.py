@@ -1,6 +1,6 @@
 """Traced paths of a block: paths through its Python code, traced by Dynamo and checked by guards (rule R8).
 
-Dynamo, torch.compile's front end, reads the Python code of a call. It notes every attribute, closure, global,
+Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
 configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
 trace: calls that pass its guards run the same operators. Sizes are symbols in the trace, so one traced path serves all
 sizes that take the same branches. Nothing is compiled, and no operator runs while a block is traced.

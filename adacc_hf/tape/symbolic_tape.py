@@ -48,7 +48,7 @@ class CallSizes:
     dimensions: tuple[int, ...]
     """Sizes of tensors, integers among the arguments, and integers that the block reads into Python."""
     layout: tuple[int, ...]
-    """Strides and offsets of the tensors. They are polynomials of the sizes."""
+    """Strides and offsets of the tensors, which are polynomials of the sizes."""
 
     @classmethod
     def of(cls, key: Any, alignment: int) -> CallSizes:

@@ -1,7 +1,7 @@
 """Snapshots of the state that a model's Python code may change: numbers, containers, buffers, generators, hooks.
 
 A profile, the gradient check and torch's checkpoint run blocks more often than training does, and restore the state
-that these runs change. The search for state starts from modules. It follows attributes, containers and the objects in
+that these runs change. The search for state starts from modules, and follows attributes, containers and the objects in
 them, class attributes, closures, and the globals that functions outside libraries name.
 """
 

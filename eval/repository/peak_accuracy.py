@@ -51,7 +51,7 @@ class Pairs(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
         """Return the `loss` of a batch [B, T]. Labels are ignored.
 
-        They are parameters because other families need them.
+        Labels are a parameter because other families need them.
         """
         split = 2 * input_ids.shape[1] // 3
         parts = input_ids[:, :split], input_ids[:, split:]
