@@ -216,7 +216,8 @@ class Policy:
         host = f", {format_bytes(self.predicted_host_bytes)} in host memory" if self.predicted_host_bytes else ""
         return (
             f"{self.describe_actions()}; stored {format_bytes(self.predicted_stored_bytes)}{host}, "
-            f"peak {format_bytes(self.predicted_peak_bytes)}, overhead {self.predicted_overhead_ms:.2f} ms per micro-batch"
+            f"peak {format_bytes(self.predicted_peak_bytes)}, "
+            f"overhead {self.predicted_overhead_ms:.2f} ms per micro-batch"
         )
 
     def describe_actions(self) -> str:
