@@ -1,4 +1,4 @@
-"""Pool of pinned host memory, in which codecs store payloads instead of on the device.
+"""Pool of pinned host memory. Codecs can store payloads there instead of in the device's memory.
 
 NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before each
 copy, its stream waits for the stream of the previous copy. A range of the pool can therefore be used again as soon as

@@ -91,7 +91,7 @@ class FallbackStats:
     def overhead_ms(self) -> float | None:
         """Mean predicted overhead of the micro-batches since the last log.
 
-        If there was no micro-batch since then, the value at the last log, or None before the first log.
+        Without a micro-batch since then, this is the value at the last log. None before the first log.
         """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
 

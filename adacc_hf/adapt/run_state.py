@@ -47,7 +47,8 @@ class Phase:
         return run()
 
     def tighten(self) -> str | None:
-        """Follow a policy with less memory after the step ran out of memory, or return why that is impossible."""
+        """Follow a policy with less memory after the step ran out of memory. Return None, or the reason why that is
+        impossible."""
         return "no policy that can change was active"
 
     def advice(self) -> str:

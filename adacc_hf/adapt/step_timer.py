@@ -41,7 +41,8 @@ class StepMeter:
     def count_memory(
         self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
     ) -> None:
-        """Begin to measure the memory of the step. If `functions` is not None, also measure at moments in the blocks.
+        """Begin to measure the memory of the step. If `functions` (the block calls) is not None, also measure the peak
+        in each part of the step.
 
         On a CPU, do nothing while another profiler is active.
         """

@@ -162,7 +162,8 @@ class CompiledPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
-        """Read a file written by `save`, or this file in the folder of a run or checkpoint.
+        """Read a file written by `save`. `path` may also be the folder of a run or a checkpoint that contains such a
+        file.
 
         Raises FileNotFoundError, or PolicyMismatchError if the file is invalid.
         """

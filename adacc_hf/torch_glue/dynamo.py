@@ -218,7 +218,7 @@ class _Inputs:
         return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
     def record_inputs(self, graph: Any) -> None:
-        """Add the inputs of a traced graph that no guard compares to `numbers` and `tensors`."""
+        """Extend `numbers` and `tensors` by the inputs of a traced graph that no guard checks."""
         from torch._dynamo import source as sources
 
         for node in graph.graph.nodes:
