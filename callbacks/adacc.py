@@ -156,7 +156,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if self._session.is_closed:
             refuse_uncovered(self.config, ALL_BLOCKS, "this callback was detached", KEEP_ATTACHED)
             self._session.state.warn_once(
-                "Adacc: training goes on at step %d after this callback was detached: the model trains without a "
+                "Adacc: training continues at step %d after this callback was detached: the model trains without a "
                 "policy and without memory_budget=%r. To avoid this, %s",
                 state.global_step,
                 self.config.memory_budget,

@@ -124,10 +124,10 @@ class ExtrapolatedPolicies:
         assert least is not None  # the solver's errors contain this policy
         text = f"batches of {describe(sizes)} need {floor} bytes at least"
         fitting = self._largest_fitting(sizes, least)
-        text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
+        text += f", batches of {describe(fitting)} would fit the budget" if fitting else ""
         if self._config.on_over_budget == "error":
             raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
-        log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
+        log.warning("Adacc: %s. Training continues with the least memory: %s", text, why)
         self._context.warnings.add(sizes)
         self._context.note_memory(f"{text}: {why}")
         return least

@@ -88,7 +88,7 @@ class Replanning:
             with reported_if_slow(f"step {step}: solving for a policy, because {reason}"):
                 policy = replanner.solve_for(profile)
         except InfeasibleBudgetError as error:
-            log.warning("Adacc: step %d: %s: %s; training goes on with the least memory", step, NOTHING_FITS, error)
+            log.warning("Adacc: step %d: %s: %s; training continues with the least memory", step, NOTHING_FITS, error)
             self._context.warnings.add(size_policy.shapes)
             self._context.note(MemoryNoted(step=step, reason=f"{NOTHING_FITS}: {error}"))
             return False

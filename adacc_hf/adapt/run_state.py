@@ -25,7 +25,7 @@ from adacc_hf.run.blocks import Installation
 
 log = logging.getLogger(__name__)
 
-REPORTS_LACK = "training goes on, and reports show what is there"
+REPORTS_LACK = "training continues, and reports may be incomplete"
 HISTORY_PARTS = 64
 """The history is saved when at least one in this many of its events is unsaved. Each save writes all events."""
 

@@ -232,7 +232,7 @@ class CompiledRun:
         # Storing the least possible takes far more time than a fair share, so it is the last resort. Batches of another
         # size have another fair share.
         share = share if self._num_rounds <= MAX_ROUNDS else None
-        self._next_change = _ShareChange(step, share, "some regions cannot keep to their share")
+        self._next_change = _ShareChange(step, share, "some regions cannot stay within their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
         """If the budget is in bytes, set the share (the fraction of bytes stored) from the measured peak of a step.
