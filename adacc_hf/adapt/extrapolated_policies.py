@@ -92,10 +92,11 @@ class ExtrapolatedPolicies:
     def profile_at(self, sizes: BatchShapes) -> Profile:
         """Return the predicted profile for batches of `sizes`.
 
-        If a measured step took more bytes than profiled (for metrics of the outputs, for example), this excess is
-        scaled to the batch.
+        The forward has room to compare the first call at a size with its tape. If a measured step took more bytes than
+        profiled (for metrics of the outputs, for example), this excess is scaled to the batch.
         """
         profile = resize_profile(self._cache.size_model()[0].replanner.profile, to_profile_shapes(sizes))
+        profile = profile.with_comparison()
         missing, counted = self._context.missing_bytes, self._context.counted_elements
         ratio = num_elements(sizes) / counted if counted else 1.0
         if ratio <= 1 or not any(missing.values()):

@@ -95,7 +95,7 @@ class PolicyBuilder:
             if fastest.is_plain:
                 return fastest
         allowed = profile.without_codecs_below(self._config.min_compress_bytes)
-        policy = provisional_policy(allowed, int(budget.nbytes / (1 + UNCERTAINTY)), self._config)
+        policy = provisional_policy(allowed.with_comparison(), int(budget.nbytes / (1 + UNCERTAINTY)), self._config)
         if policy.predicted_peak_bytes <= budget.nbytes:
             return policy
         return self._solve(profile, self._config.memory_budget)

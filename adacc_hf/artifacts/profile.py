@@ -515,6 +515,21 @@ class Profile:
             other_heads=tuple(heads),
         )
 
+    def with_comparison(self) -> Profile:
+        """Return a copy whose forward has room to run each operator twice, to compare the bits of the results.
+
+        Some first calls at a size are compared in this way (`run/validation.py`).
+        """
+
+        def with_room(kind: KindProfile) -> KindProfile:
+            twice = (op for op in kind.operators if any(kind.values[value].recomputable for value in op.outputs))
+            needs = (sum(kind.values[v].nbytes for v in op.outputs) + max(0, op.extra_bytes) for op in twice)
+            room = max(needs, default=0)
+            events = (replace(event, extra_bytes=event.extra_bytes + room) for event in kind.forward)
+            return replace(kind, forward=tuple(events))
+
+        return replace(self, kinds=tuple(kind if kind.untrusted else with_room(kind) for kind in self.kinds))
+
     def with_host_memory(self, num_blocks: int, limit_bytes: int) -> Profile:
         """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory, at most
         `limit_bytes` in total.

@@ -175,7 +175,9 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side."""
+    in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return in_order.contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_reproducible(tape: Tape) -> bool:

@@ -668,6 +668,16 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
     assert run.session.history[0]["step"] == 0
 
 
+def test_the_first_step_at_a_new_size_has_room_to_compare_bits():
+    """That step runs each operator twice, while the results of the first run are live."""
+    batches = [pair_of(0)] * 3 + [pair_of(7)]
+    largest = train(one_step, batches[3:] * 2, make=make_t5, **HALF).session.profile
+    budget = int(0.6 * uniform_policy(largest, "retain").predicted_peak_bytes)
+    session = train(one_step, batches, make=make_t5, memory_budget=budget, **LOSSLESS).session
+    new_size = next(event for event in session.history if event.get("step") == 4 and event["event"] == "memory")
+    assert new_size["measured_peak_bytes"] <= min(new_size["peak_bytes"], budget)
+
+
 def test_a_size_that_comes_before_a_step_was_counted_is_without_codecs_that_are_off():
     """Switched-off codecs are off at a size that first occurs before a step was measured.
 
