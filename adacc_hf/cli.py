@@ -28,7 +28,7 @@ USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the `adacc` command with the arguments `argv`, by default those of the command line. Return the exit status.
+    """Run the `adacc` command with the arguments `argv`, by default the command line's. Return the exit status.
 
     After an error that the user can fix, the status is 2, and stderr has a message of one line.
     """

@@ -168,7 +168,8 @@ def startup_folder() -> str:
 
 
 def _refuse_command(name: str, error: OSError) -> int:
-    """Print why the command `name` cannot be started. Return the exit status that a shell returns in this case."""
+    """Print the reason why the command `name` cannot be started. Return the exit status that a shell returns in this
+    case."""
     hint = ""
     if name.endswith(".py"):
         hint = f"; to run a script, write `adacc run -- python {name}`"

@@ -39,8 +39,7 @@ __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 KEEP_ATTACHED = "call detach() after training only, and let errors of training_step end the run"
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
-"""Modules that make reports. They are imported by name when a report is requested, because callbacks/ must not import
-them."""
+"""Modules that make reports, imported by name when a report is requested, because callbacks/ must not import them."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):
@@ -157,7 +156,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if self._session.is_closed:
             refuse_uncovered(self.config, ALL_BLOCKS, "this callback was detached", KEEP_ATTACHED)
             self._session.state.warn_once(
-                "Adacc: training goes on at step %d after this callback was detached: the model trains without a "
+                "Adacc: training continues at step %d after this callback was detached: the model trains without a "
                 "policy and without memory_budget=%r. To avoid this, %s",
                 state.global_step,
                 self.config.memory_budget,
@@ -171,7 +170,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
         except BaseException:
             if self._trainer_run is not None:  # AdaccTrainerMixin, which guards no outer method
-                self.detach()  # at once, because `auto_find_batch_size` begins another run, which needs the memory
+                self.detach()  # immediately, because `auto_find_batch_size` begins another run, which needs the memory
             raise
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

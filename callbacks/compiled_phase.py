@@ -14,8 +14,8 @@ from adacc_hf.adapt.run_state import Phase, RunState
 NO_NESTED_REGIONS = "leave torch.utils.checkpoint and nested compiled regions out of the model"
 FEWER_SIZES = "raise torch._dynamo.config.recompile_limit, or train with fewer different batch sizes"
 COMPILED_RUN = "adacc_hf.compiler.compiled_run"
-"""Module with the policies of compiled graphs. It is imported by name when a compiled run begins, because callbacks/
-must not import compiler/, and Inductor is slow to import."""
+"""Module with the policies of compiled graphs, imported by name when a compiled run begins, because callbacks/ must not
+import compiler/, and Inductor is slow to import."""
 
 
 class Compiled(Phase):

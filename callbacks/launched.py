@@ -33,7 +33,7 @@ def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: 
         )
     if state.is_world_process_zero:
         settings_text = ", ".join(f"{name}={value!r}" for name, value in _shown_settings(callback.config).items())
-        note = "" if callback.config == config else "; the script added it, and its settings replace those of adacc run"
+        note = "" if callback.config == config else "; the script added it, and its settings override adacc run's"
         print(
             f"adacc run: {type(caller[0]).__name__} trains with {type(callback).__name__}({settings_text}) in process "
             f"{os.getpid()}{note}",

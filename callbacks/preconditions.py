@@ -76,7 +76,8 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
 
 
 def refuse_offload(args: TrainingArguments) -> None:
-    """Raise ValueError if Transformers or TRL move activations to host memory, which the policy decides here."""
+    """Raise ValueError if a setting of Transformers or TRL moves activations to host memory, because the policy makes
+    this choice."""
     settings = {f"{name}_kwargs": getattr(args, f"{name}_kwargs", None) for name in (CHECKPOINTING, FLAG)}
     kwargs = {name: each for name, each in settings.items() if isinstance(each, dict)}
     offloads = [f"{name}={{'offload': True}}" for name, each in kwargs.items() if each.get("offload")]

@@ -104,7 +104,7 @@ class Times:
         return [self.first[place] / statistics.median(ms) for place, ms in self.later.items()]
 
     def of(self, other: Times) -> Times:
-        """Return the ratios of these times to those of `other` on the same batches."""
+        """Return the ratios of these times to the times of `other` on the same batches."""
         return Times(
             first=_ratios(self.first, other.first),
             later={place: _ratios(ms, other.later[place]) for place, ms in self.later.items()},
@@ -181,7 +181,7 @@ def train_in_turn(
 
     All methods train a turn of PART new sizes before the next turn begins, so that a busy machine slows all of them
     alike. The order of the methods rotates. When a method's turn begins, the caches are full of other methods' data, so
-    its first step, at the fixed size, is not timed. After that, the method runs as in a training of its own.
+    its first step, at the fixed size, is not timed. After that, the method runs as in a separate training.
     """
     times = {trainee.name: Times() for trainee in changing}
     orders = deque(changing), deque(still)
@@ -206,7 +206,7 @@ def train_in_turn(
 
 
 def check_losses(trainees: Sequence[Trainee]) -> dict[str, float]:
-    """Return each method's largest relative difference of losses from those of the first method, over all steps.
+    """Return each method's largest relative difference of losses from the first method's losses, over all steps.
 
     On a CPU, raise WrongResultError if the losses of a bit-equal method differ. A GPU adds floats in no fixed order,
     and training amplifies the smallest difference, so losses are not checked there.

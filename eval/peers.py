@@ -4,7 +4,7 @@
 
 Model, batch and training step are equal for all methods, each of which runs in its own process. If a peer cannot run
 here, its row gives the reason. Two figures are derived for every peer: Adacc's speed at the peer's peak, and Adacc's
-peak at the peer's speed. They are interpolated linearly between Adacc's points, and never extrapolated.
+peak at the peer's speed. These numbers are interpolated linearly between Adacc's points, and never extrapolated.
 """
 
 from __future__ import annotations

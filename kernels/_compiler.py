@@ -12,9 +12,9 @@ from pathlib import Path
 def build(source: Path, flags: Sequence[str], facts: Sequence[str] = ()) -> Path:
     """Return the path of the shared library for the C++ file `source`. Compile it if the cache folder does not have it.
 
-    `facts` are further texts on which the library depends, such as the processor's name. Raise FileNotFoundError if no
-    compiler is found, CalledProcessError if the compiler fails, and RuntimeError or OSError if the cache folder cannot
-    be written.
+    `facts` are further strings on which the library depends, such as the processor's name. Raise FileNotFoundError if
+    no compiler is found, CalledProcessError if the compiler fails, and RuntimeError or OSError if the cache folder
+    cannot be written.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:

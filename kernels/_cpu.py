@@ -167,7 +167,7 @@ def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> 
 def encode_asymmetric(
     flat_N: Tensor, group_size: int, factor: float, zero: float, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode a contiguous tensor in A groups, each with an offset and a range of its own.
+    """Encode a contiguous tensor in A groups, each with its own offset and range.
 
     Return packed codes uint8 [A/2, G], offsets [A] and half ranges [A], equal to `asymmetric_int4.encode_ref`.
     """

@@ -1,7 +1,7 @@
 """Names of codecs whose payloads are in host memory. Without torch, for the solver."""
 
 HOST = "host"
-"""Name of the codec that stores a tensor as it is in host memory."""
+"""Name of the codec that stores a tensor unencoded in host memory."""
 HOST_SUFFIX = "+host"
 """End of the names of all other codecs whose payloads are in host memory, such as "int8+host"."""
 
@@ -17,5 +17,6 @@ def is_on_host(name: str) -> bool:
 
 
 def encoding_of(name: str) -> str:
-    """Return the name of the codec that encodes for codec `name`: "int8" for "int8+host". Both have the same errors."""
+    """Return the name of the codec that computes the payload of codec `name`: "int8" for "int8+host". Both have the
+    same errors."""
     return name.removesuffix(HOST_SUFFIX)

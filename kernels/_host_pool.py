@@ -1,8 +1,8 @@
-"""Pool of pinned host memory, in which codecs store payloads instead of on the device.
+"""Pool of pinned host memory. Codecs can store payloads there instead of in the device's memory.
 
-NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before a copy,
-its stream waits for the stream of the copy before. A range of the pool can therefore be used again as soon as its block
-is deleted, although the copies of that block may still be pending. On one stream, no copy waits for the host.
+NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before each
+copy, its stream waits for the stream of the previous copy. A range of the pool can therefore be used again as soon as
+its block is deleted, although the copies of that block may still be pending. On one stream, no copy waits for the host.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def aligned(nbytes: int) -> int:
 
 
 class _HostMemory(mmap.mmap):
-    """Memory of this process, pinned if possible. It is shared with forked processes: a private mapping would be copied
-    at the first write after a fork, and the device would go on using the original pages."""
+    """Memory of this process, pinned if possible, and shared with forked processes: a private mapping would be copied
+    at the first write after a fork, and the device would still use the original pages."""
 
     is_pinned = False
 
@@ -165,10 +165,10 @@ class HostPool:
             return peak
 
     def reserve(self, user: object, nbytes: int) -> None:
-        """Make room for `nbytes` of payloads of `user`, or more if `user` has reserved more before.
+        """Make room for `nbytes` of payloads of `user`, or more if `user` has reserved more already.
 
-        The memory is allocated at once, because pinning memory waits for the device. If payloads are live, the pool
-        grows when none is.
+        The memory is allocated immediately, because pinning memory waits for the device. If payloads are live, the pool
+        grows later, when no payload is live.
         """
         with self._lock:
             if nbytes > self._reservations.get(user, 0):
@@ -223,7 +223,8 @@ class HostPool:
             )
 
     def _follow_last_copy(self, device: torch.device) -> None:
-        """Let the current stream wait for the copy before, if that ran on another stream (NOTE [Order of copies])."""
+        """Make the current stream wait for the previous copy, if that copy ran on another stream (NOTE [Order of
+        copies])."""
         if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device)

@@ -1,4 +1,5 @@
-"""Payloads in host memory: codec `host`, which stores a tensor as it is, and `<codec>+host` after any other codec.
+"""Payloads in host memory: codec `host`, which stores a tensor unencoded, and `<codec>+host`, which stores the payload
+of another codec.
 
 The payload is copied to the pool of pinned memory (`_host_pool.py`) on the stream that encodes, and copied back on the
 stream that decodes. Copies do not overlap with the kernels of this stream. If the pool has no room, the payload stays
@@ -61,7 +62,7 @@ class OnHost(Codec):
 
 
 class Unencoded(Codec):
-    """Codec that stores the elements as they are, in memory order. Only `OnHost` uses it: its payload is a view of the
+    """Codec that stores the elements unencoded, in memory order. Only `OnHost` uses it: its payload is a view of the
     tensor if possible, and `decode` returns a view of the payload."""
 
     name = HOST

@@ -3,7 +3,7 @@
 A codec encodes a tensor to a smaller `Payload` and decodes it again. Each codec is a file of this folder, named after
 the codec, with one class decorated with `@register`. To add a codec, add a file with such a class. The planner knows
 only the attributes that the class declares. Files whose stem starts with an underscore or ends in `_triton` are
-helpers. They are not searched, so listing codecs never imports triton.
+helpers, which are not searched. Therefore listing codecs never imports triton.
 """
 
 import inspect
@@ -226,8 +226,8 @@ class Codec:
         """Encode a contiguous tensor with plain torch operators that can be traced into a compiled graph.
 
         Control flow is static and no operator works in place. The result equals, bit for bit, the tensors that `encode`
-        stores if `fit(tensor)` is called directly before. Raise NotImplementedError if the codec has no such form,
-        because its result also depends on other state.
+        stores if `fit(tensor)` is called directly before `encode`. Raise NotImplementedError if the codec has no such
+        form, because its result also depends on other state.
         """
         raise NotImplementedError(f"codec {self!r} cannot be used in a compiled graph")
 
@@ -312,7 +312,8 @@ def get_codec(name: str, **options: Any) -> Codec:
 
 
 def codec_type(name: str) -> type[Codec]:
-    """Return the class of the codec `name`, which may be in host memory: "host", or another codec's name and "+host".
+    """Return the class of the codec `name`. Codecs that store payloads in host memory are "host", and "<codec>+host"
+    for each other codec.
 
     Raises ValueError for an unknown name.
     """
@@ -330,7 +331,7 @@ def codecs_suiting(role: str) -> list[str]:
 
 
 def replacements(name: str, role: str) -> list[str]:
-    """Return the names of the codecs that replace codec `name` on tensors of `role` on which their error is smaller."""
+    """Return the names of the codecs that replace codec `name` on a tensor of `role` if their error is smaller."""
     return [other for other in codecs_suiting(role) if registry[other].instead_of == name]
 
 

@@ -38,7 +38,7 @@ def codes_ref(scaled: Tensor, noise: Tensor | None) -> Tensor:
     Elements beyond 448 take the code of 448. Codes of non-finite elements are unspecified.
     """
     bits = scaled.view(torch.int32)
-    # The exponent of each element above that of the least normal number. Below that number, steps no longer shrink.
+    # Exponent of each element minus the exponent of the least normal number. Below that number, steps no longer shrink.
     above = ((bits & EXPONENT) - LEAST_NORMAL).clamp(min=0)
     steps = scaled.abs() * (UNIT - above).view(torch.float32)  # exact: a power of two
     rounded_steps = steps.round() if noise is None else (steps + noise).floor()

@@ -1,7 +1,7 @@
 """Triton kernels of outlier_int4: one launch to encode, one to decode, one for the channel sums.
 
 A byte holds the 4-bit codes of two elements that are half the tensor apart. Program p therefore encodes T groups of
-each half: groups [p * T, (p + 1) * T), and the groups half the tensor further on.
+each half: groups [p * T, (p + 1) * T) of the first half, and the corresponding groups of the second half.
 """
 
 import torch
@@ -37,7 +37,7 @@ LEAST_PADDED = 16  # least number of outliers that kernels are compiled for, bec
 def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexpr):
     """Return the int64 row and the int32 column of a group's first element.
 
-    If groups divide rows (ROW_OF_GROUPS), no slow 64-bit division is needed.
+    If each row consists of whole groups (ROW_OF_GROUPS), no slow 64-bit division is needed.
     """
     if ROW_OF_GROUPS:
         groups = (channels // G).to(tl.uint32)
@@ -63,9 +63,8 @@ def _outliers_cleared(
 ):  # fmt: skip
     """Return x [T, G] with the elements of outlier channels set to 0. The first element is in column first_column.
 
-    ROW_OF_GROUPS is True if groups divide rows. Then no group continues in the next row, and `keep` is read 128 bits at
-    a time.
-    Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64, ...
+    ROW_OF_GROUPS is True if each row consists of whole groups. Then no group continues in the next row, and `keep` is
+    read 128 bits at a time. Example: channels 128, G 64, first_column 64: groups start at columns 64, 0, 64, ...
     """
     within = tl.arange(0, G)[None, :]
     place = first_column + tl.arange(0, T)[:, None] * G

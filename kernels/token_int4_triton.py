@@ -1,8 +1,8 @@
 """Triton kernels of token_int4: one launch to encode, one to decode.
 
 A byte holds the 4-bit codes of two elements that are half the tensor apart. A program therefore handles whole rows of
-the first half, and the rows half the tensor further on. Rows of up to MAX_BLOCK elements stay in registers. Longer rows
-are read twice, in chunks, the second time mostly from the cache.
+the first half, and the corresponding rows of the second half. Rows of up to MAX_BLOCK elements stay in registers.
+Longer rows are read twice, in chunks, the second time mostly from the cache.
 """
 
 import torch

@@ -46,7 +46,7 @@ class ComparisonRow:
         }
 
     def report_cells(self) -> dict[str, str]:
-        """Return the cells for a report, whose only peak is the peak of the step."""
+        """Return the cells for a report, which shows only one peak: the peak of the step."""
         return {name: cell for name, cell in self.cells().items() if name == PEAK or not name.startswith("peak of")}
 
     def numbers(self) -> dict[str, float]:

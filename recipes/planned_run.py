@@ -1,4 +1,4 @@
-"""Plan of a Trainer run: the plan of `adacc plan`, with settings from TrainingArguments and the launcher."""
+"""Plan of a Trainer run, made by `adacc plan` with the settings from TrainingArguments and the launcher."""
 
 import os
 from dataclasses import dataclass, replace

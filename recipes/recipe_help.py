@@ -11,7 +11,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 def parser_settings(docstring: str | None) -> dict[str, Any]:
     """Return keyword arguments of a recipe's parser. `docstring` is the recipe's and becomes the description.
 
-    A recipe accepts some 150 settings. The usage line does not repeat them, because the list below it has them all.
+    A recipe accepts about 150 settings. The usage line does not repeat them, because the list below it has them all.
     """
     return {
         "description": docstring,

@@ -8,9 +8,9 @@ r"""Fine-tune a language model on chats by LoRA or QLoRA under a memory budget: 
 
 The recipe accepts all settings of `trl sft`, on the command line or with `--config settings.yaml`, and in addition
 `--chats`, `--memory_budget`, `--actions` and `--cache_dir`, which come first in the list below. Three defaults differ
-from those of `trl sft`: LoRA and packing are on, gradient checkpointing is off. `--use_peft false` trains all weights,
-`--load_in_4bit` selects QLoRA. Invalid settings end the run with one message and exit status 2. The recipe needs
-pip install '.[recipes,sft]' in a checkout, and bitsandbytes for QLoRA.
+from the defaults of `trl sft`: LoRA and packing are on, gradient checkpointing is off. `--use_peft false` trains all
+weights, `--load_in_4bit` selects QLoRA. Invalid settings end the run with one message and exit status 2. The recipe
+needs pip install '.[recipes,sft]' in a checkout, and bitsandbytes for QLoRA.
 """
 
 import importlib.util

@@ -18,7 +18,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 
 def stream_pile(pile_id: str) -> IterableDataset:
-    """Return the Pile from the hub, or a folder with its schema, as a stream that downloads rows when they are read."""
+    """Return the Pile, or a local copy with the same schema, as a stream. Rows are downloaded when they are read."""
     rows = load_dataset(pile_id, split="train", streaming=True)
     return rows.select_columns("text")
 

@@ -1,4 +1,4 @@
-"""Texts of the messages on a run's policy: its costs, and how much of the run followed it."""
+"""Messages on a run's policy: the costs of the policy, and how much of the run followed the policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
 def describe_coverage(policy: Policy, profile: Profile | None, history: Sequence[Mapping[str, Any]]) -> str:
     """Describe how many block calls have an action for each activation, and how many steps followed `policy`.
 
-    For the block calls under torch's checkpoint, the text has the reasons from the profile, if there is a profile.
+    If there is a profile, also give its reasons for the block calls under torch's checkpoint.
     """
     counts = policy.block_counts()
     parts = [

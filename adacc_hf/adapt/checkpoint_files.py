@@ -66,7 +66,7 @@ class SavedSizePolicy:
     """True if the policy was made for another size, and a solver run may find a faster one."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON record of the fields that are not saved in files of their own."""
+        """Return a JSON record of the fields that are not saved in separate files."""
         plain = {name: getattr(self, name) for name in _names(self, "policy", *FILES)}
         return plain | {"shapes": shapes_to_json(self.shapes)}
 
@@ -126,7 +126,7 @@ class Saved:
     """Number of ranks of the run, which determines each rank's part of a sharded model."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON record of all fields, without the policies and profiles, which have files of their own."""
+        """Return a JSON record of all fields except the policies and profiles, which are saved in separate files."""
         return {
             "version": STATE_VERSION,
             **{name: getattr(self, name) for name in _names(self, "size_policies")},
@@ -152,7 +152,8 @@ class Saved:
 
 @contextmanager
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Return a context for writing into `folder`. An OSError is logged as a warning with the text `consequence`."""
+    """Return a context for writing into `folder`. An OSError is not raised but logged as a warning, which contains
+    `consequence`."""
     try:
         yield
     except OSError as error:

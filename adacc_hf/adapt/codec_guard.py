@@ -25,8 +25,8 @@ from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 log = logging.getLogger(__name__)
 
 PROOF = "codecs that degraded gradients were switched off"
-"""Value of `LossGuard.suspicion` if the check was requested for a new policy, and not by a suspicious loss. This text
-is saved in checkpoints."""
+"""Value of `LossGuard.suspicion` if the check was requested for a new policy, and not by a suspicious loss. Checkpoints
+contain this string."""
 
 
 WINDOW = 16
@@ -41,7 +41,7 @@ distance."""
 
 
 class LossGuard:
-    """A guard of the accuracy during the run. It requests checks of gradients, and judges the results of the checks."""
+    """A guard of the accuracy during the run, which requests checks of gradients and judges their results."""
 
     def __init__(
         self, config: AdaccConfig, losses: Iterable[float] = (), switched_off: Iterable[SwitchedOff] = ()
@@ -74,7 +74,8 @@ class LossGuard:
             self.suspicion = reason
 
     def check_new_policy(self) -> bool:
-        """Request a check of gradients in the first step of a new policy, if codecs were switched off before it.
+        """Request a check of gradients in the first step of a new policy, if codecs were switched off before this
+        policy.
 
         Return True if a check was requested.
         """
@@ -93,9 +94,9 @@ class LossGuard:
         return None if suspicion == PROOF else suspicion
 
     def doubt(self, tracking: Tracking) -> str | None:
-        """Return a text if a gradient measured in the tracking step is degraded, else None.
+        """Return a message if a gradient measured in the tracking step is degraded, else None.
 
-        If no loss was suspicious, this text is the reason that is passed to `judge`.
+        If no loss was suspicious, this message is the reason that is passed to `judge`.
         """
         largest_error = max((gradient.error for gradient in tracking.gradients.values()), default=0.0)
         return None if largest_error <= DEGRADED_ERROR else "a tracking step found a degraded gradient"
@@ -120,7 +121,7 @@ class LossGuard:
         return False, verdict
 
     def _switch_off(self, suspicion: str, profile: Profile, tracking: Tracking, degraded: Mapping[int, float]) -> str:
-        """Log which codecs are switched off because of the degraded gradients, and return the logged text.
+        """Log which codecs are switched off because of the degraded gradients, and return the logged message.
 
         `degraded` has the errors of the degraded gradients by kind of block.
         """
@@ -155,7 +156,7 @@ class LossSpikeDetector:
         return list(self._losses)
 
     def check(self, loss: float | None, gradient_norm: float | None) -> str | None:
-        """Add `loss` to the earlier losses. Return a text if `loss` or `gradient_norm` is suspicious, else None.
+        """Add `loss` to the earlier losses. Return a message if `loss` or `gradient_norm` is suspicious, else None.
 
         An argument is None if it was not logged.
         """

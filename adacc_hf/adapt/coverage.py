@@ -1,8 +1,8 @@
 """Checks that every block trains under a policy, for `AdaccConfig(on_uncovered="error")`.
 
-A block is uncovered if no policy decides about its activations, and the block runs plainly or under torch's checkpoint
-instead. Reasons: its operators cannot be replayed, there is no policy, or a call cannot follow the policy. Steps before
-the first policy are allowed up to `profile_steps`.
+A block is uncovered if no policy selects actions for its activations, so that the block runs plainly or under torch's
+checkpoint. Reasons: its operators cannot be replayed, there is no policy, or a call cannot follow the policy. Steps
+before the first policy are allowed up to `profile_steps`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str)
 
 
 def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -> None:
-    """Raise UncoveredBlockError for blocks whose activations `policy` cannot decide about, if the config says so."""
+    """If `on_uncovered` is "error", raise UncoveredBlockError for blocks that have no action per activation in
+    `policy`."""
     reasons = {kind.digest: kind.untrusted for kind in profile.kinds if kind.untrusted is not None}
     kinds = {name: policy.plans[index].kind for name, index in policy.blocks}
     names = [name for name, kind in kinds.items() if kind in reasons]
@@ -57,7 +58,8 @@ def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -
 
 
 def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
-    """Raise UncoveredBlockError for calls of a micro-batch that did not follow their plan, if the config says so."""
+    """If `on_uncovered` is "error", raise UncoveredBlockError for calls of a micro-batch that did not follow their
+    plan."""
     for reason, names in fallbacks.blocks.items():
         refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
 

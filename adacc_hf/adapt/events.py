@@ -77,7 +77,7 @@ class OutliersTracked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNoted(Event):
-    """Event of the history: the measured peak memory of a step, or a remark about memory with its text in `reason`."""
+    """Event of the history: the measured peak memory of a step, or a remark about memory, in `reason`."""
 
     name = "memory"
     reason: str | None = None

@@ -35,7 +35,7 @@ another size."""
 
 
 class ExtrapolatedPolicies:
-    """Maker of policies for size classes without a profile of their own."""
+    """Maker of policies for size classes that were not profiled."""
 
     def __init__(self, context: RunContext, cache: PolicyCache) -> None:
         self._context, self._cache, self._config = context, cache, context.config
@@ -44,7 +44,8 @@ class ExtrapolatedPolicies:
         """Return (profile, policy) for the size class `sizes`, with the fastest policy of another class that fits.
 
         Return None if no policy of another class fits the budget. Also return None if the fastest policy is plain
-        training or uses up the budget. In these cases, `solve` decides at once, and no solver run follows later.
+        training or uses up the budget. In these cases, call `solve` immediately instead. No later solver run is then
+        needed.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
@@ -124,10 +125,10 @@ class ExtrapolatedPolicies:
         assert least is not None  # the solver's errors contain this policy
         text = f"batches of {describe(sizes)} need {floor} bytes at least"
         fitting = self._largest_fitting(sizes, least)
-        text += f", those of {describe(fitting)} would keep to the budget" if fitting else ""
+        text += f", batches of {describe(fitting)} would fit the budget" if fitting else ""
         if self._config.on_over_budget == "error":
             raise InfeasibleBudgetError(f"{text}: {why}", floor, bound)
-        log.warning("Adacc: %s. Training goes on with the least memory: %s", text, why)
+        log.warning("Adacc: %s. Training continues with the least memory: %s", text, why)
         self._context.warnings.add(sizes)
         self._context.note_memory(f"{text}: {why}")
         return least
@@ -168,7 +169,7 @@ class ExtrapolatedPolicies:
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
         """Raise InfeasibleBudgetError if the least-memory policy of another size far exceeds `budget` with `profile`.
 
-        The solver would need up to seconds to find the least-memory policy of this size, and that policy would differ
+        The solver could need several seconds to find the least-memory policy of this size, and that policy would differ
         little.
         """
         other = self._cache.least

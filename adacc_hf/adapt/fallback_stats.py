@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 NO_POLICY = "full recomputation, because there is no policy for batches of this size"
 UNCOMPILED = "a forward without compiled graphs, which has no budget"
 BEFORE = "full recomputation, before there was a policy"
-"""Texts for the reasons of fallback steps."""
+"""Descriptions of the reasons for fallback steps."""
 
 FALLBACK = "fallback"
 """Value of "event" in the history's records that count fallback steps."""
@@ -82,7 +82,7 @@ class FallbackStats:
         return True
 
     def logged(self) -> None:
-        """Begin a new mean of `overhead_ms`, because the current mean was logged."""
+        """Reset the mean of `overhead_ms`, after the mean was logged."""
         self._last_ms = self.overhead_ms
         self._overheads_ms.clear()
         self._early_shapes.clear()
@@ -91,7 +91,7 @@ class FallbackStats:
     def overhead_ms(self) -> float | None:
         """Mean predicted overhead of the micro-batches since the last log.
 
-        If there was no micro-batch since then, the value at the last log, or None before the first log.
+        Without a micro-batch since then, this is the value at the last log. None before the first log.
         """
         return sum(self._overheads_ms) / len(self._overheads_ms) if self._overheads_ms else self._last_ms
 
@@ -99,9 +99,9 @@ class FallbackStats:
 class DivergedBatches:
     """Counts and cost estimates of micro-batches whose block calls diverged from their plans during the run.
 
-    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. The
-    cost of both is estimated as that of full recomputation. In the methods, `reference` is the size policy with the
-    best profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
+    A call diverges if it runs under torch's checkpoint instead, or if it runs operators that were not profiled. Both
+    are estimated to cost as much as full recomputation. In the methods, `reference` is the size policy with the best
+    profile for a micro-batch of `shapes`. `say` is called with a sentence for the run's history.
     """
 
     def __init__(self, config: AdaccConfig, say: Callable[[str], None]) -> None:

@@ -102,7 +102,7 @@ class _RecordedCall:
 
 
 class BlockSample:
-    """A recorder of the next call of one block. It compares the call's gradient with the exact gradient."""
+    """A recorder of the next call of one block, which compares the call's gradient with the exact gradient."""
 
     def __init__(self, plan: BlockExecutor) -> None:
         self.plan = plan
@@ -181,7 +181,8 @@ _reported_obstacles: set[str] = set()
 
 
 class _FreedGraphError(Exception):
-    """The block reads tensors that are not its arguments, and the graph of these tensors is already freed."""
+    """Error raised if the block reads tensors that are not its arguments, and the graph of these tensors is already
+    freed."""
 
 
 def _detached(tree: Any) -> Any:
@@ -198,8 +199,8 @@ def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor 
 
     The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call(fn, args,
     kwargs)` runs the forward. `fn` is the block's function, to which the keyword arguments are bound already.
-    `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a backward of their own
-    (tiled layers, reentrant checkpoints) accumulate into the parameters' `grad`.
+    `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a nested backward (tiled
+    layers, reentrant checkpoints) accumulate into the parameters' `grad`.
     """
     args, kwargs = _detached(call.args), _detached(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn

@@ -96,7 +96,7 @@ class LiveMemory:
 
     @property
     def live_bytes(self) -> int:
-        """Live bytes in all: parameters and buffers, gradients, optimizer state, and others."""
+        """Total live bytes: parameters and buffers, gradients, optimizer state, and others."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.other_bytes
 
 

@@ -18,7 +18,7 @@ from adacc_hf.torch_glue.model_hook import ModelHook, by_name
 class MicroBatches:
     """The sizes of the current micro-batch and, while a profile is due, the most recent training batch itself.
 
-    The sizes are read at the micro-batch's start, or at the model's call if there are no tensors before that.
+    The sizes are read at the micro-batch's start, or at the model's call if the tensors do not exist earlier.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class MicroBatches:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Begin the current micro-batch or its retry."""
+        """Reset the records of the current micro-batch's model calls, at its start and before a retry."""
         if self._last is not None:
             self._last.begin()
 
@@ -82,7 +82,7 @@ class MicroBatches:
     def take(self) -> tuple[dict[str, Any] | None, ComputeLoss | None]:
         """Return (batch, compute_loss) of the most recent batch, and stop keeping batches.
 
-        The batch is None if none is suitable for a profile. See `LastBatch`.
+        The batch is None if no batch is suitable for a profile. See `LastBatch`.
         """
         assert self._last is not None
         result = self._last.batch, self._last.compute_loss

@@ -81,9 +81,10 @@ def run_with_retry(
     """Call `run` and return its result. If memory runs out, call `run` once more with the same random numbers.
 
     Before the second attempt, `tighten` is called to apply a policy with less memory. `tighten` returns None, or the
-    reason why that is impossible. Raises torch.OutOfMemoryError, with the text of `advice`, if the first attempt cannot
-    be repeated, or if the second attempt runs out of memory too. In both cases the text of `report` is logged, which
-    describes the memory of the failed attempt. `report` is called while the tensors of this attempt are alive.
+    reason why that is impossible. Raises torch.OutOfMemoryError, whose message includes the result of `advice`, if the
+    first attempt cannot be repeated, or if the second attempt runs out of memory too. In both cases the result of
+    `report` is logged, which describes the memory of the failed attempt. `report` is called while the tensors of this
+    attempt are alive.
     """
     gradients = SavedGradients(model)
     random_states = RandomStates(gpus_in_use())  # takes about 45 microseconds
@@ -115,7 +116,8 @@ def run_with_retry(
 
 @contextmanager
 def memory_reported(report: Callable[[], str]) -> Iterator[None]:
-    """Return a context that logs the text of `report` if memory runs out in it. The error is raised again."""
+    """Return a context that logs the result of `report` if memory runs out within the context. The error is raised
+    again."""
     try:
         yield
     except RuntimeError as error:

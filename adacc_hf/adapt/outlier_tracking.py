@@ -40,8 +40,8 @@ class Observation:
     """Measurements of a tracking step: maxima over all blocks of a kind, all calls and all ranks.
 
     The keys of the dicts have either the indices of one profile, or names: (block call, activation, codec), such as
-    ("transformer.h.0", "attn:clone#2", "int8"). Names are the same in the profiles of all batch sizes. Indices differ:
-    if a step calls a block twice, for example, the profile of this step has more kinds.
+    ("transformer.h.0", "attn:clone#2", "int8"). Names are the same in the profiles of all batch sizes. Indices may
+    differ between profiles. For example, if a step calls a block twice, the profile of this step has more kinds.
     """
 
     num_outliers: dict[Any, int]
@@ -107,7 +107,7 @@ def _activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]
 
 
 def _worst(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientError]:
-    """Return the worst error of each key, in the order of the keys."""
+    """Return the largest error of each key, in the order of the keys."""
     by_key: dict[Any, list[GradientError]] = {}
     for key, error in errors:
         by_key.setdefault(key, []).append(error)

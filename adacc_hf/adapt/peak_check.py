@@ -104,7 +104,7 @@ class PeakCheck:
         comparable = [s for s in used if s is not None and s.num_steps > RECORDED_STEPS]
         if len(comparable) != len(used) or peak is None:
             return None
-        # The peak of a step is that of its largest micro-batch.
+        # The largest micro-batch of a step has the step's peak.
         largest = max(comparable, key=lambda size_policy: size_policy.replanner.predicted_peak_bytes())
         unmeasured_bytes = self._num_uncounted * self._choice.batch_bytes
         return _MeasuredStep(

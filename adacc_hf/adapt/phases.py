@@ -270,7 +270,8 @@ def follow(run: RunState, policy: Policy, profile: Profile | None, policy_step: 
     """Apply `policy` to the model, and return the phase that trains under this policy.
 
     `policy_step` is the number of finished steps when the policy was set. If the user passed the policy, or `profile`
-    is None, the policy never changes. Raises UncoveredBlockError if the policy cannot decide about all blocks.
+    is None, the policy never changes. Raises UncoveredBlockError if the config requires a policy for all blocks and
+    `policy` does not cover all blocks.
     """
     if profile is not None:
         refuse_whole_blocks(run.config, policy, profile)

@@ -45,7 +45,7 @@ PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 
 class RefusedSizeError(Exception):
-    """No policy can be made for batches of another size, or for batches that train more blocks."""
+    """Error raised if no policy can be made for batches of another size, or for batches that train more blocks."""
 
 
 class PolicyBuilder:
@@ -134,8 +134,8 @@ class PolicyBuilder:
     ) -> tuple[BatchShapes, Profile, Policy] | None:
         """Return (sizes, profile, policy) for batches of `sizes`. Profile the step's `batch`, resized to `sizes`.
 
-        If the model refuses the resized batch, the original sizes are returned. Return None if this batch is
-        unsuitable. Raises RefusedSizeError if every batch of these sizes is unsuitable.
+        If the model refuses the resized batch, the original sizes are returned. Return None if this batch cannot be
+        used for the profile. Raises RefusedSizeError if no batch of these sizes can be used.
         """
         shapes, run = choice.shapes, self._run
         if not all(gather_from_all_ranks(batch is not None and has_same_tensors(shapes, sizes))) or batch is None:

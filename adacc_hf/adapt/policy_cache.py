@@ -125,8 +125,8 @@ class PolicyCache:
         """Return the policy made for the smallest size in which a batch of `shapes` fits, or None if it fits in no
         size.
 
-        Call this for a batch that belongs to no size class. If the batch's bucket has no policy of its own, add the
-        batch to the counts in `unplanned`, which `most_wanted` reads.
+        Call this for a batch that belongs to no size class. If no policy was made for the batch's bucket, add the batch
+        to the counts in `unplanned`, which `most_wanted` reads.
         """
         fitting = [s for s in self.all if s.shapes is None or fits_in(shapes, s.shapes)]
         best = min(fitting, key=lambda s: 0 if s.shapes is None else num_elements(s.shapes), default=None)
@@ -162,7 +162,7 @@ def _replaces(new: SizePolicy, old: SizePolicy) -> bool:
 
 
 def most_wanted(counts: list[dict[BatchShapes, tuple[BatchShapes, int]]]) -> BatchShapes | None:
-    """Return the sizes to profile next: those of the bucket with the most batches, summed over all ranks.
+    """Return the sizes to profile next: the sizes of the bucket with the most batches, summed over all ranks.
 
     Return None if no bucket has ENOUGH_SEEN batches. `counts` has the dict `PolicyCache.unplanned` of each rank.
     """

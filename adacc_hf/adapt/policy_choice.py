@@ -6,8 +6,8 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 | in a size class with a policy | that policy |
 | in a new class, before the first measured step | the run's first policy if it fits, else one with little memory |
 | in a new class, later | another class's policy if it fits, until the ENOUGH_BORROWED-th batch |
-| the same, if none fits or from that batch on | a policy solved for the class's extrapolated profile |
-| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | the same, as plans that tracking never changes |
+| in a new class, if no policy fits or from that batch on | a policy solved for the class's extrapolated profile |
+| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy solved in the same way, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
 | in no class and larger than each profiled size | none: torch's checkpoint, with a warning under a budget of the peak |
 """
@@ -190,8 +190,8 @@ class PolicyChoice:
 
         `shapes` is None if the sizes are unknown. If `is_provisional` is True, the policy is replaced once the memory
         of a step has been measured. `expects_size_model` is True if the profiler has tried to measure other sizes too.
-        If `profile` nevertheless has no size model, the model cannot run on slices of a batch. `is_extrapolated` is
-        True if `profile` was predicted from the profile of another size.
+        If `profile` then has no size model, the model cannot run on slices of a batch. `is_extrapolated` is True if
+        `profile` was predicted from the profile of another size.
         """
         size_policy = self._size_policy(shapes, profile, policy, is_extrapolated)
         size_policy.is_provisional = is_provisional
@@ -233,7 +233,7 @@ class PolicyChoice:
     def follow(self, size_policy: SizePolicy, policy: Policy) -> None:
         """Replace the policy for the batches of `size_policy` by `policy`, from the next micro-batch on.
 
-        The times of normal steps are collected anew.
+        The times of normal steps under the old policy are dropped.
         """
         self._lasts = False
         size_policy.plans = self._handle.prepare(policy, size_policy.plans)
@@ -248,8 +248,8 @@ class PolicyChoice:
         self.current, self.plans, self._lasts = size_policy, plans, False
 
     def check_budget(self) -> None:
-        """Compare the predicted peak of the next micro-batch with the budget, even if its shapes equal those of the
-        last one."""
+        """Compare the predicted peak of the next micro-batch with the budget, even if the previous micro-batch had the
+        same shapes."""
         self._lasts = False
 
     def used(self) -> list[SizePolicy | None]:

@@ -6,7 +6,7 @@ NOTE [Timetable of a step]. All ranks do the same at the same step. A normal ste
    again under a tighter policy.
 3. Step ends: a) measurements change the prices (tracking_steps.py, peak_check.py); b) results of solver runs that began
    `takeover_steps` steps ago are applied; c) solver runs start where prices have changed (replanning.py); d) sizes
-   that were seen often, and batches that train more blocks, are requested for a profile (profile_requests.py).
+   that occurred often, and batches that train more blocks, are requested for a profile (profile_requests.py).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return FOLLOWING
 
     def _report_slow_step(self) -> None:
-        """Begin to report the step if it does more than train, and takes more than twice the time of a normal step."""
+        """Report the step if it does other work than training, and takes more than twice as long as a normal step."""
         self._report.close()
         task, current = TASKS.get(self.activity), self.choice.current
         if task is None:
@@ -319,7 +319,7 @@ class AdaptivePhase(FixedPolicyPhase):
         """Record the time of the finished step, `step_ms`, and count the step for the policies that it used.
 
         The time of a normal step is added to the times of normal steps. If the step also tracked, measured or prepared
-        a policy, the time beyond that of a normal step is added to the run's `extra_ms`.
+        a policy, the time that exceeds a normal step's is added to the run's `extra_ms`.
         """
         current = self.choice.current
         for size_policy in self.choice.used():
@@ -409,7 +409,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return broadcast_from_first_rank(lambda: self._batches.known_shapes)
 
     def show(self) -> None:
-        """Set the run's policy and profile to those of the most recent micro-batch."""
+        """Set the run's policy and profile to the policy and profile of the most recent micro-batch."""
         replanner = self.choice.shown.replanner
         self._run.show(replanner.policy, replanner.priced)
 

@@ -145,7 +145,8 @@ def gradient_bound(config: AdaccConfig) -> float:
 
 
 def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
-    """Return an upper bound on the bytes that a policy saves because codecs in `after` need less than in `before`."""
+    """Return an upper bound on the bytes that a policy saves because codecs store fewer bytes by the profile `after`
+    than by the profile `before`."""
     bound = error_bound(config)
     kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
     return sum(kinds[block.kind] for block in after.blocks)
@@ -210,8 +211,8 @@ def find_culprits(
 
     The set is minimal: if any of its activations is compressed again, the error exceeds the bound.
     `error_without(bypassed)` returns the gradient's error with the activations `bypassed` not compressed, or None if
-    the error cannot be measured. It is called at most 2 * len(lossy) + 1 times. Return None if a call returns None, or
-    if the error exceeds the bound even with all of `lossy` bypassed.
+    the error cannot be measured. The function is called at most 2 * len(lossy) + 1 times. Return None if a call returns
+    None, or if the error exceeds the bound even with all of `lossy` bypassed.
 
     First, each activation is compressed alone. Then the activations that are harmless alone are compressed together,
     one after the other in the order of these errors. If the error exceeds the bound, the latest activation is left

@@ -15,23 +15,24 @@ from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_fr
 
 MORE_BLOCKS = "more blocks are trained than before"
 OTHER_OPERATORS = "most batches run other operators than the profiled one"
-"""Reasons to start over with a profile that replaces the profile of the first batch."""
+"""Reasons to restart: to profile a batch again, and to replace all policies of the run by a policy for that batch."""
 FALLBACK_MODES = {MORE_BLOCKS: "under torch's checkpoint", OTHER_OPERATORS: "with the least memory"}
-"""Execution of block calls without a plan until the run starts over, keyed by the reason to start over."""
+"""Execution of block calls without a plan until the restart, keyed by the reason to restart."""
 MOST_TRIES = 64
-"""Number of steps for which a batch to start over with is searched. Each step takes a collective."""
+"""Number of steps in which a batch suitable for a restart is searched. Each step takes a collective."""
 
 
 class ProfileRequests:
-    """Requests of a run for profiles: of a batch size without a policy, or of a batch to start over with."""
+    """Requests for profiles during a run: of a batch size without a policy, or of a batch for a restart of all
+    policies."""
 
     def __init__(self, choice: PolicyChoice, installation: Installation) -> None:
         self.sizes: BatchShapes | None = None
         """Sizes to profile, with the next step's batch resized to these sizes, or None if there is no request."""
         self.why = ""
-        """Reason to start over."""
+        """Reason to restart."""
         self.num_tries = 0
-        """Steps that remain for the search of a batch to start over with, or 0 if there is no search."""
+        """Number of further steps in which a batch for a restart is searched. 0 means that there is no search."""
         self._choice, self._installation = choice, installation
         self._tried: set[str] = set()
         """Reasons for which a search was begun."""
@@ -63,7 +64,7 @@ class ProfileRequests:
             self._choice.add_extrapolated(sizes, profile, policy)
 
     def _look_for_reasons(self) -> None:
-        """Begin the search for a batch to start over with, once for each reason."""
+        """If there is a reason to restart, begin the search for a suitable batch, once for each reason."""
         idle, blocks = self._choice.cache.idle_blocks, self._installation.blocks
         reasons = {MORE_BLOCKS: any(blocks[name].num_calls for name in idle)} if idle else {}
         reasons[OTHER_OPERATORS] = self._choice.diverged.most_diverged()
@@ -73,9 +74,9 @@ class ProfileRequests:
                 self._tried.add(why)
 
     def can_restart(self) -> bool:
-        """Decrement `num_tries`. Return True if the most recent batch of every rank is suitable to start over with.
+        """Decrement `num_tries`. Return True if the most recent batch of every rank is suitable for a restart.
 
-        A suitable batch has trained every block that any batch has trained so far. If the reason to start over is
+        A suitable batch has trained every block that any batch has trained so far. If the reason to restart is
         OTHER_OPERATORS, the batch must also have run operators that differ from the profiled batch's.
         """
         self.num_tries -= 1
@@ -84,5 +85,5 @@ class ProfileRequests:
         return all(gather_from_all_ranks(is_whole and has_operators))
 
     def restarted(self) -> None:
-        """Record that the run has started over. If still more blocks are trained later, it may start over again."""
+        """Record that all policies were replaced. If further blocks are trained later, another restart is allowed."""
         self._tried.discard(MORE_BLOCKS)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 FINER_STEPS = 16
-"""Factor by which the error of the precise codec (INT8) is smaller than that of INT4: INT8 quantization steps per INT4
+"""Error of INT4 divided by the error of the precise codec (INT8): the number of INT8 quantization steps per INT4
 step."""
 
 

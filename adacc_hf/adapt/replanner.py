@@ -2,7 +2,8 @@
 
 Prices are the predicted bytes, times and errors in the profile. At a tracking step, the codecs count the outlier
 channels of the activations that they encode, choose the channels to store as outliers, and measure round-trip errors.
-Other steps do none of this, and do not synchronize with the device. The solver runs on a thread while training goes on.
+Other steps do none of this, and do not synchronize with the device. The solver runs on a thread while training
+continues.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Replanner:
         """Profile with the current prices."""
         self.policy = policy
         self.priced = profile
-        """Profile from which `policy` was made. Its prices may be older than those of `profile`."""
+        """Profile from which `policy` was made. Its prices may be older than the prices of `profile`."""
         self.searched = profile
         """Profile for which the solver ran last."""
         self.config = config
@@ -171,7 +172,8 @@ class Replanner:
         return budget.limits_peak and peak_bytes > budget.nbytes
 
     def add_memory(self, extra_bytes: int) -> None:
-        """Add `extra_bytes` to the predicted memory, because a measured step needed that much more than predicted."""
+        """Add `extra_bytes` to the predicted memory, because a measured step needed `extra_bytes` more than
+        predicted."""
         self.profile = with_more_memory(self.profile, extra_bytes)
 
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
@@ -184,7 +186,7 @@ class Replanner:
             self.profile = with_finer(self.profile, self.switched_off, self.config)
 
     def solve_for(self, profile: Profile) -> Policy:
-        """Set the current prices to those of `profile`, solve, and set and return the new policy.
+        """Set the current prices to the prices of `profile`, and solve. Set and return the new policy.
 
         The first rank solves for all ranks. If no policy fits the budget, the old policy remains, and
         InfeasibleBudgetError is raised.
@@ -367,7 +369,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A call of `compute` on a thread of the first rank. The thread starts at once.
+    """A call of `compute` on a thread of the first rank. The thread starts immediately.
 
     All ranks have to call `result` at the same step.
     """

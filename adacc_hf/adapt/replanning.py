@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class Replanning:
     """Solver runs during the run, for the policies of all batch sizes.
 
-    If prices have changed, the solver runs on a thread while training goes on. Training waits for the solver after the
-    first step whose memory was measured, and after a step that ran out of memory.
+    If prices have changed, the solver runs on a thread while training continues. Training waits for the solver after
+    the first step whose memory was measured, and after a step that ran out of memory.
     """
 
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:
@@ -88,7 +88,7 @@ class Replanning:
             with interruption(SOLVING, f"step {step}: solving for a policy, because {reason}"):
                 policy = replanner.solve_for(profile)
         except InfeasibleBudgetError as error:
-            log.warning("Adacc: step %d: %s: %s; training goes on with the least memory", step, NOTHING_FITS, error)
+            log.warning("Adacc: step %d: %s: %s; training continues with the least memory", step, NOTHING_FITS, error)
             self._context.warnings.add(size_policy.shapes)
             self._context.note(MemoryNoted(step=step, reason=f"{NOTHING_FITS}: {error}"))
             return False
@@ -160,8 +160,8 @@ class Replanning:
 def num_changes(before: Policy, after: Policy) -> tuple[int, int]:
     """Return (num_actions, num_channels), two numbers of activations over all blocks.
 
-    `num_actions` counts the activations whose action or codec differs between the policies. `num_channels` counts those
-    with the same action and codec but different options, such as the number of outlier channels.
+    `num_actions` counts the activations whose action or codec differs between the policies. `num_channels` counts the
+    activations with the same action and codec but different options, such as the number of outlier channels.
     """
     num_actions = num_channels = 0
     for block, _ in before.blocks:

@@ -58,7 +58,7 @@ class RunContext:
         return self.guard.switched_off
 
     def note_memory(self, reason: str) -> None:
-        """Append an event about memory, with the text `reason`, to the history at the current step."""
+        """Append an event about memory to the history at the current step. `reason` describes the event."""
         self.note(MemoryNoted(step=self.step, reason=reason))
 
     def measure_after_steps(self, num_steps: int) -> None:
@@ -68,8 +68,9 @@ class RunContext:
     def end_measurement(self, in_vain: bool) -> None:
         """Record that the measurement of the current step's memory has ended.
 
-        If the measurement was `in_vain`, schedule another one. A measurement is in vain if nothing predicts the step's
-        memory, or if another profiler is active. The pause before the next attempt grows: 0, 1, 3, 7, ... steps.
+        If the measurement gave no usable result (`in_vain`), schedule another one. There is no usable result if no
+        profile predicts the step's memory, or if another profiler is active. The pause before the next attempt grows:
+        0, 1, 3, 7, ... steps.
         """
         self.must_measure = in_vain
         self._pause = 2 * self._pause + 1 if in_vain else 0

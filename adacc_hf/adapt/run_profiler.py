@@ -143,7 +143,7 @@ class RunProfiler:
         return profile_resized(sizes, batch, shapes, model, profile)
 
     def with_advice(self, error: torch.OutOfMemoryError, batch: dict[str, Any]) -> torch.OutOfMemoryError:
-        """Return an error with the text of `error` and advice, for memory that ran out while profiling `batch`."""
+        """Return an out-of-memory error with the message of `error`, raised while profiling `batch`, and advice."""
         return type(error)(
             f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which takes the "
             f"activations of one block on top of full recomputation: use a smaller batch or shorter sequences"

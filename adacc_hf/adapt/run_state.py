@@ -26,7 +26,7 @@ from adacc_hf.run.blocks import Installation
 
 log = logging.getLogger(__name__)
 
-REPORTS_LACK = "training goes on, and reports show what is there"
+REPORTS_LACK = "training continues, and reports may be incomplete"
 HISTORY_PARTS = 64
 """The history is saved when at least one in this many of its events is unsaved. Each save writes all events."""
 
@@ -53,7 +53,8 @@ class Phase:
         return run()
 
     def tighten(self) -> str | None:
-        """Follow a policy with less memory after the step ran out of memory, or return why that is impossible."""
+        """Follow a policy with less memory after the step ran out of memory. Return None, or the reason why that is
+        impossible."""
         return "no policy that can change was active"
 
     def advice(self) -> str:
@@ -99,7 +100,7 @@ class Phase:
         return {}
 
     def show(self) -> None:
-        """Set the run's policy and profile to those of the current batch size."""
+        """Set the run's policy and profile to the policy and profile of the current batch size."""
 
     def save(self, folder: Path) -> None:
         """Write the files from which a run can resume into the checkpoint `folder`."""
@@ -145,8 +146,8 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. If building the table fails, the text names that
-        error, so that it does not replace the out-of-memory error.
+        Call this while the tensors of the failed step are alive. If building the table fails, the result names that
+        error instead of raising it. Otherwise that error would replace the out-of-memory error.
         """
         self.phase.show()
         try:
@@ -161,12 +162,12 @@ class RunState:
 
     @property
     def active_policy(self) -> Policy:
-        """The current policy. Use this only in phases with a policy. It fails if `policy` is None."""
+        """The current policy. Use this only in phases with a policy. The property fails if `policy` is None."""
         assert self.policy is not None
         return self.policy
 
     def warn_once(self, text: str, *details: Any) -> None:
-        """Log a warning, unless the same `text` was logged in this run before. `text` is a %-format for `details`."""
+        """Log a warning, unless the same `text` was logged earlier in this run. `text` is a %-format for `details`."""
         if text not in self._warned:
             self._warned.add(text)
             log.warning(text, *details)
@@ -176,11 +177,11 @@ class RunState:
         self.history.append(event.to_record())
 
     def show(self, policy: Policy, profile: Profile | None) -> None:
-        """Set the policy and profile that the session and its files show: the policy in use, and its profile."""
+        """Set the policy in use, and its profile, which the session and the run's files show."""
         self.policy, self.profile = policy, profile
 
     def watch_optimizer(self) -> None:
-        """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured before.
+        """Begin to measure the memory of clipping and of the optimizer's step, unless a step was measured already.
 
         Steps before step number `profile_steps` are not measured, because the first one allocates the optimizer's
         state.

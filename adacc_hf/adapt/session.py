@@ -159,7 +159,7 @@ class AdaccSession:
 
     @property
     def num_steps(self) -> int:
-        """Number of finished steps, including those before the checkpoint that `load` has read."""
+        """Number of finished steps, including the steps before the checkpoint that `load` has read."""
         return self.state.step
 
     @property
@@ -338,7 +338,7 @@ class AdaccSession:
         """
         self.phase.begin_micro_batch(inputs)
         result = self.phase.attempt(run)
-        self.phase.end_micro_batch()  # read anew: the phase may change within the first micro-batch
+        self.phase.end_micro_batch()  # read again: the phase may change within the first micro-batch
         return result
 
     def end_micro_batch(self) -> None:

@@ -92,7 +92,7 @@ class SizePolicy:
             self.replanner.start_solving()
 
     def tracked(self, step: int, tracking: Tracking) -> OutliersTracked:
-        """Return the event of a tracking step for the history, with the median time of the normal steps before."""
+        """Return the event of a tracking step for the history, with the median time of the previous normal steps."""
         gradients = tracking.gradients.values()
         return OutliersTracked(
             step=step,

@@ -41,7 +41,8 @@ class StepMeter:
     def count_memory(
         self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
     ) -> None:
-        """Begin to measure the memory of the step. If `functions` is not None, also measure at moments in the blocks.
+        """Begin to measure the memory of the step. If `functions` (the block calls) is not None, also measure the peak
+        in each part of the step.
 
         On a CPU, do nothing while another profiler is active.
         """
@@ -116,7 +117,8 @@ class StepTimes:
         self.ms = []
 
     def add_normal(self, ms: float) -> float:
-        """Add the time of a normal step. Return the extra time in ms of earlier steps that waited for normal steps."""
+        """Add the time of a normal step. Also return the extra time in ms of earlier steps for which there were too few
+        normal steps to compare with (`add_other`)."""
         self.ms = [*self.ms[1 - MAX_STEPS :], ms]
         self._latest.append(ms)
         return self._extra_ms()
@@ -124,9 +126,9 @@ class StepTimes:
     def add_other(self, ms: float) -> float:
         """Add the time of a step that is not normal, such as a tracking step. Return its extra time in ms.
 
-        The extra time is the time above the median of normal steps. Return 0 if there are too few normal steps so far:
-        the step then waits for them. The extra time is negative if the step was faster by chance. Over many steps,
-        chance cancels out.
+        The extra time is the time above the median of normal steps. Return 0 if there are too few normal steps so far.
+        A later `add_normal` then returns the extra time of this step. The extra time is negative if the step was faster
+        by chance. Over many steps, chance cancels out.
         """
         self._num_waiting += 1
         self._waiting_ms += ms

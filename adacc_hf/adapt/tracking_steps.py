@@ -45,7 +45,7 @@ class TrackingSteps:
         self._context.must_measure = not self.is_on or must_measure
 
     def _say_room(self) -> None:
-        """Log once that the budget has too little room to compare gradients of `guard_blocks` blocks."""
+        """Log once that the budget is too small to compare gradients of `guard_blocks` blocks."""
         lack_room = [s for s in self._choice.cache.all if s.replanner.lacks_room]
         if not lack_room or self._has_said_room:
             return

@@ -39,9 +39,9 @@ class TrainingLoop:
     """Properties of a user's own training loop, and contexts for profiling within the loop."""
 
     no_batch = NO_BATCH
-    """Text of the error that is raised if no batch can be profiled."""
+    """Message of the error that is raised if no batch can be profiled."""
     several_calls = SEVERAL_CALLS
-    """Text of the error and the warning if the model is called twice in a micro-batch."""
+    """Message of the error and the warning if the model is called twice in a micro-batch."""
 
     def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
         self.num_micro = num_micro

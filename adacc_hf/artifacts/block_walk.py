@@ -72,7 +72,7 @@ class BlockWalk:
     - Roots (the tensors and payloads that forward stored) are live from the start. A root is freed when the last slot
       that needs the root is released. A slot that is never released lives until the end of the block's backward.
     - An operator is replayed at most once, at the first unpack that needs it, in order. All its outputs are allocated.
-      An output that is also a root, or that nothing reads, is freed at once.
+      An output that is also a root, or that no operator reads, is freed immediately.
     - A payload is decoded just before its use, and decoded again for a much later use.
     - A payload in host memory takes no bytes, except while it is copied: after encoding, and for decoding.
     - A replayed or decoded value is freed after its last use, and not before autograd has released all its slots.
@@ -240,8 +240,8 @@ class BlockWalk:
         """Return the bytes of generator states that are saved at each moment of the forward, keyed by moment.
 
         Slots are filled in order. The profile records when a value is first saved, which is when its first slot is
-        filled. A further slot of the value is filled later, at a moment that is not recorded. It is assumed to be
-        filled together with the slot before it.
+        filled. A further slot of the value is filled later, at a moment that is not recorded. The slot is assumed to be
+        filled together with the previous slot.
         """
         moments = [(number, event) for number, event in enumerate(self.kind.forward) if event.value >= 0]
         first_saved = {event.value: number for number, event in moments if not event.death}
@@ -371,7 +371,7 @@ class BlockWalk:
         return frozenset(copying_events)
 
     def _is_available(self, value: int) -> bool:
-        """Return True if readers use a stored or shared tensor of `value`. A replayed copy is then freed at once."""
+        """Return True if a stored or shared tensor holds `value`, so that a replayed copy is freed immediately."""
         return value in self.roots or self.kind.values[value].shared is not None
 
     def _decoded_by(self, event: _BackwardEvent) -> list[int]:

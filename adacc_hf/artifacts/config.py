@@ -33,7 +33,7 @@ loaders and the page cache: pinned memory cannot be swapped out."""
 
 
 def _named_settings(config_class: type[T]) -> type[T]:
-    """Let `config_class` raise a TypeError that says what to write, for a setting without a name or of another name."""
+    """Make `config_class` raise a helpful TypeError for a positional argument or an unknown setting."""
     init = config_class.__init__
 
     @wraps(init)
@@ -55,7 +55,8 @@ def _named_settings(config_class: type[T]) -> type[T]:
 class AdaccConfig:
     """Settings of a run: the memory budget, and the allowed actions on activations.
 
-    Raises ValueError for a value outside its range, and TypeError, which names the closest setting, for another name.
+    Raises ValueError for a value outside its range, and TypeError, which names the closest setting, for an unknown
+    setting.
     """
 
     memory_budget: str | float | int = "auto"
@@ -84,8 +85,9 @@ class AdaccConfig:
     An int from 65536, or a string such as "64GiB": a size. A float in (0, 0.8]: a fraction of the memory that is free
     at the time of profiling, divided by the number of ranks on the host. A size is limited by the fraction 0.8 too.
     None, the default, stores nothing in host memory: it may be needed by other processes, cannot be swapped out while
-    it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed whatever
-    `actions` and `codecs` say. Has no effect on a CPU, and on GPUs that share the host's memory."""
+    it is pinned, and copies have not been timed on a GPU yet. Moving a tensor is lossless, so it is allowed for all
+    values of `actions` and `codecs`. Has no effect on a CPU, and on GPUs that share the host's memory.
+    """
     outliers: bool = True
     """True to store outlier channels uncompressed. False is the paper's "Adacc w/o outlier"."""
     compiled_outliers: float = 0.0
@@ -151,7 +153,8 @@ class AdaccConfig:
     `guard`. With a factor close to 1 every bad batch is a spike. With 1e6 only non-finite losses are spikes."""
     takeover_steps: int = 1
     """Optimizer steps, 0 to 1000, between a tracking step and the switch to the policy solved from the step's
-    measurements. With 0, the switch waits for the solver at once. Large values train longer under the old policy."""
+    measurements. With 0, the switch waits for the solver immediately. Large values train longer under the old policy.
+    """
     on_over_budget: str = "warn"
     """Reaction to a batch size at which no policy fits the budget, before the first batch of that size runs. "warn"
     logs a warning and trains with the minimum memory, "error" raises InfeasibleBudgetError."""
@@ -223,8 +226,8 @@ class AdaccConfig:
         return HEADS if "compress" in self.actions and self.max_error != 0 else ("plain",)
 
     def host_limit(self, free_bytes: int) -> int:
-        """Return the limit on the bytes in host memory, if `free_bytes` of it are free for this process. 0 if nothing
-        may be stored there."""
+        """Return the limit in bytes on payloads in host memory, of which `free_bytes` are free for this process. Return
+        0 if no payload may be stored there."""
         if self.host_memory is None:
             return 0
         setting = self.host_memory
@@ -255,7 +258,7 @@ def _refuse_unknown(settings: dict[str, Any]) -> None:
 
 
 def read_memory_budget(budget: str | float | int) -> str | float | int:
-    """Return `budget`, or the fraction that its text has: "0.5", as in a quoted value of a YAML file, is 0.5."""
+    """Return `budget`, with a fraction in quotes, as in a YAML file, converted to a float: "0.5" -> 0.5."""
     if isinstance(budget, str) and _FRACTION.fullmatch(budget):
         return float(budget)
     return budget
@@ -369,7 +372,8 @@ def _check_actions(actions: tuple[str, ...]) -> None:
 
 
 def _with_retain(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the actions `names`, and "retain", which a run always needs. Unknown names are replaced by the closest."""
+    """Return the actions `names` and "retain", for an error message. Each misspelled name is replaced by the closest
+    action."""
     allowed = [action.value for action in Action]
     closest = {match for name in names for match in get_close_matches(name, allowed, n=1)}
     return tuple(name for name in allowed if name in closest or name == Action.RETAIN.value)
@@ -413,7 +417,7 @@ def _check_integer(name: str, value: int, low: int, high: int) -> None:
 
 
 def parse_budget(text: str) -> str | float | int:
-    """Convert a command-line argument to `AdaccConfig.memory_budget`: an int, a float, or the text itself.
+    """Convert a command-line argument to `AdaccConfig.memory_budget`: an int, a float, or the unchanged string.
 
     Example: "0.5" is half of plain training's activation bytes, "1.0" is all activation bytes, "1" is one byte.
     """

@@ -48,65 +48,68 @@ class InfeasibleBudgetError(AdaccError, ValueError):
 
 
 class OptimizerStateError(AdaccError, ValueError):
-    """The optimizer has no state yet, and the size of its state cannot be predicted."""
+    """Error raised if the optimizer has no state yet, and the size of this state cannot be predicted."""
 
 
 class NoBlocksError(AdaccError, ValueError):
-    """The model has no repeated transformer blocks that this package recognizes."""
+    """Error raised if the model has no repeated transformer blocks that this package recognizes."""
 
 
 class UncalledBlocksError(AdaccError, ValueError):
-    """The batch did not call every block, so the batch's profile is not sufficient for a policy of all blocks."""
+    """Error raised if the profiled batch did not call every block. A policy of all blocks needs a profile of all
+    blocks."""
 
 
 class UncoveredBlockError(AdaccError, RuntimeError):
-    """A block would train without a policy, and `AdaccConfig.on_uncovered` is "error"."""
+    """Error raised if a block would train without a policy, and `AdaccConfig.on_uncovered` is "error"."""
 
 
 class PolicyMismatchError(AdaccError, RuntimeError):
-    """The policy or its file belongs to another model, or the file is not a policy."""
+    """Error raised if a policy or its file belongs to another model, or if the file is not a policy."""
 
 
 class TapeMismatchError(AdaccError, RuntimeError):
-    """A block call differs from the block's recorded tape."""
+    """Error raised if a block call differs from the block's recorded tape."""
 
 
 class SavedTensorMismatchError(TapeMismatchError):
-    """In a block call, autograd saved a tensor that differs from the one recorded on the block's tape."""
+    """Error raised if autograd saves a tensor that differs from the tensor recorded on the block's tape."""
 
 
 class ProfilerConflictError(AdaccError, RuntimeError):
-    """CPU memory cannot be measured while another torch profiler is running, because that profiler would lose its
-    trace."""
+    """Error raised if CPU memory is to be measured while another torch profiler is running. That profiler would lose
+    its trace."""
 
 
 class ConcurrentCallError(AdaccError, RuntimeError):
-    """Several threads call the blocks of one model at the same time."""
+    """Error raised if several threads call the blocks of one model at the same time."""
 
 
 class UnrestorableError(AdaccError, RuntimeError):
-    """The forward changed state that cannot be restored after a measurement run."""
+    """Error raised if a measurement run changed state of the model that cannot be restored."""
 
 
 class ChunkedHeadError(AdaccError, RuntimeError):
-    """An operation on a chunked head needs whole logits."""
+    """Error raised if an operation on a chunked head needs the full logits."""
 
 
 class NestedHooksError(AdaccError, RuntimeError):
-    """Another pair of saved-tensor hooks is active around or inside a block. Only the innermost pair would run."""
+    """Error raised if another pair of saved-tensor hooks is active around or inside a block. Only the innermost pair
+    would run."""
 
 
 class CompiledBlockError(AdaccError, RuntimeError):
-    """A block runs inside a module compiled with torch.compile, where its operators cannot be recorded."""
+    """Error raised if a block runs inside a module compiled with torch.compile, where operators cannot be recorded."""
 
 
 class RankFailedError(AdaccError):
-    """An operation failed on another rank, or on this rank at a point where the other ranks cannot be notified."""
+    """Error raised if an operation failed on another rank, or on this rank while the other ranks cannot be notified."""
 
 
 class FakeDeviceError(AdaccError, RuntimeError):
-    """Fake tensors (without memory) cannot be created for a device on this machine."""
+    """Error raised if fake tensors (tensors without memory) cannot be created for a device on this machine."""
 
 
 class NoEstimateError(Exception):
-    """The profile of a batch cannot be predicted from small parts of the batch, for the reason in the message."""
+    """Error raised if the profile of a batch cannot be predicted from small parts of the batch. The message has the
+    reason."""

@@ -94,7 +94,7 @@ def walk_back(starts: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> 
     """Walk a graph from `starts` to the inputs. Return (nodes at which the walk ends, nodes passed), in visiting order.
 
     `reads` returns the inputs of a node, and None if the walk ends at the node. `reads` may leave out inputs that it
-    returned before.
+    has returned already.
     """
     ends: dict[T, None] = {}
     passed: dict[T, None] = {}

@@ -23,9 +23,9 @@ class HostLink:
     """Most bytes that a block may store in host memory. None if only the limit of all blocks together applies."""
 
     def moved(self, option: CodecOption) -> CodecOption:
-        """Return the codec `option` with its payload in host memory. Times of copies are added to those of the codec.
+        """Return the codec `option` with its payload in host memory. Times of copies are added to the codec's times.
 
-        The codec `host`, which encodes nothing, is already named so.
+        If the option is the codec `host`, which stores the tensor unencoded, the codec's name does not change.
         """
         is_encoded = option.codec != HOST
         return replace(

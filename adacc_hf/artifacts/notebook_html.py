@@ -124,7 +124,7 @@ def paragraph(text: str) -> str:
 
 
 def describe_names(names: Sequence[str]) -> str:
-    """Return a short text that lists the blocks `names`, which share a plan: "h.0, h.1 and 4 more, up to h.9"."""
+    """Return a short string that lists the blocks `names`, which share a plan: "h.0, h.1 and 4 more, up to h.9"."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more, up to {names[-1]}"

@@ -1,9 +1,10 @@
-"""Rules that give the numbers of a profile (bytes, shapes) at other sizes of a batch, fitted to a few measured batches.
+"""Rules: formulas that predict the numbers of a profile (bytes, shapes) at other sizes of a batch, fitted to a few
+measured batches.
 
 A number that is a sum of few products of sizes, such as the bytes of a tensor, is fitted exactly (`polynomials.py`).
 The live bytes at a moment may be a sum of more products than the batches determine, but differ by one or two tensors
-from the live bytes at the moment before. Their rule is that of a nearby number plus an exactly fitted difference. A
-peak is the maximum of several sums, and may follow neither. It is approximated.
+from the live bytes at the previous moment. The rule is then the rule of a nearby number plus an exactly fitted
+difference. A peak is the maximum of several sums. If neither of these rules fits a peak, the peak is approximated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MIN_LINE_RATIO = 1.25
 
 
 class Rule(Protocol):
-    """Rule of one number of the profile."""
+    """Rule: formula for one number of the profile as a function of the sizes of a batch."""
 
     def __call__(self, products: Sequence[int], num_elements: int) -> int:
         """Return the number for a batch with `num_elements` elements. `products` are the values of the basis."""
@@ -38,7 +39,7 @@ class RuleFit:
     """Fit of rules to numbers measured on a few batches.
 
     `basis` has the products of sizes of these batches, and `num_elements` their elements. If `uses_lines`, a number
-    that is no sum of products is interpolated linearly over the elements.
+    that is not a sum of products is interpolated linearly over the elements.
     """
 
     def __init__(self, basis: Basis, num_elements: Sequence[int], uses_lines: bool) -> None:
@@ -50,8 +51,8 @@ class RuleFit:
     def rules(self, columns: Sequence[Column]) -> list[Rule]:
         """Return the rule of each column. A column has the values of one number in all measured batches.
 
-        The columns are in the order of the profile's numbers. Fits are tried from the most to the least certain. After
-        each fit, the neighbours of the number are tried as the number plus a difference.
+        The columns are in the order of the profile's numbers. Rules are tried from the most to the least certain. After
+        each fitted number, its neighbours are tried as this number plus a difference.
         """
         distinct = list(dict.fromkeys(columns))
         rules: dict[Column, Rule] = {}
@@ -79,7 +80,7 @@ class RuleFit:
         return Interpolation(sorted(zip(self._num_elements, column, strict=True)))
 
     def _add_neighbours(self, columns: Sequence[Column], rules: dict[Column, Rule]) -> None:
-        """Add rules of columns whose difference from a neighbour with a rule is fitted exactly."""
+        """Add a rule for each column that differs from a neighbour with a rule by an exactly fitted polynomial."""
         if self._max_difference_terms < 1:
             return
         num_rules = -1
@@ -90,7 +91,7 @@ class RuleFit:
                     rules[column] = rule
 
     def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
-        """Return the rule of a neighbour plus the difference from it, with as few terms as possible."""
+        """Return the rule of a neighbouring column plus a polynomial with as few terms as possible."""
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
         for neighbour in _neighbours(columns, place):
@@ -127,8 +128,8 @@ def _sum_of(rule: Rule, difference: Polynomial, measured: int) -> Rule:
 
 
 class Exact:
-    """Rule of a number that is a polynomial of the sizes. If the result is not an integer, return the measured
-    number."""
+    """Rule of a number that is exactly a polynomial of the sizes. Gives the measured number if the result is not an
+    integer."""
 
     def __init__(self, polynomial: Polynomial, measured: int) -> None:
         self.polynomial, self._measured = polynomial, measured
@@ -139,7 +140,7 @@ class Exact:
 
 
 class Difference:
-    """Rule of a number that differs from an approximated number by a polynomial of the sizes."""
+    """Rule of a number that is the sum of another, approximated number of the profile and a polynomial of the sizes."""
 
     def __init__(self, other: Rule, polynomial: Polynomial) -> None:
         self.other, self.polynomial = other, polynomial
@@ -149,7 +150,8 @@ class Difference:
 
 
 class LeastSquares:
-    """Rule of a number approximated by a sum of products of sizes, plus the largest shortfall of the fit."""
+    """Rule of a number that is approximated by a sum of products of sizes. The largest shortfall of the fit is
+    added."""
 
     def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
         self._terms, self._shortfall = terms, shortfall
@@ -159,7 +161,7 @@ class LeastSquares:
 
 
 class Interpolation:
-    """Rule of a number interpolated linearly over the numbers of elements of the measured batches.
+    """Rule of a number that is interpolated linearly between measured batches, by their numbers of elements.
 
     The interpolation between the two nearest batches overestimates a peak. Above the largest batch, the line through
     the largest and the next clearly smaller batch is extrapolated.

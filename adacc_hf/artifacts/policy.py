@@ -236,7 +236,7 @@ class Policy:
         return f"{num_blocks} block{'' if num_blocks == 1 else 's'}{calls}{checkpointed}, {actions}{head}"
 
     def describe(self) -> str:
-        """Return the summary, and the bytes that plain training stores if the solver set this fact."""
+        """Return the summary and, if known to the policy, the bytes that plain training stores."""
         plain_bytes = dict(self.facts).get("plain_stored_bytes")
         plain = "" if plain_bytes is None else f"; plain training stores {format_bytes(plain_bytes)}"
         return f"{self.summary()}{plain}"

@@ -117,9 +117,9 @@ class Basis:
         """Fit `column` by least squares with MAX_TERMS products of sizes. Return None if no fit is possible.
 
         Returns ((factor, index of the product), ...) with factors of 0 or more, and the largest amount by which the fit
-        is below a measured number. Used for peaks of models with two texts per sample. These peaks are the maximum of
-        several sums of different products. A line through two calls would confuse the length of one text with the
-        length of the other.
+        is below a measured number. Used for peaks of models with two sequences per sample. These peaks are the maximum
+        of several sums of different products. A line through two calls would confuse the length of one sequence with
+        the length of the other.
         """
         if len(self._columns) < MAX_TERMS:
             return None

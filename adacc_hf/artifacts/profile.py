@@ -244,7 +244,8 @@ class KindProfile:
 
     @cached_property
     def equal(self) -> dict[int, int]:
-        """Map from each value with the same bits as an earlier activation to this activation, by value index."""
+        """Map from duplicate values to originals, by value index. A duplicate has the same bits as an earlier
+        activation, its original."""
         return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
 
     def index_values(self, lossy: Collection[int]) -> frozenset[int]:
@@ -270,8 +271,9 @@ class KindProfile:
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Map from saved activations to the values that must be exact if the activation is recomputed.
 
-        Keys are statistics (one number per row), which depend on their rows, and activations whose replay error is too
-        large, which depend on all upstream activations. See `exact_recompute_rules.py`.
+        There are two kinds of keys. For a statistic (a tensor with one number per row), the rows must be exact. For an
+        activation whose replay error is too large, all upstream activations must be exact. See
+        `exact_recompute_rules.py`.
         """
         saved = [value for value in self.activations if value.saved]
         imprecise = {
@@ -546,8 +548,8 @@ class Profile:
         return replace(self, kinds=tuple(kind if kind.untrusted else with_room(kind) for kind in self.kinds))
 
     def with_host_memory(self, num_blocks: int, limit_bytes: int) -> Profile:
-        """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory: in all, at most
-        `limit_bytes`.
+        """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory, at most
+        `limit_bytes` in total.
 
         Each of these blocks may store a part that is proportional to the bytes that the plain block stores.
         """
@@ -610,7 +612,8 @@ class Profile:
         return sum(self.shared[index].nbytes for index in unread) if unread else 0
 
     def extra_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors that a policy keeps alive beyond those in a block's `backward_base_bytes`.
+        """Return the bytes of shared tensors that a policy keeps alive in addition to the shared tensors in a block's
+        `backward_base_bytes`.
 
         `block` is the index of the block. `read` contains the indices of the shared tensors that the policy keeps
         alive, because replays of this block or of earlier blocks read them. Tensors that autograd saves anyway are not

@@ -33,7 +33,7 @@ MIN_SHARE_FOR_LINES = 0.75
 fraction, memory is not interpolated over the number of elements."""
 
 MAX_EXACT_SIZE = 16
-"""Sizes up to this number are not rounded. Each of these sizes is a size class of its own."""
+"""Sizes up to this number are not rounded. Each of these sizes is a separate size class."""
 
 
 def size_dependent_numbers(profile: Profile) -> list[int]:
@@ -79,7 +79,8 @@ def profile_structure(profile: Profile) -> Any:
 class SizeModel:
     """Prediction of one model's profile at other sizes of a batch.
 
-    `measured` is `Profile.measured`: the shapes and the numbers of the profile itself, then of the other sizes.
+    `measured` is `Profile.measured`: the shapes and the numbers of the profiled batch, followed by the shapes and
+    numbers of its measured parts.
     """
 
     def __init__(self, measured: Sequence[tuple[Shapes, Sequence[int]]]) -> None:
@@ -103,8 +104,9 @@ class SizeModel:
     def uncertainty(self) -> float:
         """Largest relative amount by which a measured peak may exceed the predicted peak.
 
-        Up to 0.5 % was measured for T5, whose samples and two lengths make more terms than the measured batches can
-        separate, and less for one text.
+        The largest measured excess is 0.5 %, for T5. T5's sizes are the number of samples and two lengths, which give
+        more terms than the measured batches can separate. For models with one sequence per sample the excess was
+        smaller.
         """
         is_approximate = any(isinstance(rule, LeastSquares) for rule in self._rules)
         return 0.04 if is_approximate or len(self._symbols) > 2 else 0.01

@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(text: str, setting: str) -> int:
     """Convert `text` ("20GiB", "512 MB", "1048576") to a number of bytes.
 
-    Raises ValueError, with the name `setting` in the message, for any other text.
+    Raises ValueError, with the name `setting` in the message, for any other string.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).upper() not in _UNITS:

@@ -102,7 +102,7 @@ class CompactAdamW(torch.optim.AdamW):
     def _begin_periods(self) -> None:
         """Set the period of each compact layer's input group for the next step.
 
-        The period is the number of the subspace in use. It increases by one every `update_proj_gap` steps.
+        The period is the number of the subspace in use, and increases by one every `update_proj_gap` steps.
         """
         for group, layer in self._grouped_layers():
             layer.group.period = group.get("steps", 0) // self.update_proj_gap
@@ -305,7 +305,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of the optimizer, as the Trainer would make them, and one more for the cores.
 
-    The others are a group of matrices, with weight decay, and a group of biases and norms, without weight decay.
+    The Trainer's groups are a group of matrices, with weight decay, and a group of biases and norms, without weight
+    decay.
     """
     cores = [layer.core for layer in layers]
     core_ids = {id(core) for core in cores}

@@ -27,13 +27,13 @@ def adacc(
     (`torch._inductor.list_options()`). `mode` is one of Inductor's modes, which torch accepts only without options. A
     `memory_budget` that is a float is a fraction of the bytes that torch.compile would save. A budget in bytes, such as
     "300MiB", bounds the memory that the region holds for its backward at any time: stored and recomputed values.
-    Parameters, gradients, optimizer state and other regions are not included.
-    Each region has the whole budget, because the other regions and the number of calls are unknown when a region is
-    compiled. With graph breaks, or with blocks compiled one by one, the whole model can therefore exceed the budget.
-    AdaccCallback with `torch_compile=True` counts calls, measures steps, and keeps the whole step to a budget.
+    Parameters, gradients, optimizer state and other regions are not included. Each region has the whole budget, because
+    the other regions and the number of calls are unknown when a region is compiled. With graph breaks, or with blocks
+    compiled one by one, the whole model can therefore exceed the budget. AdaccCallback with `torch_compile=True` counts
+    calls, measures steps, and keeps the whole step within a budget.
 
     Raises ValueError for an unknown option or a value out of range. Raises InfeasibleBudgetError if the region cannot
-    keep to a budget in bytes; Dynamo shows this error as the cause of its BackendCompilerFailed.
+    stay within a budget in bytes; Dynamo shows this error as the cause of its BackendCompilerFailed.
     """
     adacc_options, inductor_options = _split(options or {})
     config = AdaccConfig(**{"memory_budget": 0.5, **adacc_options})

@@ -162,7 +162,8 @@ class CompiledPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
-        """Read a file written by `save`, or this file in the folder of a run or checkpoint.
+        """Read a file written by `save`. `path` may also be the folder of a run or a checkpoint that contains such a
+        file.
 
         Raises FileNotFoundError, or PolicyMismatchError if the file is invalid.
         """
@@ -268,7 +269,7 @@ def module_path(node: fx.Node) -> str:
     return ".".join(part for part in path.split(".") if part not in ("module", COMPILED_MODULE))
 
 
-# Plans of earlier runs are stored next to Inductor's code. Costs are measured anew in each run, so a new plan could
+# Plans of earlier runs are stored next to Inductor's code. Costs are measured again in each run, so a new plan could
 # differ from the stored plan and miss the cached code.
 
 

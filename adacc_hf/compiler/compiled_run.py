@@ -51,9 +51,9 @@ class CompiledRun:
     """Controller that keeps a run's compiled graphs within a budget.
 
     A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. Each region
-    counts as often as a micro-batch calls it. If one region cannot keep to its share, the other regions store less. If
-    the budget is in bytes, the first steps run with graphs that store the least possible. The budget that these steps
-    leave unused is then given to the regions, which are compiled and measured again.
+    counts as often as a micro-batch calls it. If one region cannot stay within its share, the other regions store less.
+    If the budget is in bytes, the first steps run with graphs that store the least possible. The budget that these
+    steps leave unused is then given to the regions, which are compiled and measured again.
 
     All ranks have the same share and compile again at the same steps. The rank with the highest peak sets the share.
     Each rank plans its own graphs within the share, with its own costs and batch sizes. Ranks may store different
@@ -237,7 +237,7 @@ class CompiledRun:
         # Storing the least possible takes far more time than a fair share, so it is the last resort. Batches of another
         # size have another fair share.
         share = share if self._num_rounds <= MAX_ROUNDS else None
-        self._next_change = _ShareChange(step, share, "some regions cannot keep to their share")
+        self._next_change = _ShareChange(step, share, "some regions cannot stay within their share")
 
     def _settle(self, step: int, device: torch.device) -> None:
         """If the budget is in bytes, set the share (the fraction of bytes stored) from the measured peak of a step.
@@ -331,8 +331,9 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
     """Return a lower share, at which all regions together store `budget`, a fraction of torch.compile's stored bytes.
 
-    Regions that cannot keep to the current share continue to store as many bytes as now, so the new share is computed
-    for the other regions. Return None if no share is low enough, or if the regions store the least possible already.
+    Regions that cannot stay within the current share continue to store as many bytes as now, so the new share is
+    computed for the other regions. Return None if no share is low enough, or if the regions store the least possible
+    already.
     """
     if policy.share is None:
         return None

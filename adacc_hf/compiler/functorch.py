@@ -154,7 +154,7 @@ def _copy_written_inputs(graph: fx.Graph) -> None:
     """Insert a copy of each input that forward overwrites at its end, and let all readers use the copy.
 
     In backward the input holds the new value, so the old value must be stored and cannot be recomputed. torch's own
-    partitioner reads the new value nevertheless.
+    partitioner does not take this into account, and reads the new value.
     """
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         written = write.args[0]

@@ -151,7 +151,7 @@ LARGE_BYTES = 64 * 2**20
 the caches when backward reads it."""
 CACHED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """Number of elements of the tensor on which functions are timed, by device type. The tensor fills the device but stays
-in the cache, so the time is that of the arithmetic and not of memory traffic."""
+in the cache, so the time is the time of the arithmetic, not of memory traffic."""
 
 POINTWISE_FRACTION = {"cpu": 0.1, "cuda": 0.02}
 """Arithmetic of an ordinary operator in a fused kernel, as a fraction of the time to move its input and result.

@@ -1,7 +1,7 @@
 """Integer program that decides which forward values a compiled graph stores for its backward, and in which form.
 
-The integer program is that of `solve.milp`, applied to one graph. A compiled graph can store any forward value. The
-eager executor can store only the values that autograd saves.
+The integer program of `solve.milp` is applied to one graph. A compiled graph can store any forward value. The eager
+executor can store only the values that autograd saves.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
 def _block(module: str) -> str:
     """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0".
 
-    A path without a number is not in a block. Its first name is returned.
+    For a path without a number, which is not in a block, return the first name of the path.
     """
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
     return numbered.group() if numbered else module.partition(".")[0]

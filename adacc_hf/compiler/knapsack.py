@@ -48,8 +48,8 @@ class AdaccKnapsack(CustomKnapsackSolver):
 
 
 def best_saved(memory: list[float], times: list[float], max_memory: float) -> list[int]:
-    """Return the indices of the tensors to save: those that together fit in `max_memory` and take longest to
-    recompute."""
+    """Return the indices of the tensors to save: the set within `max_memory` whose recomputation would take the
+    longest."""
     program = LinearProgram()
     variables = [program.variable() for _ in memory]
     scale = max(max_memory, sum(memory)) or 1.0

@@ -54,14 +54,14 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     """Partitioner that retains, compresses or recomputes every forward value of a region, within `memory_budget`.
 
     A budget that is a fraction in (0, 1] is relative to the bytes that torch's own partitioner would save. Each region
-    may store that fraction of its own bytes, so all regions together keep to the budget. A budget in bytes limits the
-    memory that each region needs for its backward at any time: the stored values and the values being recomputed.
+    may store that fraction of its own bytes, so all regions together stay within the budget. A budget in bytes limits
+    the memory that each region needs for its backward at any time: the stored values and the values being recomputed.
 
-    A region that fits the budget is partitioned by torch. If a region cannot keep to a budget in bytes,
-    InfeasibleBudgetError is raised. If a region cannot keep to a fraction, the region stores the least possible, and a
-    warning is logged. This is common for the region of the loss. A region with a plan in `initial_policy` follows that
-    plan. `policy` has one `RegionPlan` per region partitioned in this process. Regions from a compile cache are not
-    partitioned again.
+    A region that fits the budget is partitioned by torch. If a region cannot stay within a budget in bytes,
+    InfeasibleBudgetError is raised. If a region cannot stay within a fraction, the region stores the least possible,
+    and a warning is logged. This is common for the region of the loss. A region with a plan in `initial_policy` follows
+    that plan. `policy` has one `RegionPlan` per region partitioned in this process. Regions from a compile cache are
+    not partitioned again.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
     def uuid(self) -> str:
         """Return the partitioner's key in compile caches: source code, settings, initial policy and example sizes.
 
-        A cache of partitioned graphs returns a graph for all sizes that the graph's guards allow. The graph keeps to
-        the budget only at the sizes of its traced example, so these sizes are part of the key.
+        A cache of partitioned graphs returns a graph for all sizes that the graph's guards allow. The graph stays
+        within the budget only at the sizes of its traced example, so these sizes are part of the key.
         """
         settings = [self.config, self._initial_policy, self._example_sizes]
         return f"adacc_hf {_source_digest()} {json.dumps(settings, default=fields_of)}"

@@ -1,1 +1,1 @@
-"""Predictions of memory and time for runs that are not started, with fake tensors on a device that is not present."""
+"""Predictions of memory and time before a run: fake models whose forward and backward run without the device."""

@@ -180,7 +180,8 @@ class _Options:
 
 
 def _check(arguments: argparse.Namespace) -> _Options:
-    """Check all options, and convert those in `_Options`. Raises ValueError for the first invalid option."""
+    """Check all options, and convert the options that `_Options` contains. Raises ValueError for the first invalid
+    option."""
     for option, reason in _NOT_PLANNED.items():
         if getattr(arguments, _dest(option)) is not None:
             raise ValueError(f"{option}: {reason}")

@@ -293,7 +293,8 @@ class Thinning:
         return bases
 
     def _backward_bases(self, traced_bases: dict[str, int]) -> _BackwardBases:
-        """Return the live bytes at the start of each block's backward, computed from those of the traced blocks."""
+        """Return the live bytes at the start of each block's backward, computed from the live bytes at the traced
+        blocks."""
         bases: dict[str, int] = {}
         gradient_bytes = 0
         for run in reversed(_runs(self.blocks)):

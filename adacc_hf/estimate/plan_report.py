@@ -112,7 +112,7 @@ def _verdict(plan: TrainingPlan) -> str:
 
 
 def _expectation(plan: TrainingPlan) -> str:
-    """Return a text on the expected memory in use on the device.
+    """Return a sentence on the expected memory in use on the device.
 
     If this may exceed the device's memory, recommend a budget.
     """
@@ -138,7 +138,7 @@ def _expectation(plan: TrainingPlan) -> str:
 
 
 def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
-    """Return (low, high) of the GPU memory in use that is expected, or None for a CPU. Only `high` includes the CUDA
+    """Return a (low, high) estimate of the GPU memory in use, or None for a CPU. Only `high` includes the CUDA
     context."""
     if plan.request.workload.device.trace == "cpu":
         return None

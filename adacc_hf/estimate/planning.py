@@ -133,7 +133,7 @@ def allocator_bytes(request: Request, is_checkpointed: bool) -> int | None:
 def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
     """Return, for each of `methods`, the largest batch size within the budget and at the sequence length of `request`.
 
-    Methods are those of METHODS, and "quantization", which compresses every activation that has a codec. The largest
+    Allowed methods are METHODS, and "quantization", which compresses every activation that has a codec. The largest
     batch is 0 if no batch fits. Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
@@ -229,8 +229,8 @@ class _Planner:
         """Return, by block, the traced bytes of all gradients that are complete when the block's backward starts.
 
         The key "tail" has the bytes at the end of the last block's backward. Gradients of the output embedding and of
-        norms outside the blocks are complete before those of the blocks. Gradients of other embeddings are complete
-        after those of the blocks. Under FSDP, parameters outside the blocks are left out, because FSDP shards their
+        norms outside the blocks are complete before the blocks' gradients. Gradients of other embeddings are complete
+        after the blocks' gradients. Under FSDP, parameters outside the blocks are left out, because FSDP shards their
         gradients only after backward.
         """
         model, sharding = self.model.model, self.request.workload.sharding

@@ -131,7 +131,7 @@ def check_model(name: str) -> None:
 
 
 def unknown_model(name: str, error: Exception) -> str:
-    """Return the text of the error for a model `name` whose configuration could not be loaded because of `error`."""
+    """Return the error message for a model `name` whose configuration could not be loaded because of `error`."""
     reason = str(error).strip().partition("\n")[0]
     names = ", ".join(PRESETS)
     return f"--model={name} is not a preset ({names}), and could not be loaded as a hub id or folder: {reason}"

@@ -1,7 +1,7 @@
 """Linear layers with 4-bit weights for fake models, with the memory and operators of bitsandbytes, but without its
 kernels.
 
-The rules are those of bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
+The rules are taken from bitsandbytes 0.50 (`nn/modules.py`, `autograd/_functions.py`, `functional.py`), Transformers'
 `integrations/bitsandbytes.py` and PEFT's `tuners/lora/bnb.py`. In forward, bitsandbytes dequantizes the weight if the
 product has more than 1536 rows (`_gemm_4bit_use_custom_cuda`), and uses a fused kernel for fewer rows. In this module
 the weight is always dequantized. Values are not computed, and a dequantized weight is 0.

@@ -89,8 +89,8 @@ class StaticMemory:
     """Bytes of the optimizer's state, including DeepSpeed's float32 master weights."""
     buffers_bytes: int
     unsharded_bytes: int
-    """Bytes of gathered parameters: those outside the blocks, the running block's and one prefetched block's. 0 if
-    parameters are not sharded."""
+    """Bytes of gathered parameters: the parameters outside the blocks, the running block's and one prefetched block's.
+    0 if parameters are not sharded."""
     buckets_bytes: int
     """Bytes of gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has one
     bucket."""
@@ -236,8 +236,8 @@ def _float32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Module]) -> int:
-    """Return the bytes of the parameters that are gathered at the same time: those outside the blocks and of the two
-    largest blocks."""
+    """Return the bytes of the parameters that are gathered at the same time: all parameters outside the blocks, and the
+    parameters of the two largest blocks."""
     from adacc_hf.torch_glue.memory import distinct_bytes
 
     sizes = sorted(distinct_bytes(block.parameters()) for block in blocks)

@@ -251,7 +251,7 @@ def _materialize_detached(leaf: Any) -> Any:
 def _is_of_deepspeed(hook: Any) -> bool:
     """Return True for the hook that DeepSpeed puts on a model's outputs.
 
-    The hook can be ignored, because the loss has such a hook too.
+    The hook can be ignored, because DeepSpeed also puts the hook on the loss.
     """
     return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # a builtin method has None
 

@@ -1,1 +1,1 @@
-"""Measurement of a profile: operator and codec prices, memory of a step, and the cache of prices."""
+"""Profiles: recorded blocks, times of operators, codecs of activations, memory of a step, and the cache of prices."""

@@ -22,15 +22,15 @@ from adacc_hf.torch_glue.batch_shapes import (
 from adacc_hf.torch_glue.memory import batch_bytes
 
 LEAST_TOKENS = 8
-"""Texts of fewer tokens are not cut."""
+"""Sequences of fewer tokens are not cut."""
 FEW_TOKENS = 16
-"""Length of the texts in the smallest part, in tokens, unless a quarter of the batch's length is less."""
+"""Length of the sequences in the smallest part, in tokens, unless a quarter of the batch's length is less."""
 ALIGNED = 16
-"""Alignment of text lengths on a GPU: multiples of this number and other lengths have separate tapes (see
+"""Alignment of sequence lengths on a GPU: multiples of this number and other lengths have separate tapes (see
 `symbolic_tape.CallSizes`)."""
 
 MEDIA = ("image", "video", "audio", "speech")
-"""Words in the names of config settings that hold the id of an image or sound token."""
+"""Words in the names of config settings that hold the id of an image or audio token."""
 
 UNSUPPORTED_BATCH_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
 """Errors that models raise on a part of a batch whose tensors do not fit together."""
@@ -62,15 +62,16 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """The distinct lengths of the texts, in order."""
+        """The distinct lengths of the sequences, in order."""
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
         """Return the batch cut or repeated to `shapes`. Masks with masked positions, and rows of several documents, are
         preserved.
 
-        If a cut mask masks nothing, an eighth of the positions are masked, because models leave out a mask that masks
-        nothing. A single position may not be enough: one position of a sound is shorter than one of its features.
+        If no position of a cut mask is masked, an eighth of its positions are masked, because models drop a mask
+        without masked positions. A single position may not be enough: one position of audio input is shorter than one
+        of its features.
         """
         tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
         for shape in self.shapes:
@@ -86,11 +87,11 @@ class Batch:
 
 
 def move_media_first(model: nn.Module, batch: Batch) -> tuple[Batch, int]:
-    """Return `batch` with the image and sound positions moved to the start of all texts, and the number of these
+    """Return `batch` with the image and audio positions moved to the start of all sequences, and the number of these
     positions.
 
-    A model with images rejects a text from which some of these positions were cut. The operators and the memory do not
-    depend on the order of the positions.
+    A model with images rejects a sequence from which some of these positions were cut. The operators and the memory do
+    not depend on the order of the positions.
     """
     ids, media_tokens = batch.tensors.get("input_ids"), _media_tokens(model)
     if not media_tokens or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -105,7 +106,7 @@ def move_media_first(model: nn.Module, batch: Batch) -> tuple[Batch, int]:
 
 
 def _media_tokens(model: nn.Module) -> list[int]:
-    """Return the token ids that stand for images and sounds, read from the model's config."""
+    """Return the token ids that stand for images and audio, read from the model's config."""
     config = getattr(getattr(model, "config", None), "__dict__", {})
     return sorted(
         value
@@ -117,14 +118,15 @@ def _media_tokens(model: nn.Module) -> list[int]:
 def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) -> list[list[Batch]]:
     """Return lists of small parts of a batch. The profile of the whole batch can be extrapolated from each list alone.
 
-    No part is larger than half of the batch, and a list's smallest part comes first. Without texts, a batch of fewer
-    than four samples has no parts. With texts, the parts vary in samples (a quarter of the batch, and one more) and
-    length. With `has_pairs`, or if labels are longer or shorter than their text, the second text's length varies
-    independently. The first `uncut_tokens` tokens of each text are never cut, and do not count in the limit of a half.
+    No part is larger than half of the batch, and a list's smallest part comes first. If the batch has no sequences of
+    tokens, a batch of fewer than four samples has no parts. Otherwise, the parts differ in the number of samples (a
+    quarter of the batch, and one more) and in length. With `has_pairs`, or if the labels' length differs from the
+    inputs', the second sequence's length varies independently. The first `uncut_tokens` tokens of each sequence are
+    never cut, and do not count in the limit of a half.
 
     Later lists are alternatives if the first list's parts take too much memory, or if the model runs different
-    operators on one sample. For texts these are parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the larger of
-    two sums is predicted less accurately from these parts.
+    operators on one sample. For sequences these are parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the larger
+    of two sums is predicted less accurately from these parts.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -136,14 +138,14 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     second_texts = {name for name in lengths if has_pairs and _is_of_decoder(name)}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second_texts |= {name for name in lengths if lengths[name] == lengths["labels"]}
-    if second_texts == lengths.keys():  # the model reads no text, but features of a sound or an image
+    if second_texts == lengths.keys():  # the model reads no text, but features of audio or an image
         second_texts = set()
     # A batch of one sample often runs different operators, so the smallest part has two samples.
     few_samples = max(2, num_samples // 4) if num_samples > 1 else 1
     more_samples = few_samples + 1 if num_samples > 1 else few_samples
     has_many = num_samples >= 3 * few_samples and num_samples > 1
     few_longest, more_longest = (min(8, 4 * num_samples // count) for count in (few_samples, more_samples))
-    """Longest part of a text, in eighths, that keeps `few_samples` and `more_samples` within half of the batch."""
+    """Longest part of a sequence, in eighths, that keeps `few_samples` and `more_samples` within half of the batch."""
     if is_text and second_texts:
         # Five different (samples, length) pairs per text: the polynomial of a number that depends on one text has
         # three terms.
@@ -207,8 +209,8 @@ def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
     """Return about `eighths` / 8 of `length`.
 
     If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
-    suit a value mostly stay the same too, because they depend on multiples of eight. Short texts are cut to distinct
-    lengths of at least 3 tokens.
+    suit a value mostly stay the same too, because they depend on multiples of eight. Short sequences are cut to
+    distinct lengths of at least 3 tokens.
     """
     if eighths == 8:
         return length
@@ -221,17 +223,17 @@ def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Return True if the model reads one text and writes another."""
+    """Return True if the model is an encoder-decoder: it reads one sequence and writes another."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
-    """Yield smaller copies of `batch` for profiling: one with half of each text, and one with two samples of few
+    """Yield smaller copies of `batch` for profiling: one with half of each sequence, and one with two samples of few
     tokens.
 
-    If `is_pair`, the model is an encoder-decoder, and a third copy has half of the encoder's text and few tokens of the
-    decoder's text. If the texts are too short to be cut, yield one copy with two samples. If the batch has no more than
-    two samples either, yield nothing.
+    If `is_pair`, the model is an encoder-decoder, and a third copy has half of the encoder's sequence and few tokens of
+    the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the batch has
+    no more than two samples either, yield nothing.
     """
     num_samples, few_samples = batch.num_samples, min(2, batch.num_samples)
     if not _can_be_shorter(batch.lengths, is_pair):
@@ -247,9 +249,9 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
-    """Yield one more copy of `batch` for profiling, whose batch size differs from those of all `profiled_parts`.
+    """Yield one more copy of `batch` for profiling, with a batch size that no part in `profiled_parts` has.
 
-    Yield nothing if the texts are too short to be cut. A peak is a sum of three terms: attention's scores, other
+    Yield nothing if the sequences are too short to be cut. A peak is a sum of three terms: attention's scores, other
     tensors of the batch, and the weights. Three batch sizes determine the terms, and this fourth size checks the fit.
     If the batch has one or two samples, the copy has twice as many, because all `profiled_parts` have as many samples
     as the batch.
@@ -261,7 +263,7 @@ def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
 
 
 def _is_of_decoder(name: str) -> bool:
-    """Return True if the batch's tensor `name` has the length of the decoder's text in an encoder-decoder model."""
+    """Return True if the batch's tensor `name` has the length of the decoder's sequence in an encoder-decoder model."""
     return name == "labels" or name.startswith("decoder_")
 
 
@@ -270,10 +272,10 @@ def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
 
 
 def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
-    """Return `batch` with `num_samples` samples. `tokens` are the lengths of the first and the second text.
+    """Return `batch` with `num_samples` samples. `tokens` are the lengths of the first and the second sequence.
 
-    If `tokens` is None, no text is cut. Each length of the batch maps to a distinct length. The two texts of a pair map
-    to distinct lengths even if their lengths are equal.
+    If `tokens` is None, no sequence is cut. Each length of the batch maps to a distinct length. The two sequences of a
+    pair map to distinct lengths even if their lengths are equal.
     """
     lengths = batch.lengths
 
@@ -290,7 +292,7 @@ def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair
 
 
 def _shorter(length: int, target: int) -> int:
-    """Return a text length of about `target` tokens.
+    """Return a sequence length of about `target` tokens.
 
     If `length` is a multiple of ALIGNED, and at least 3 * ALIGNED, the result is a multiple of ALIGNED. Otherwise the
     result is odd. Aligned and other lengths have separate tapes.

@@ -84,8 +84,8 @@ def _measure_once(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int
 def _raise_errors(
     backward: _Backward | _Product | None, values: Sequence[int], stand_ins: _StandIns, worst_errors: GradientErrors
 ) -> None:
-    """Raise the maxima in `worst_errors` to the errors that `backward` has with the `stand_ins` for each of
-    `values`."""
+    """Update the maxima in `worst_errors` with the gradient errors of `backward` if `stand_ins` replace the saved
+    tensors of `values`."""
     if backward is None:
         return
     for value in values:

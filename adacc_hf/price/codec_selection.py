@@ -87,7 +87,8 @@ def codec_options(
 ) -> dict[int, tuple[CodecOption, ...]]:
     """Return the codec options of each value of `storable_values`.
 
-    Encoding and decoding are timed on the recorded tensor. Times are those of the device or of the host (`resource`).
+    Encoding and decoding are timed on the recorded tensor. `resource` selects the measured time: the device's or the
+    host's.
     """
     options = {}
     for value, names in codec_candidates(tape, config).items():
@@ -127,8 +128,8 @@ def precise_codec_options(
 def with_outliers(
     options: tuple[CodecOption, ...], tape: Tape, value: int, config: AdaccConfig, num_outliers: int
 ) -> tuple[CodecOption, ...]:
-    """Return the codec `options` for a value with `num_outliers` outlier channels, with the payload bytes predicted
-    anew.
+    """Return the codec `options` for a value with `num_outliers` outlier channels, with updated predictions of payload
+    bytes.
 
     Codecs with outliers store these channels uncompressed. `num_outliers` is the largest number of outlier channels of
     `value` in any block of the kind.

@@ -45,7 +45,7 @@ def price_tape(
 ) -> Prices:
     """Return the prices of `tape`, measured on the recorded tensors.
 
-    Times are those of the limiting resource: device or host.
+    Times are measured on the limiting resource: device or host.
 
     `run_block` runs the block itself, or is None if the block cannot run again.
     """

@@ -90,8 +90,9 @@ def estimate_profile(
 def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:
     """Predict (seconds, number of plain steps on the batch `whole` that take as long) of profiling `parts`.
 
-    `first` is the profile of the first part, which took `first_seconds`. Its step is scaled by the elements of the
-    batch. That step has two forwards and a backward, and a plain step has three quarters of its work.
+    `first` is the profile of the first part, which took `first_seconds`. The time of its profiled step is scaled by the
+    elements of the batch. The profiled step has two forwards and a backward. A plain step has three quarters of this
+    work.
     """
     ms_per_element = first.step_ms / num_elements(parts[0].shapes)
     num_passes = RECORDING_PASSES + 1 + len(first.other_heads)
@@ -126,7 +127,7 @@ def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
 
 
 def _resized_codecs(before: Value, after: Value) -> Iterator[CodecOption]:
-    """Yield the codec options of a value at its new size."""
+    """Yield the codec options of a value of the profile at the value's new size."""
     dtype = getattr(torch, after.dtype)
     ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
     for option in after.codecs:

@@ -91,7 +91,8 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
 
 
 def _losses(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCall]:
-    """Run a separate forward, and return its losses. The memory meter must not count the tensors that losses hold."""
+    """Run a forward, and return its losses. Call this outside measurements of memory, because the losses keep tensors
+    alive."""
     losses: list[LossCall] = []
     head.on_loss = lambda loss: losses.append(_without_graph(loss))
     try:

@@ -115,8 +115,7 @@ class KindProfileBuilder:
         return index in self.optional and is_large and is_own and record.is_encodable
 
     def _place(self, index: int) -> Place:
-        """Return the path at which a call finds a block input, or () if no codec can encode the argument as the call
-        passes it."""
+        """Return the path of a block input among a call's arguments, or () if no codec can encode this argument."""
         record = self.tape.values[index]
         if not self.tape.is_block_input(index) or not record.is_encodable or record.source is None:
             return ()

@@ -1,8 +1,9 @@
 """The profile of a batch, measured in a few passes.
 
-One forward records every block's tape, verifies replay and measures prices. Further passes measure memory: one forward,
-and one forward and backward under full recomputation for each group of kinds, in which one block of each kind is
-watched. The first forward and backward is also timed.
+One forward records every block's tape, verifies replay and measures prices. Further passes measure memory. One pass is
+a forward. Each other pass is a forward and backward under full recomputation, for a group of kinds of blocks. In this
+pass, one block of each kind in the group, the watched block, retains its activations instead. The first forward and
+backward is also timed.
 """
 
 from __future__ import annotations
@@ -129,10 +130,11 @@ def _measure(profiled: ProfiledModel, batch: Batch, recording: ModelRecording) -
 
 
 def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
-    """Return groups of the watched blocks, one block per kind. A group retains its activations in one measured step.
+    """Divide the watched blocks (one per kind) into groups. The blocks of a group retain their activations in one
+    measured step.
 
-    No group retains more bytes than the largest block. Otherwise a model with many kinds would retain nearly all blocks
-    at once.
+    No group retains more bytes than the largest block. Otherwise a model with many kinds would retain the activations
+    of nearly all blocks at the same time.
     """
     nbytes = {
         name: sum(value.nbytes for value in kind.activations if value.saved)
@@ -148,7 +150,7 @@ def _watched_groups(recording: ModelRecording) -> list[tuple[str, ...]]:
 
 
 def _with_backward(kind: KindProfile, name: str, step: StepLayout, recording: ModelRecording) -> KindProfile:
-    """Return `kind` with the measured backward of its watched call `name`."""
+    """Return `kind` with the backward that was measured at `name`, the watched block call of this kind."""
     if kind.untrusted is not None:
         peak = step.peaks.get(name)
         extra_bytes = None if peak is None else max(0, peak - recording.saved_bytes[name])

@@ -170,7 +170,7 @@ def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[T
 
 
 def detach_inputs(loss: LossCall) -> LossCall:
-    """Return the same loss on detached leaf tensors. Backward then ends at the output layer's inputs."""
+    """Return a copy of `loss` on detached leaf tensors. Backward of the copy ends at the output layer's inputs."""
     bias = loss.call.bias
     return loss.on(_leaf(loss.rows), _leaf(loss.call.weight), None if bias is None else _leaf(bias))
 

@@ -69,7 +69,8 @@ class StepLayout:
 
     @staticmethod
     def merged(layouts: Mapping[tuple[str, ...], StepLayout]) -> StepLayout:
-        """Merge the layouts of several measured steps. Each key has the names of the blocks watched in that step."""
+        """Merge the layouts of several measured steps. A step's key has the names of the step's watched blocks, which
+        retained their activations."""
         first = next(iter(layouts.values()))  # tensors that earlier steps left may distort later layouts
         events = {name: events for layout in layouts.values() for name, events in layout.events.items()}
         own_peaks = {
@@ -307,8 +308,7 @@ class StepMarker:
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
-        """Stop marking steps: restore the strategies that the blocks had before, unless other code has replaced them
-        since.
+        """Stop marking steps: restore the blocks' earlier strategies, unless other code has set new strategies since.
 
         Further calls have no effect.
         """
@@ -353,8 +353,8 @@ def predicted_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
 
 
 def missing_bytes(profile: Profile, policy: Policy, measured: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes by which the peaks `measured` exceed the prediction for `policy`. Parts of the step within
-    the prediction are left out."""
+    """Return, for each part of a step, the bytes by which the measured peak exceeds the peak predicted for `policy`.
+    Parts without excess are left out."""
     predicted = predicted_peaks(profile, policy)
     excess = {moment: peak - predicted.get(moment, 0) for moment, peak in measured.items()}
     return {moment: nbytes for moment, nbytes in excess.items() if nbytes > 0}

@@ -120,7 +120,8 @@ def record_other_sizes(model: nn.Module, batch: Batch, installation: Installatio
 
 
 class RecordingStrategy:
-    """The strategy that records every call of a block. Saved tensors are freed at once, because no backward follows."""
+    """The strategy that records every call of a block. Saved tensors are freed immediately, because no backward
+    follows."""
 
     expects_outer_hooks = True
 

@@ -94,7 +94,8 @@ class ModelRecording:
         return next(self.kinds[block.kind] for block in self.blocks if block.name == name)
 
     def with_forwards(self, events: Mapping[str, tuple[ForwardEvent, ...]]) -> ModelRecording:
-        """Return the recording with the measured forward of each kind, from the `events` of the watched calls."""
+        """Return the recording with a measured forward in each kind. `events` has the memory events of the calls in
+        `watched_names`."""
         names = self.watched_names
         return replace(self, kinds=[_with_forward(kind, events[names[i]]) for i, kind in enumerate(self.kinds)])
 
@@ -103,7 +104,8 @@ class ModelRecording:
     ) -> list[SlotProbe]:
         """Set the strategy of every block call: a probe for `watched_names`, full recomputation for the others.
 
-        Return the probes. A watched call whose operators cannot be replayed has no probe, and recomputes too.
+        Return the probes. A call in `watched_names` whose operators cannot be replayed has no probe, and recomputes
+        too.
         """
         probes = []
         for block in self.blocks:
@@ -116,7 +118,8 @@ class ModelRecording:
         return probes
 
     def learn_orders(self, events: Mapping[str, Sequence[BackwardEvent]]) -> None:
-        """Learn the order in which backward unpacks saved tensors from the measured `events` of the watched calls."""
+        """Read the order in which backward unpacks saved tensors from `events`, the measured events of
+        `watched_names`."""
         for block in self.blocks:
             self.tape_cache.learn_order(block.tape, unpack_order(events.get(block.name, ())))
 

@@ -61,7 +61,7 @@ def profile_model(
         no_sync: context of all micro-batches but the last, if it postpones the exchange of gradients (the `no_sync` of
             FSDP): until then a rank holds whole gradients.
         compute_loss: for a model whose output has no loss, `compute_loss(model, batch)` calls the model and returns the
-            loss to train on. `batch` is any mapping that the function needs. The function is called some 8 times.
+            loss to train on. `batch` is any mapping that the function needs. The function is called about 8 times.
         all_sizes: measure the memory of three parts of the batch too, so that `Profile.sizes` predicts batches of any
             size, if the model accepts parts of a batch. This takes as long as four more steps.
         measurement: the source of the readings, by default real runs. Their prices are cached in the folder that

@@ -80,7 +80,7 @@ class SharedTensors:
     """Tensors that blocks share with each other and with the rest of the model. Each tensor is counted once.
 
     If a block saves its output and another block reads the output, the first block counts the tensor. Any other input
-    that several blocks read, or that the rest of the model holds, has a record of its own in `records`.
+    that several blocks read, or that the rest of the model holds, has a separate record in `records`.
     """
 
     def __init__(self, blocks: list[RecordedBlock], outside: Set[int], state: Set[int], batch: Set[int]) -> None:
@@ -135,8 +135,8 @@ class SharedTensors:
         return self._index.get(storage_key_of(tensor))
 
     def sources(self, block: RecordedBlock, records: Set[int]) -> list[Source]:
-        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out,
-        because something else keeps their tensors alive."""
+        """Return the sources at which `block` finds tensors of `records`. Records of zero bytes are left out, because
+        other references keep their tensors alive."""
         counted = {index for index in records if self.records[index].nbytes}
         return [
             source for source, tensor in block.holdable_inputs_with_sources() if self.record_index(tensor) in counted

@@ -29,7 +29,7 @@ Bottleneck = Literal["device_ms", "host_ms"]
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one run."""
+    """Times of one run in milliseconds, on the device and on the host."""
 
     device_ms: float
     """Milliseconds from the start of the run on the device to the end."""

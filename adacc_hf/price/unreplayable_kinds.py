@@ -48,8 +48,8 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
 
 
 def with_untrusted_forward(kind: KindProfile, forward: Sequence[ForwardEvent]) -> KindProfile:
-    """Return `kind` with the peak of the measured events `forward`. All saved bytes count as stored from the start of
-    the forward."""
+    """Return `kind` with a simplified forward: its peak is the largest of the measured events `forward`, and all saved
+    bytes are stored from its start."""
     max_extra_bytes = max(event.extra_bytes for event in forward)
     store_event = ForwardEvent(value=SAVED, death=True, extra_bytes=max_extra_bytes)
     return replace(kind, forward=(ForwardEvent(value=-1, death=False, extra_bytes=max_extra_bytes), store_event))

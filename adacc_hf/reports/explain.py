@@ -51,7 +51,8 @@ class ActivationRow:
 
     @property
     def reason(self) -> str:
-        """Text on the costs of actions: first the chosen action and the bytes that it frees, then the other actions."""
+        """Description of the costs of actions: first the chosen action and the bytes that it frees, then the other
+        actions."""
         others = [self._codec_price(option) for option in self.options if option != self.option]
         others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in self.value.too_coarse]
         if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:
@@ -163,8 +164,8 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
 
 
 def describe_host(policy: Policy, profile: Profile) -> list[str]:
-    """Return a list with a text on the host memory that the policy uses, and the rates of copies; [] if payloads must
-    stay on the device."""
+    """Return a list with one sentence on the host memory that the policy uses, and the rates of copies. Return [] if
+    payloads must stay on the device."""
     link = next((kind.host_link for kind in profile.kinds if kind.host_link is not None), None)
     if link is None:
         return []
@@ -178,7 +179,7 @@ def describe_host(policy: Policy, profile: Profile) -> list[str]:
 
 
 def describe_head(policy: Policy, profile: Profile) -> str:
-    """Return a text on the policy's head (output layer and loss), with the cost of each profiled head."""
+    """Return a sentence on the policy's head (output layer and loss), with the cost of each profiled head."""
     costs = {name: _head_cost(profile, name) for name in profile.heads}
     own_cost = f" ({costs.pop(policy.head)})" if policy.head in costs else ""
     others = "".join(f"; the {name} head would take {cost}" for name, cost in costs.items())

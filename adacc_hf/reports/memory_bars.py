@@ -42,7 +42,8 @@ class PeakMemory:
 
 
 def peak_memory(profile: Profile, plans: Sequence[Plan], outcome: Outcome) -> PeakMemory:
-    """Divide the peak of `outcome`, the simulated step in which the i-th block of `profile` runs under `plans[i]`."""
+    """Return the parts of the peak of `outcome`, a simulated step in which the i-th block of `profile` runs under
+    `plans[i]`."""
     phase, _, name = outcome.peak_label.partition(" ")
     is_forward = phase in ("forward", "head")
     earlier = EarlierBlocks()

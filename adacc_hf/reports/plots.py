@@ -254,8 +254,8 @@ class Mark:
 def trade_off(profile: Profile) -> list[Point]:
     """Return the curve of overhead against peak: (peak, overhead) of Pareto-optimal policies, by increasing peak.
 
-    All actions and all codecs with known costs are allowed. The policies are those of `solve.frontier.chain`. The
-    solver's integer program can find further policies between two points.
+    All actions and all codecs with known costs are allowed. The policies come from `solve.frontier.chain`. The solver's
+    integer program can find further policies between two points.
     """
     models = [build_block_model(kind, AdaccConfig()) for kind in profile.kinds]
     oracle = PeakOracle(profile)

@@ -54,7 +54,7 @@ def policy_report(
         profile: profile that the policy was solved from.
         history: events of a run, `AdaccCallback.history`. Each event is a record with `step` and `event`. If events
             have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. Its
-            phases must be those of the memory simulator. Outliers, errors, step times and peaks are drawn in
+            phases must be the memory simulator's. Outliers, errors, step times and peaks are drawn in
             timeline.png.
         first_steps: times of the run's first steps, `AdaccSession.first_steps`.
         comparison: rows of a table of methods, one record per method. All records have the same columns.
@@ -112,8 +112,8 @@ def write_report(
 ) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    The arguments are those of `policy_report`. Before anything is written, raises the errors of `policy_report`, and
-    NotADirectoryError if `folder` is a file.
+    The arguments are the same as for `policy_report`. Before anything is written, raises the errors of `policy_report`,
+    and NotADirectoryError if `folder` is a file.
     """
     report = policy_report(
         profile=profile,

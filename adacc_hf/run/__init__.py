@@ -1,1 +1,1 @@
-"""Execution of a block under its plan, call by call. The rules are in the NOTE of policy_handle.py."""
+"""Execution and validation of a block's calls under its plan. The rules are in the NOTE of policy_handle.py."""

@@ -102,7 +102,8 @@ class BlockExecutor:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` under the plan, and return the result of `fn(*args)`.
 
-        `kwargs` is already bound in `fn`. It is passed separately, because the executor inspects the call's inputs.
+        `kwargs` is already bound in `fn`, and is also passed separately, because the executor inspects the call's
+        inputs.
         """
         if self.observer is not None:
             return self.observer.run(self, block, fn, args, kwargs)

@@ -1,10 +1,10 @@
 """State of one call of a block: a call under a plan (`Call`), or a recorded call (`Recording`).
 
 NOTE [State of a call]
-1. Autograd's packed object is `(slot, content, version, spec)`. It owns everything that its slot needs: the tensor
-   itself, or the cells of the stored values that its replay reads. When autograd frees the slot, these are freed too,
-   because no table outside references them (rule R11). `spec` converts the recomputed tensor to a DTensor. All other
-   tensors here are plain tensors, the local parts of this rank.
+1. Autograd's packed object is `(slot, content, version, spec)`. The packed object owns everything that the slot needs:
+   the saved tensor itself, or the cells of the stored values that replay reads for this slot. When autograd frees the
+   packed object, these are freed too, because no other object references them (rule R11). `spec` converts the
+   recomputed tensor to a DTensor. All other tensors here are plain tensors, the local parts of this rank.
 2. The call owns the values that backward recomputed and a later unpack needs. The schedule has each value's last use.
 3. Unpacks usually come in the order of the schedule. If one does not (a second backward, gradients of a part of the
    graph), a separate program serves it, and no recomputed value is freed before the call ends.
@@ -55,8 +55,8 @@ class Cell:
         self.tensor: torch.Tensor | None = None
         self.payload: Any = None
         self.saved: torch.Tensor | None = None
-        """The tensor that autograd saved. Its version counts changes in place. For a DTensor, `tensor` is the local
-        part, and the local part's version does not count these changes."""
+        """The tensor that autograd saved. The tensor's version counts changes in place. For a DTensor, `tensor` is the
+        local part, and the local part's version does not count these changes."""
         self.version = 0
 
 

@@ -231,9 +231,9 @@ class PlanEntries:
         If `tape` has these operators, values whose planned choice is impossible are retained. Otherwise, the plan's
         choices are transferred to the matching values, and all other values get the choice with the least memory.
 
-        Raise PolicyMismatchError if the tape's operators differ from those of the same call in the profile. Do not
-        raise if the block has run the planned operators before: then the operators changed during training, for example
-        because weights were frozen.
+        Raise PolicyMismatchError if the tape's operators differ from the operators of the same call in the profile. Do
+        not raise if the block has run the planned operators earlier: then the operators changed during training, for
+        example because weights were frozen.
         """
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")

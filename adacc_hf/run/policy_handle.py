@@ -28,9 +28,9 @@ R7  Replay is verified: a value is replayed only if its replay had the original 
     it. Each operator is compared as soon as it has run, which takes the memory of one operator's results. Values with
     different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects by a benchmark
     (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in backward's thread.
-    An autograd Function whose kernels write unseen is one operator, and its forward runs again
-    (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of all its operators gave the
-    original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
+    If kernels of an autograd Function write memory without a recorded operator, the Function is one operator, and its
+    whole forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of
+    all its operators gave the original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
 R8  A call runs on a tape only if there is evidence that it runs the tape's operators. Usually Dynamo's guards provide
     it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that path depends on. The
     call's key adds properties that guards leave out: the numbers that are inputs of the traced graph, offsets and

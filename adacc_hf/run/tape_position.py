@@ -1,7 +1,7 @@
 """Position of a validated call in its tape: the next operator, and the value in each storage.
 
-Values are identified by their storages, as in a recording. A tensor matches the tape's if it has the tape's geometry,
-and its storage contains the tape's value.
+Each storage of the call contains one value of the tape, as in a recording. A tensor of the call matches a tensor
+reference of the tape if both have the same geometry and the same value.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TapePosition:
         return self.divergence is not None
 
     def diverge(self, reason: str) -> None:
-        """Mark the call as diverged from its tape, with the reason. Do nothing if the call has diverged before."""
+        """Mark the call as diverged from its tape, with the reason. Do nothing if the call has diverged already."""
         if not self.has_diverged:
             self.divergence = reason
             stored_bases, self._stored_bases = self._stored_bases, {}

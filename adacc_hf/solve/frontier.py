@@ -137,9 +137,9 @@ def _steps(frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[tuple[float, i
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
     """Yield policies from all RETAIN to the fewest bytes. Each moves one more block to the next plan of the frontier.
 
-    `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. Steps are sorted by their price in ms
-    per byte, so no policy that stores at most as much is faster. The first blocks are changed first, because their
-    backward comes last, when least other memory is stored.
+    `kinds[i]` is the kind of block i and `frontiers[k]` the frontier of kind k. Steps are taken in the order of their
+    price in ms per byte. Therefore no faster policy of frontier plans stores as few bytes. The first blocks are changed
+    first, because their backward comes last, when least other memory is stored.
     """
     policy = [frontiers[kind][0] for kind in kinds]
     yield list(policy)

@@ -48,8 +48,7 @@ class LinearProgram:
         return len(self.variables) - 1
 
     def constrain(self, terms: Terms, low: float = -math.inf, high: float = math.inf) -> int:
-        """Add a row that keeps the sum of `terms` between `low` and `high`, or equal to both. Return the row's
-        number."""
+        """Add a row that keeps the sum of `terms` between `low` and `high`. Return the row's number."""
         import pulp
 
         total = combine(terms)

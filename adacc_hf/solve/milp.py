@@ -1,7 +1,7 @@
 """Mixed-integer linear program that chooses an action for every activation of one block (paper, section 3.3).
 
 Variables of a block of one kind, all binary:
-  store[v, o]    activation v is stored in option o of its menu: as it is, or as one codec's payload
+  store[v, o]    activation v is stored in option o of its menu: unencoded, or as one codec's payload
   run[j]         operator j is replayed in backward
   checkpoint[c]  torch's checkpoint runs the whole block, with its inputs stored in the c-th way
 """
@@ -192,7 +192,8 @@ def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[S
 
 
 def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]) -> bool:
-    """Return True if a replayed operator can read `value` when replay may run only the earlier operators `runnable`."""
+    """Return True if a replayed operator can read `value`: the value exists or can be stored, or an operator in
+    `runnable` recomputes the value."""
     is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values
     return _is_always_readable(value) or value.index in menus or is_recomputable
 

@@ -173,8 +173,8 @@ def local_search(
 def _plans_to_expand(
     oracle: PeakOracle, kind: int, policy: Sequence[PricedPlan], pool: Sequence[PricedPlan], expanded: set[PricedPlan]
 ) -> list[PricedPlan]:
-    """Return the plans of a kind whose neighbours are computed next: first the plans of `policy`, then the plans with
-    the least working set."""
+    """Return the plans of a kind from which the local search continues: first the plans of `policy`, then the plans
+    with the least working set."""
     used = set(policy)
     order = sorted(pool, key=lambda plan: (plan not in used, oracle.outcome(kind, plan).working_bytes))
     return [plan for plan in order if plan not in expanded][:PLANS_PER_ROUND]
@@ -195,7 +195,8 @@ def _neighbor_plans(model: KindModel, priced_plan: PricedPlan) -> Iterator[Price
 
 
 def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) -> list[PricedPlan]:
-    """Return the plans that are Pareto-optimal in stored bytes, live bytes, both working sets and shared tensors."""
+    """Return the plans that are Pareto-optimal in stored bytes, live bytes, shared tensors, and the working sets of
+    forward and backward."""
     optimal: dict[_Needs, PricedPlan] = {}
     for plan in sorted(plans, key=lambda plan: plan.ms):
         outcome = oracle.outcome(kind, plan)

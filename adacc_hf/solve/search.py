@@ -364,8 +364,8 @@ class PolicySearch:
                 return
 
     def _promising_caps(self, caps: Sequence[int], budget: Budget, incumbent_ms: float) -> list[int]:
-        """Return the caps whose fastest policy could fit and be faster than `incumbent_ms`. `caps` is in ascending
-        order.
+        """Return the caps (limits on stored bytes) whose fastest policy could fit and be faster than `incumbent_ms`.
+        `caps` is in ascending order.
 
         Only the first cap above the budget's limit is returned, because a larger cap gives the same policy, or a policy
         that does not fit.

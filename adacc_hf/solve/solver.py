@@ -8,8 +8,8 @@ solver's policy from this bound is the policy's `gap`. At the end every policy i
 that is independent of the program.
 
 If the fastest policy stores more in host memory than allowed, the limit is divided among the blocks: each block's
-program has a bound on its bytes in host memory. Dividing it among all blocks, or among half of them, a quarter and so
-on, gives the candidates. The lower bound on the time is then that without a limit.
+program has a bound on its bytes in host memory. The candidates divide the limit among all blocks, among half of the
+blocks, among a quarter, and so on. The lower bound on the time is then computed without a limit on host memory.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None
 
 
 def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:
-    """Return the fastest policy whose peak is at most `nbytes`, or a policy with the least peak if there is none."""
+    """Return the fastest policy whose peak is at most `nbytes`. If no policy fits, return a policy with the least
+    peak."""
     try:
         return solve_policy(profile, nbytes, config)
     except InfeasibleBudgetError as error:
@@ -185,7 +186,7 @@ def _fastest(
     """Return (search, plans) of the fastest policy within the budget.
 
     Each of `searches` is for one head, and, if `bound_bytes` is given, for one way to divide the limit of host memory.
-    `bound_bytes` is then a lower bound of the budget of any policy. Raises InfeasibleBudgetError if no policy fits.
+    `bound_bytes` is a lower bound on the budget that any policy needs. Raises InfeasibleBudgetError if no policy fits.
     """
     candidates: list[tuple[PolicySearch, list[PricedPlan]]] = []
     errors: list[InfeasibleBudgetError] = []

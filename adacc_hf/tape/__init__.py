@@ -1,1 +1,1 @@
-"""Record of a block's operators: recorded once, looked up by the key of a call, replayed exactly."""
+"""Tapes: records of a block's operators. Guards and the key of a call select the tape, which replay runs exactly."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.tape.data_reads import Data, data_at
-from adacc_hf.tape.guards import BlockPrograms, Untraceable, settings_of_torch
+from adacc_hf.tape.guards import BlockPaths, Untraceable, settings_of_torch
 from adacc_hf.tape.inputs import (
     Args,
     Kwargs,
@@ -30,8 +30,9 @@ CALLS_PER_LAYOUT times per layout."""
 MAX_SHAPES = 512
 """Maximum number of shapes that a block remembers. The least recently used shape is dropped.
 
-The limit is high because texts have hundreds of lengths, and recording a shape again takes as long as about ten steps.
-A tape and a plan on it take about 130 KiB of Python objects."""
+The limit is high because sequences have hundreds of lengths, and recording a shape again takes as long as about ten
+steps. A tape and a plan on it take about 130 KiB of Python objects.
+"""
 
 
 class CallKey(NamedTuple):
@@ -41,7 +42,7 @@ class CallKey(NamedTuple):
     """
 
     shape: Hashable
-    """(layout of the tensor arguments, input numbers of the traced program, number of the program, settings of
+    """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of
     torch)."""
     data: tuple[Data | None, ...]
     """Data of the arguments that the block reads into Python."""
@@ -81,8 +82,8 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         super().__init__()
         self._untraceable = untraceable
         """Paths of the model's blocks that Dynamo cannot trace. None if the block is not part of a model."""
-        self._programs: BlockPrograms | None = None
-        """Traced programs of the block (tape/guards.py). None before the block's first call."""
+        self._paths: BlockPaths | None = None
+        """Traced paths of the block (tape/guards.py). None before the block's first call."""
         self.layouts: OrderedDict[int, None] = OrderedDict()
         """Hashes of the layouts of the block's own tensors, the latest last."""
         self._layout = 0
@@ -105,20 +106,20 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def untraced(self) -> str | None:
         """The reason why the latest call must be validated. None if guards prove that the call runs the tape's
         operators."""
-        return None if self._programs is None else self._programs.untraced
+        return None if self._paths is None else self._paths.untraced
 
     def key(self, block: nn.Module, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> CallKey:
         """Return the key of a call of `block` that is about to run: `fn(*args, **kwargs)`.
 
         Use this method exactly once per call, because it counts calls.
         """
-        if self._programs is None:
-            self._programs = BlockPrograms(block, self._untraceable)
+        if self._paths is None:
+            self._paths = BlockPaths(block, self._untraceable)
             self._note_layout(block)
         self._num_calls += 1
-        program, numbers = self._programs.key(fn, args)
+        path, numbers = self._paths.key(fn, args)
         data = tuple([data_at(path, args, kwargs) for path in self._reads])
-        return CallKey((argument_layout(args, kwargs), numbers, program, settings_of_torch()), data, self._layout)
+        return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch()), data, self._layout)
 
     def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
         """Return a copy of `key` with the current layout of the block's own tensors.
@@ -148,7 +149,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
         self._forget([key])
 
     def num_divergences(self, key: CallKey) -> int:
-        """Return how often calls of this key ran operators that differ from the key's tape."""
+        """Return the number of calls of this key that ran operators different from the key's tape."""
         return self._num_divergences.get(key, 0)
 
     def has_new_data(self, key: CallKey) -> bool:
@@ -185,7 +186,7 @@ class KnownShapes(OrderedDict[CallKey, KnownShape]):
     def known_shape_of(self, symbolic_tape: SymbolicTape) -> KnownShape:
         """Return the entry that counts calls at all sizes of `symbolic_tape`.
 
-        The entry's `num_calls` starts at 2, because calls at some sizes were recorded before.
+        The entry's `num_calls` starts at 2, because calls at some sizes were recorded already.
         """
         return self.symbolic_shapes.setdefault(symbolic_tape, KnownShape(symbolic_tape.base, num_calls=2))
 

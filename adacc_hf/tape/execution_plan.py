@@ -81,8 +81,8 @@ class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
     `choices` has an entry for every activation. `shared` are inputs that code outside the block keeps alive. If the
-    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell of its own. Its
-    slots use the cell of the stored value.
+    plan reads a value from a stored value with equal contents (`Tape.equal`), the value has no cell. Its slots use the
+    cell of the stored value.
     """
 
     def __init__(self, tape: Tape, choices: dict[int, Choice], shared: Iterable[int] = ()) -> None:
@@ -222,12 +222,13 @@ class ExecutionPlan:
         return single_program(self._merged_tape, self.store, slot, available)
 
     def _roots_of(self, value: int) -> tuple[int, ...]:
-        """Return the stored values that replay reads to recompute `value`, if nothing else was recomputed before."""
+        """Return the stored values that replay reads to recompute `value`, if no other value was recomputed before
+        it."""
         _, leaves = closure(self._merged_tape, value, self.store.__contains__)
         return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
 
     def _read_by_replay(self) -> set[int]:
-        """Return the values that replay reads, except those that exist outside the block, such as parameters."""
+        """Return the values that replay reads, without values that exist outside the block, such as parameters."""
         runs = [closure(self._merged_tape, value, self.store.__contains__)[0] for value in self.needs]
         values_read = {
             value for run in runs for number in run for value in self._merged_tape.operators[number].inputs()
@@ -276,7 +277,7 @@ class ExecutionPlan:
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
-    """Return where replay finds the values of `tape` that the plan does not recompute."""
+    """Return the storage of the values of `tape` that replay can read without recomputing them."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}
@@ -295,8 +296,7 @@ def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:
-    """Return a view of the whole value of the tape, with dimensions in memory order. A codec then reads one dense
-    range."""
+    """Return a view on a tape's whole value, with dimensions in memory order, so that a codec reads one dense range."""
     ref = tape.values[value].ref
     size, stride, offset = ref.geometry
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
@@ -324,7 +324,7 @@ def choices_by_value(
 ) -> dict[int, Choice]:
     """Transfer the `choices` of a planned tape to `tape`, which has different operators.
 
-    Return choices by value of `tape`.
+    Return the choices as a dict by value of `tape`.
 
     `same` maps the planned tape's values to values of `tape`. Other values get the lossless choice with the least
     memory. If `with_loss` is False, lossy codecs are not transferred, because their effect on gradients was measured

@@ -35,7 +35,7 @@ _DEPTH = 4
 
 
 class NotReplayableError(Exception):
-    """Raised if an `autograd.Function` cannot become an operator of a tape.
+    """Error raised if an `autograd.Function` cannot become an operator of a tape.
 
     The message completes a sentence that begins with "the Function".
     """

@@ -356,7 +356,7 @@ class FunctionRecorder:
     def _check_run_again(
         self, target: FunctionTarget, run_record: _FunctionRun, recomputed_values: frozenset[int], foreign: set[int]
     ) -> None:
-        """Run the Function's forward again, and compare its results with those of the first run.
+        """Run the Function's forward again, and compare the results with the first run's.
 
         Raise NotReplayableError if the second run differs, has side effects, or reproduces none of the results bit for
         bit. `foreign` are the keys of storages that the forward must not read.

@@ -1,18 +1,18 @@
-"""Programs of a block: paths through its Python code, each traced by Dynamo and checked by guards (rule R8).
+"""Traced paths of a block: paths through its Python code, traced by Dynamo and checked by guards (rule R8).
 
-Dynamo, torch.compile's front end, reads the Python code of a call. It notes every attribute, closure, global,
-configuration and mode that decides which operators run, and creates guards for them in C++. A `Program` is one
-trace: calls that pass its guards run the same operators. Sizes are symbols in the trace, so one program serves all
+Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
+configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
+trace: calls that pass its guards run the same operators. Sizes are symbols in the trace, so one traced path serves all
 sizes that take the same branches. Nothing is compiled, and no operator runs while a block is traced.
 
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. Their values are part of
-   a call's key (`Program.numbers`). The key also contains the signs of zeros, lists in tuples, and the order of dicts.
+   a call's key (`TracedPath.numbers`). The key also contains the signs of zeros, lists in tuples, and dicts' orders.
 2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
 3. Tensors that have a name in the block, and that the path reaches in another way: a list of layers, a bound method. A
-   program is valid for the recorded names (`Program.fits`).
-4. Methods, and attributes that classes inherit: a program compares the attributes that the trace looked up on classes,
-   and the names in a `__dict__` that the trace read (`torch_glue/dynamo_gaps.py`).
+   traced path is valid for the recorded names (`TracedPath.fits`).
+4. Methods, and attributes that classes inherit: a traced path compares the attributes that the trace looked up on
+   classes, and the names in a `__dict__` that the trace read (`torch_glue/dynamo_gaps.py`).
 5. Storage offsets, and which tensors share a storage. The key contains both for the arguments.
    `ExecutionPlan.has_all` compares both for the block's own tensors.
 6. Blocks that cannot be traced completely: data read into Python, code without source, a value that changes at every
@@ -51,20 +51,20 @@ from adacc_hf.torch_glue.tensors import storage_of
 
 log = logging.getLogger(__name__)
 
-MAX_PROGRAMS = 64
-"""Maximum number of traced programs cached for each block class. The least recently used program is dropped."""
+MAX_PATHS = 64
+"""Maximum number of traced paths cached for each block class. The least recently used path is dropped."""
 SHORT_LIFE = 16
-"""Programs that serve this number of calls or fewer are short-lived. A trace takes as long as about a hundred guard
+"""Paths that serve this number of calls or fewer are short-lived. A trace takes as long as about a hundred guard
 checks."""
 MOST_SHORT_LIVES = 8
-"""Number of consecutive short-lived programs after which a block is not traced any more. The guards of such a block
+"""Number of consecutive short-lived paths after which a block is not traced any more. The guards of such a block
 compare a value that changes at every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
 """Keyword arguments that Transformers passes through blocks to the loss. The values differ at every step, and no
 operator of a block depends on them."""
 
 
-class Program:
+class TracedPath:
     """Trace of one path through the Python code of a block's class, with its guards."""
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
@@ -73,32 +73,32 @@ class Program:
         """(index among the guards' tensors, name) of each parameter or buffer that the path does not reach by its name
         in the block."""
         self.number = next(_UNUSED)
-        """Number of the program, unique in this process."""
+        """Number of the path, unique in this process."""
 
     def fits(self, scope: Scope) -> bool:
-        """Return True if a call with these local variables takes the path of this program."""
+        """Return True if a call with these local variables takes this path."""
         if not self.guards.hold(scope):
             return False
         return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
-        """Return the numbers that are inputs of the traced program, as keys that differ if type or bits differ."""
+        """Return the numbers that are inputs of the traced path, as keys that differ if type or bits differ."""
         return tuple([n if type(n) is int else _exactly(n) for n in self.guards.numbers(scope)])
 
 
 _UNUSED = count()
 
 
-class _ClassPrograms:
-    """Programs of one class of blocks."""
+class _ClassPaths:
+    """Traced paths of one class of blocks."""
 
     def __init__(self) -> None:
-        self.programs: OrderedDict[int, Program] = OrderedDict()
-        """Traced programs by program number, the latest last."""
+        self.paths: OrderedDict[int, TracedPath] = OrderedDict()
+        """Traced paths by number, the latest last."""
 
 
-_OF_CLASSES: WeakKeyDictionary[type, _ClassPrograms] = WeakKeyDictionary()
-"""Programs by block class. All blocks of a class share programs, also across models. The guards select the program."""
+_OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
+"""Traced paths by block class. All blocks of a class share paths, also across models. The guards select the path."""
 
 
 class Untraceable(OrderedDict[Hashable, str]):
@@ -108,8 +108,8 @@ class Untraceable(OrderedDict[Hashable, str]):
     """
 
 
-class BlockPrograms:
-    """Traced programs of one block. Finds or traces the program for each call."""
+class BlockPaths:
+    """Traced paths of one block. Finds or traces the path of each call."""
 
     def __init__(self, block: nn.Module, untraceable: Untraceable | None = None) -> None:
         """Initialize for `block`. The blocks of one model share `untraceable`, the paths that could not be traced.
@@ -118,49 +118,49 @@ class BlockPrograms:
         """
         self._block = block
         self._untraceable = Untraceable() if untraceable is None else untraceable
-        self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPrograms())
-        self._latest: Program | None = None
+        self._of_class = _OF_CLASSES.setdefault(type(block), _ClassPaths())
+        self._latest: TracedPath | None = None
         self._num_calls = 0
         """Number of calls since the last trace."""
         self._num_short_lives = 0
-        """Number of short-lived programs in a row."""
+        """Number of short-lived paths in a row."""
         self._stop_reason: str | None = None
         """The reason why the block is not traced any more, or None."""
         self._has_memory = not any(hasattr(parameter, "fake_mode") for parameter in block.parameters())
         self.untraced: str | None = None
-        """The reason why the latest call has no program. None if the call has a program, or if the block's tensors are
+        """The reason why the latest call has no traced path. None if the call has one, or if the block's tensors are
         fake (in an estimate)."""
 
     def key(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Hashable, tuple[Hashable, ...]]:
-        """Return (number of the traced program for the call `fn(*args)`, values of the program's input numbers).
+        """Return (number of the traced path of the call `fn(*args)`, values of the path's input numbers).
 
         If the call cannot be traced completely, return (`untraced_key`, `plain_arguments`) instead.
         """
         scope = scope_of(fn, args)
         self._num_calls += 1
-        program = self._find_program(scope)
-        if program is None:
-            path = untraced_key(self._block), plain_arguments(scope)
-            program = self._new_program(scope, path) if self._has_memory else None
-            if program is None:
-                return path
-        self._latest, self.untraced = program, None
-        return program.number, program.numbers(scope)
+        path = self._find_path(scope)
+        if path is None:
+            untraced_call = untraced_key(self._block), plain_arguments(scope)
+            path = self._trace_path(scope, untraced_call) if self._has_memory else None
+            if path is None:
+                return untraced_call
+        self._latest, self.untraced = path, None
+        return path.number, path.numbers(scope)
 
-    def _find_program(self, scope: Scope) -> Program | None:
-        """Return an existing program whose guards accept the call, or None. Usually this is the latest program."""
+    def _find_path(self, scope: Scope) -> TracedPath | None:
+        """Return an existing path whose guards accept the call, or None. Usually this is the latest path."""
         if self._latest is not None and self._latest.fits(scope):
             return self._latest
-        programs = self._of_class.programs
-        for program in reversed(programs.values()) if self._has_memory else ():
-            if program.fits(scope):
-                programs.move_to_end(program.number)
-                return program
+        paths = self._of_class.paths
+        for path in reversed(paths.values()) if self._has_memory else ():
+            if path.fits(scope):
+                paths.move_to_end(path.number)
+                return path
         return None
 
-    def _new_program(self, scope: Scope, path: Hashable) -> Program | None:
-        """Trace a call that no program fits. If that fails, return None and set `untraced` to the reason."""
-        self.untraced = self._stop_reason or self._untraceable.get((type(self._block), path))
+    def _trace_path(self, scope: Scope, untraced_call: Hashable) -> TracedPath | None:
+        """Trace a call that fits no existing path. If that fails, return None and set `untraced` to the reason."""
+        self.untraced = self._stop_reason or self._untraceable.get((type(self._block), untraced_call))
         if self.untraced is not None:
             return None
         previous = self._latest
@@ -172,13 +172,13 @@ class BlockPrograms:
             self.untraced = self._stop_reason = f"{previous.guards.first_failure(scope)} changes again and again"
             return None
         try:
-            program = Program(trace(scope, observing_hooks(self._block)), scope)
+            path = TracedPath(trace(scope, observing_hooks(self._block)), scope)
         except NotTraceableError as error:
             self.untraced = str(error)
-            put_latest(self._untraceable, (type(self._block), path), self.untraced, MAX_PROGRAMS)
+            put_latest(self._untraceable, (type(self._block), untraced_call), self.untraced, MAX_PATHS)
             return None
-        put_latest(self._of_class.programs, program.number, program, MAX_PROGRAMS)
-        return program
+        put_latest(self._of_class.paths, path.number, path, MAX_PATHS)
+        return path
 
 
 def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
@@ -233,7 +233,7 @@ def _exactly(number: Any) -> Hashable:
 
 
 def untraced_key(block: nn.Module) -> Hashable:
-    """Return a key that replaces the program number for a block that Dynamo cannot trace.
+    """Return a key that replaces the path's number for a block that Dynamo cannot trace.
 
     The key depends on autocast and on each module's name, class, hooks, mode, parameters and buffers, and on which
     parameters require gradients. This takes a few microseconds per module, little compared with validating the call.

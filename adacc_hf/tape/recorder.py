@@ -484,8 +484,8 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     def watching_reads(self) -> Iterator[None]:
         """While open, record reads of tensors into Python, and draws from Python's and numpy's random generators.
 
-        Neither is visible as an operator. Reads inside a user-defined operator are not recorded, because replay runs
-        the whole operator again and compares its results.
+        Reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded, because
+        replay runs the whole operator again and compares its results.
         """
         before = PythonStates()
         with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):

@@ -193,7 +193,8 @@ def is_reproducible(tape: Tape) -> bool:
 
 
 def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterable[int]) -> frozenset[int]:
-    """Return the values among `exact_values` that replay can compute from external, `stored` or recomputable values."""
+    """Return the values of `exact_values` that replay can compute, directly or indirectly, from external and `stored`
+    values."""
     saved = set(stored)
     recomputable: set[int] = set()
     for operator in tape.operators:

@@ -1,15 +1,14 @@
 """Symbolic tapes: one tape for all sizes, whose numbers are polynomials of the sizes of a call's arguments.
 
-NOTE [Which sizes a symbolic tape serves]
-A block's Python may compare a size with 1, or with a number of its own, such as the length of a window. Dynamo's guards
-distinguish these sizes (`guards.py`): the sizes have different programs, and so different symbolic tapes. No guard
-shows how an operator uses a size internally. On a GPU, attention's kernels depend on whether a mask's last dimension is
-a multiple of 16, so multiples have a symbolic tape of their own there.
+NOTE [Which sizes a symbolic tape serves] A block's Python may compare a size with 1, or with another number, such as
+the length of a window. Dynamo's guards distinguish these sizes (`guards.py`): the sizes have different paths, and so
+different symbolic tapes. No guard shows how an operator uses a size internally. On a GPU, attention's kernels depend on
+whether a mask's last dimension is a multiple of 16, so multiples of 16 have a separate symbolic tape there.
 
 The polynomials are fitted to recorded tapes. Each call is validated against its tape operator by operator
 (run/validation.py) if it is the first at one of the first AGREED new sizes, at a few later sizes, or at a size outside
 the range of the sizes so far. One of the blocks that share the symbolic tape runs the validation. Every call compares
-the tensors that autograd saves (rule R8). If records of one program have different operators, each size is recorded.
+the tensors that autograd saves (rule R8). If records of one path have different operators, each size is recorded.
 Replay is compared bit for bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
 """
 
@@ -49,7 +48,7 @@ class CallSizes:
     dimensions: tuple[int, ...]
     """Sizes of tensors, integers among the arguments, and integers that the block reads into Python."""
     layout: tuple[int, ...]
-    """Strides and offsets of the tensors. They are polynomials of the sizes."""
+    """Strides and offsets of the tensors, which are polynomials of the sizes."""
 
     @classmethod
     def of(cls, key: Any, alignment: int) -> CallSizes:
@@ -342,7 +341,7 @@ class SizeClassRecords:
             self._give_up()
 
     def _is_redundant(self, record: RecordedCall) -> bool:
-        """Return True if the sizes of `record` were recorded before, or if the symbolic tape agrees with the record's
+        """Return True if the sizes of `record` were recorded already, or if the symbolic tape agrees with the record's
         tape."""
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True

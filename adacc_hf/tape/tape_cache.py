@@ -195,8 +195,8 @@ class TapeCache:
     def compare_with_symbolic_tape(self, tape: Tape, key: CallKey, block: str) -> None:
         """Compare a recorded tape with the tape evaluated from the block's symbolic tape for the same sizes (rule R7).
 
-        If the operators differ, discard the symbolic tape. If replay does not recompute a value of the recorded tape
-        that the symbolic tape recomputes, retain this value from now on, at all sizes.
+        If the operators differ, discard the symbolic tape. If the symbolic tape recomputes a value that replay of the
+        recorded tape cannot recompute exactly, retain this value from now on, at all sizes.
         """
         match = self.symbolic_tape_at(key, block)
         if match is None or tape.untrusted is not None:
@@ -401,7 +401,7 @@ class TapeCache:
                 execution_plan.follow(tape.order)
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
-        """Record the unpack order for new tapes of `kind`, unless an order of more slots was observed before."""
+        """Record the unpack order for new tapes of `kind`, unless an order of more slots was observed earlier."""
         structure = _structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 
@@ -411,7 +411,7 @@ def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
 
 
 def _structure(kind: str) -> str:
-    """Return the first part of a kind, or of a structure: the digest that does not depend on sizes."""
+    """Return the first part of `kind` (`Tape.kind`): the digest of a tape's operators without sizes."""
     return kind.partition("-")[0][:24]
 
 

@@ -1,1 +1,1 @@
-"""Interface to torch and Transformers: their private names, differences between releases, and missing functions."""
+"""Interface to torch and Transformers: memory, state, ranks, autograd, Dynamo, private names, and their releases."""

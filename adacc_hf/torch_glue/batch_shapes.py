@@ -80,7 +80,7 @@ def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
 def _fixed_dimension(size: tuple[int, ...]) -> int | None:
     """Return the dimension of a tensor in which batches of one bucket must agree, or None.
 
-    This dimension is the number of images per text in [B, N, C, H, W], and the number of channels in [B, C, H, W].
+    This dimension is the number of images per sample in [B, N, C, H, W], and the number of channels in [B, C, H, W].
     """
     return 1 if len(size) > 3 else None
 
@@ -127,7 +127,8 @@ def resize_batch(batch: Mapping[str, Any], before: BatchShapes, after: BatchShap
     """Return a copy of `batch` in which tensors of the shapes `before` are cut or repeated to the shapes `after`.
 
     A tensor that is not in `after`, such as one that a collator adds later, is resized in each dimension whose size
-    equals a number of samples or a length in `before`. The boundaries of packed documents then end at the new length.
+    equals a number of samples or a length in `before`. If such a tensor lists the boundaries of packed documents, its
+    boundaries are cut or extended to the new length.
     """
     sizes = {s.name: s.size for s in after}
     mapping = {

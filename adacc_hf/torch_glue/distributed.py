@@ -42,7 +42,7 @@ def gather_from_all_ranks(value: T) -> list[T]:
 
 
 _SHARD_ATTRIBUTES = (LOCAL_TENSOR, SHARDED_SIZE, "ds_tensor")
-"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also of those that are gathered now."""
+"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also of parameters that are gathered now."""
 
 
 def is_sharded(module: nn.Module) -> bool:

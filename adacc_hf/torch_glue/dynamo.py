@@ -35,7 +35,7 @@ _TRACING = RLock()
 
 
 class NotTraceableError(Exception):
-    """Raised if Dynamo cannot trace the code of a call completely. The message is the reason, in one line."""
+    """Error raised if Dynamo cannot trace the code of a call completely. The message is the reason, in one line."""
 
 
 class TracedGuards:
@@ -218,7 +218,7 @@ class _Inputs:
         return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
     def record_inputs(self, graph: Any) -> None:
-        """Add the inputs of a traced graph that no guard compares to `numbers` and `tensors`."""
+        """Extend `numbers` and `tensors` by the inputs of a traced graph that no guard checks."""
         from torch._dynamo import source as sources
 
         for node in graph.graph.nodes:
@@ -281,7 +281,7 @@ def _dynamo() -> Any:
     settings = {
         # Otherwise a float would be an input of the graph instead of a guard, and so would results of comparisons.
         "specialize_float": True,
-        # Hooks run with the block. Attributes of FSDP2's modules need guards like those of other modules.
+        # Hooks run with the block. Attributes of FSDP2's modules need guards as in other modules.
         "skip_nnmodule_hook_guards": False,
         "skip_fsdp_guards": False,
         # Check guards of attributes one by one. Otherwise Dynamo would check versions of dicts, which miss a write to

@@ -2,8 +2,8 @@
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. The
-contexts in this module record or guard such reads while Dynamo traces. They add expressions to the list `numbers`. The
-values of these expressions are part of a call's key.
+contexts in this module record or guard such reads while Dynamo traces. These contexts add expressions to the list
+`numbers`. The values of the expressions are part of a call's key.
 """
 
 from __future__ import annotations

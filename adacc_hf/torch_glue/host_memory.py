@@ -38,7 +38,7 @@ def free_host_bytes() -> int:
 def _container_bytes() -> list[int]:
     """Return the bytes that are free within the limit of this process's container, or [] if it has no limit.
 
-    Unused pages of the cache of files count as free, because the system frees them when memory is needed.
+    The inactive part of the page cache counts as free, because the kernel frees it when memory is needed.
     """
     for folder, limit, used, cached in (
         (CGROUP, "memory.max", "memory.current", "inactive_file"),

@@ -61,8 +61,8 @@ _FAILED_ALLOCATION_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Texts of failed allocations for which torch raises a plain RuntimeError. The errors come from torch's CPU allocator,
-and from libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
+"""Messages of failed allocations for which torch raises a plain RuntimeError. The errors come from torch's CPU
+allocator, and from libraries that allocate by themselves (cuBLAS, cuDNN, Triton, the kernel loader)."""
 
 
 def refuse_unmeasurable(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Snapshots of the state that a model's Python code may change: numbers, containers, buffers, generators, hooks.
 
 A profile, the gradient check and torch's checkpoint run blocks more often than training does, and restore the state
-that these runs change. The search for state starts from modules. It follows attributes, containers and the objects in
+that these runs change. The search for state starts from modules, and follows attributes, containers and the objects in
 them, class attributes, closures, and the globals that functions outside libraries name.
 """
 
@@ -82,8 +82,8 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
 """Packages whose objects, classes and globals are not searched, on the assumption that blocks change no state there."""
 _INSTALLED = ("site-packages", "dist-packages")
 """Folders of installed packages. Of other installed packages than the above, only objects are searched, unless a module
-or a root of the search belongs to the package. Code of packages that the model merely reaches changes its globals for
-reasons of its own: `filelock`, for example, counts the locks of the process."""
+or a root of the search belongs to the package. Code of packages that the model merely reaches changes its globals
+independently of the model: `filelock`, for example, counts the locks of the process."""
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.dtype, torch.device, torch.layout,
@@ -135,7 +135,8 @@ class _Search:
                     search()
 
     def _skips(self, module: Any, search: Callable[[], None]) -> bool:
-        """Return True if the code of `module` is not searched, and keep `search` in case that this changes."""
+        """Return True if the code of `module` is not searched. Then keep `search`, which runs if the module is searched
+        later."""
         if _is_library(module):
             return True
         package = _installed_package(module)

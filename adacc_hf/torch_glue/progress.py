@@ -115,7 +115,8 @@ def reported_if_slow(phase: str, normal_seconds: float = 0.0) -> Iterator[None]:
 
 
 def _report(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
-    """Report `phase`, which began at `started`, after `first` seconds and then at growing intervals until it `ended`.
+    """Report that `phase` is running: `first` seconds after `started`, and then at growing intervals until `ended` is
+    set.
 
     The times of the reports are appended to `reports`.
     """

@@ -101,7 +101,7 @@ def check_clock(clock: str, settings: Settings) -> None:
 
 
 def positive_int(text: str) -> int:
-    """Parse an option as a positive integer. Raise the error that argparse reports for any other text."""
+    """Parse an option as a positive integer. Raise the error that argparse reports for any other string."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)

@@ -128,7 +128,7 @@ def curves(
 
 
 def styles_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return the colour and the marker of each series: those in STYLES, else the next ones of SPARE_STYLES."""
+    """Return the colour and the marker of each series: from STYLES, else the next unused pair of SPARE_STYLES."""
     names = list(names)
     styles: dict[str, tuple[str, str]] = {}
     for name in names:

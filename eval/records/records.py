@@ -32,7 +32,7 @@ OUT_OF_TIME = 3
 
 
 class OutOfTimeError(SystemExit):
-    """End of a run whose time is over, with an exit status of its own."""
+    """End of a run whose time is over, with a special exit status."""
 
     def __init__(self) -> None:
         super().__init__(OUT_OF_TIME)

@@ -2,8 +2,8 @@
 
     python -m adacc_hf.eval.repository.architectures --output docs/SUPPORT.md
 
-1. Lossless: under RECOMPUTE-everything and random lossless policies, the loss and every gradient equal those of plain
-   training bit for bit, on a batch that the profile has not seen.
+1. Lossless: under RECOMPUTE-everything and random lossless policies, the loss and every gradient equal plain training's
+   bit for bit, on a batch that the profile has not seen.
 2. Compressed: the reference is plain training inside plain saved-tensor hooks that send the same storages through the
    same codecs. A policy that only retains and compresses gives the reference's gradients, bit for bit.
 3. Stored bytes: the bytes alive after forward equal the policy's prediction, to the byte.
@@ -186,7 +186,7 @@ def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: Adac
 
 
 def describe_calls(profile: Profile) -> str:
-    """Return how calls of blocks are validated, for all kinds of blocks, the most frequent way first.
+    """Return the way in which block calls are validated, for all kinds of blocks, the most frequent way first.
 
     "traced": Dynamo traced the whole block, and its guards validate each call. "witnessed": each call is compared with
     the tape. "not replayed": the blocks run plainly or under torch's checkpoint.

@@ -58,7 +58,7 @@ def codec_schemes() -> list[Scheme]:
 def layer_specific_schemes() -> list[Scheme]:
     """Return the layer-specific schemes with every combination of options.
 
-    The scales are those of the symmetric codecs. If the scale is not the paper's, asymmetric_int4 has "range15".
+    The scales are the symmetric codecs' scales. If the scale is not the paper's, asymmetric_int4 has "range15".
     """
     return [
         Scheme(name=LAYER_SPECIFIC, scale=scale, group_size=group_size, rounding=rounding)
@@ -77,7 +77,7 @@ def _variants(codec: str, option_names: set[str]) -> Iterator[Scheme]:
 
 
 def accepts_options(codec: str, options: dict[str, Any]) -> bool:
-    """Return True if the codec accepts these option values. Each codec has scales of its own."""
+    """Return True if the codec accepts these option values. Each codec has its own scales."""
     try:
         get_codec(codec, **options)
     except ValueError:
@@ -86,7 +86,7 @@ def accepts_options(codec: str, options: dict[str, Any]) -> bool:
 
 
 def with_options(policy: Policy, scheme: Scheme) -> Policy:
-    """Return `policy` with the scheme's options replacing those of each codec that accepts them."""
+    """Return `policy` with the scheme's options for each codec that accepts these options."""
     plans = tuple(
         replace(plan, choices=tuple((value, _with_options(choice, value, scheme)) for value, choice in plan.choices))
         for plan in policy.plans

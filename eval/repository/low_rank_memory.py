@@ -171,8 +171,8 @@ def step_memory(shape: LlamaShape, method: str, budget_bytes: int | None, seed: 
 def plan_peak(shape: LlamaShape, part: float | None, precision: str) -> Figures:
     """Predict by `adacc plan` the peak of plain training, or of CompAct with a rank of `part` of the inputs.
 
-    In this project q, k and v share one projection, and so do gate and up. In the paper each has a projection of its
-    own, which stores 3 * rank more numbers for each token and block.
+    In this project q, k and v share one projection, and so do gate and up. In the paper each has its own projection,
+    which stores 3 * rank more numbers for each token and block.
     """
     workload = Workload(
         config=shape.config, device=find_device("h200"), precision=PRECISIONS[precision], compact_rank=part

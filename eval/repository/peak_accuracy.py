@@ -51,7 +51,7 @@ class Pairs(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
         """Return the `loss` of a batch [B, T]. Labels are ignored.
 
-        They are parameters because other families need them.
+        Labels are a parameter because other families need them.
         """
         split = 2 * input_ids.shape[1] // 3
         parts = input_ids[:, :split], input_ids[:, split:]
@@ -96,12 +96,12 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Return how far the measured peak exceeds the predicted peak, as a fraction of the prediction."""
+        """Return the excess of the measured peak over the predicted peak, as a fraction of the prediction."""
         return self.measured_bytes / self.predicted_bytes - 1.0
 
     @property
     def first_error(self) -> float:
-        """Return how far the peak of the first two steps exceeds the predicted peak, as a fraction of the
+        """Return the excess of the peak of the first two steps over the predicted peak, as a fraction of the
         prediction."""
         return self.first_bytes / self.predicted_bytes - 1.0
 

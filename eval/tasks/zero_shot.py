@@ -53,7 +53,7 @@ class ModelSource:
 def evaluate(
     source: ModelSource, tasks: Mapping[str, ConfigurableTask], limit: int | None = None
 ) -> dict[str, TaskScore]:
-    """Return the scores on all tasks, for example those of `lm_eval_tasks.load_tasks`."""
+    """Return the scores on all tasks, for example the tasks from `lm_eval_tasks.load_tasks`."""
     with language_model(source) as model:
         return {name: score(model, task, limit) for name, task in tasks.items()}
 

@@ -1,6 +1,6 @@
 """Gradient check before timing: a method must train with the gradients that it promises.
 
-The reference gradients are those of plain training on the same model and batch. If plain training does not fit into
+The reference gradients come from plain training on the same model and batch. If plain training does not fit into
 memory, HF gradient checkpointing gives the reference. If that does not fit either, the batch is reduced to fewer
 sequences.
 """
@@ -55,7 +55,7 @@ class Reference:
     batch: Batch
     gradients: Gradients
     noise: float
-    """Largest relative difference of the gradients of repeated runs from those of the first run."""
+    """Largest relative difference of the gradients of repeated runs from the first run's gradients."""
 
 
 def reference_gradients(subject: Subject, model: PreTrainedModel, batch: Batch) -> Reference:

@@ -29,7 +29,7 @@ IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = range(256, VOCABULARY)
 PATCH, MERGED, FRAMES = 4, 2, 2
 """Image sizes of Qwen2-VL: pixels along the side of a patch, patches along the side of a token, frames in a patch."""
 MEL_BINS, SOUND_TOKENS = 80, 128
-"""Sound sizes of Whisper, whose sounds have one fixed length."""
+"""Audio sizes of Whisper, whose audio inputs have one fixed length."""
 IGNORED = -100
 """Label of a token that the loss ignores."""
 
@@ -51,8 +51,8 @@ class Scale:
     def lengths(self, generator: torch.Generator) -> list[int]:
         """Draw a different number of tokens for each step: one from each of `steps` equal parts of the range, shuffled.
 
-        Their median is close to their mean, so the median step time is close to that of a batch of the mean length.
-        Raise ValueError if the range has fewer lengths than steps.
+        Their median is close to their mean, so the median step time is close to the step time of a batch of the mean
+        length. Raise ValueError if the range has fewer lengths than steps.
         """
         span = self.longest + 1 - self.shortest
         if span < self.steps:

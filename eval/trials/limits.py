@@ -33,7 +33,7 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def limit_bytes(arguments: argparse.Namespace) -> int:
-    """Return the limit in bytes. Raise ValueError for a text that is not a size."""
+    """Return the limit in bytes. Raise ValueError for a string that is not a size."""
     if arguments.limit is not None:
         return parse_bytes(arguments.limit, "--limit")
     if arguments.device == "cuda":

@@ -212,7 +212,7 @@ def xformers_obstacle(device: str) -> str | None:
 
 
 def missing_package(name: str) -> str | None:
-    """Return a text on how to install the package if it is missing, else None."""
+    """Return instructions to install the package if it is missing, else None."""
     return None if importlib.util.find_spec(name) else f"{name} is not installed: pip install 'adacc-hf[peers]'"
 
 

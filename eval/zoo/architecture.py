@@ -51,7 +51,7 @@ def _configs(config: Any) -> list[Any]:
 
 
 def _names(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of all settings, including those of nested mappings."""
+    """Return the names of all settings, including the settings in nested mappings."""
     inner = [_names(value) for value in settings.values() if isinstance(value, Mapping)]
     return set(settings).union(*inner)
 

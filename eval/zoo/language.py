@@ -1,4 +1,4 @@
-"""Tiny architectures for text with images or sounds."""
+"""Tiny architectures for text with images or audio."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adacc_hf.eval.zoo.parts import (
 )  # fmt: skip
 
 IMAGE_TOKEN, SOUND_TOKEN = 96, 97
-"""Placeholder tokens of images and sounds, which do not occur in text."""
+"""Placeholder tokens of images and audio, which do not occur in text."""
 NAMED_TOKENS = {"vision_start_token_id": 97, "vision_end_token_id": 98, "video_token_id": 99}
 PIXELS = (BATCH, 3, 16, 16)
 PATCHES, PATCH_VALUES = BATCH * 16, 3 * 2 * 4 * 4
@@ -36,7 +36,7 @@ PATCHES, PATCH_VALUES = BATCH * 16, 3 * 2 * 4 * 4
 def with_images(
     num_places: int, pixels: tuple[int, ...], derived: Callable[[torch.Tensor], Batch] = lambda ids: {}
 ) -> MakeBatch:
-    """Return a function that makes texts with one image each, as `num_places` tokens.
+    """Return a function that makes sequences with one image each, as `num_places` tokens.
 
     `derived` adds tensors computed from the ids.
     """
@@ -55,7 +55,7 @@ def _image_places(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _patched(ids: torch.Tensor) -> Batch:
-    """Return the tensors for one image of 1 x 4 x 4 patches in each text."""
+    """Return the tensors for one image of 1 x 4 x 4 patches in each sequence."""
     return {"image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH), "mm_token_type_ids": _image_places(ids)}
 
 
@@ -73,13 +73,13 @@ def _tiled(ids: torch.Tensor) -> Batch:
 
 
 def _in_rows(ids: torch.Tensor) -> Batch:
-    """Return the positions of the patches of one 4 x 4 image in each text."""
+    """Return the positions of the patches of one 4 x 4 image in each sequence."""
     places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(BATCH, 16, 2)
     return {"image_position_ids": places, "mm_token_type_ids": _image_places(ids)}
 
 
 def _masked(ids: torch.Tensor) -> Batch:
-    """Return the tensors for one image of 4 x 4 patches in each text, with an all-ones mask."""
+    """Return the tensors for one image of 4 x 4 patches in each sequence, with an all-ones mask."""
     sizes, mask = torch.tensor([[4, 4]] * BATCH), torch.ones(BATCH, 16, dtype=torch.long)
     return {"spatial_shapes": sizes, "pixel_attention_mask": mask}
 
@@ -92,8 +92,8 @@ def image_patches(generator: torch.Generator) -> Batch:
 
 
 def with_sounds(num_places: int, derived: Mapping[str, torch.Tensor]) -> MakeBatch:
-    """Return a function that makes texts with one sound of 16 frames each, as `num_places` tokens, and with the tensors
-    `derived`."""
+    """Return a function that makes sequences with one audio clip of 16 frames each, as `num_places` tokens, and with
+    the tensors `derived`."""
 
     def make(generator: torch.Generator) -> Batch:
         ids = tokens(generator)
@@ -106,7 +106,7 @@ def with_sounds(num_places: int, derived: Mapping[str, torch.Tensor]) -> MakeBat
 
 
 def spectra_and_text(generator: torch.Generator) -> Batch:
-    """Return texts with one sound of 16 spectra each, as eight tokens."""
+    """Return sequences with one audio clip of 16 spectra each, as eight tokens."""
     batch = with_sounds(8, {"input_features_mask": torch.ones(BATCH, 8, dtype=torch.bool)})(generator)
     return {**batch, "input_features": torch.randn(BATCH, 16, 8, generator=generator)}
 

@@ -1,4 +1,4 @@
-"""Tiny architectures for images, videos and sounds."""
+"""Tiny architectures for images, videos and audio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that return after gloo's threads have released the tensors, so that live bytes do not depend on timing."""
+"""Collectives that return after gloo's threads released the tensors, so that live bytes do not depend on timing."""
 
 import functools
 import itertools

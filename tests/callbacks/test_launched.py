@@ -252,7 +252,7 @@ def test_a_callback_of_the_script_is_kept(launched, make_trainer, capsys) -> Non
     assert adacc_callbacks(trainer) == [own]
     error = capsys.readouterr().err
     assert "memory_budget=0.6" in error
-    assert "the script added it, and its settings replace those of adacc run" in error
+    assert "the script added it, and its settings override adacc run's" in error
 
 
 def test_a_trainer_with_the_mixin_is_kept(launched, make_trainer, capsys) -> None:

@@ -239,6 +239,6 @@ def test_training_that_goes_on_without_the_callback_is_warned_of_once(make_train
                 callback.detach()
 
     make_trainer([callback, DetachAfterStep2()], max_steps=5).train()
-    warnings = [message for message in caplog.messages if "training goes on at step 2" in message]
+    warnings = [message for message in caplog.messages if "training continues at step 2" in message]
     assert len(warnings) == 1
     assert "trains without a policy" in warnings[0]

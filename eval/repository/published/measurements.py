@@ -105,7 +105,7 @@ class Pair:
     name: str
     source: str
     setting: dict[str, Any]
-    """Fields of a `Setting`, except those of the runs."""
+    """Fields of a `Setting`, except the runs' fields."""
     unit: str
     """Unit of the runs' values. "s" is seconds per step. Any other unit is work per time, where more is faster."""
     base: Run
@@ -121,7 +121,7 @@ class Pair:
 
     @property
     def measured(self) -> float:
-        """Return the time of the other run divided by that of the base run, for the same amount of work."""
+        """Return the time of the other run divided by the time of the base run, for the same amount of work."""
         if self.unit == "s":
             return self.other.value / self.base.value
         return self.base.value / self.other.value

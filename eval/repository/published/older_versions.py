@@ -48,8 +48,8 @@ OLDER: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         loss_utils.LOSS_MAPPING, {"ForCausalLM": _loss_before_4_50}
     ),
 }
-"""Patches by the behaviour that they restore: that of torch before 1.11 (March 2022), and that of Transformers before
-4.50 (March 2025)."""
+"""Patches by the behaviour that they restore: the behaviour of torch before 1.11 (March 2022), and of Transformers
+before 4.50 (March 2025)."""
 
 
 @contextmanager

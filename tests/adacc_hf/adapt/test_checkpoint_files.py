@@ -235,7 +235,7 @@ def test_files_that_cannot_be_written_do_not_end_the_run(train, lossless, tmp_pa
     plain = train(output_dir=str(tmp_path / "plain"), **SAVING)
     callback = AdaccCallback(**lossless)
     train([callback, FreeDisk()], **SAVING).assert_equals(plain)
-    for folder, consequence in (("run", "training goes on"), ("checkpoint-3", "that resumes from it will profile")):
+    for folder, consequence in (("run", "training continues"), ("checkpoint-3", "that resumes from it will profile")):
         assert any(f"{folder} ([Errno 28]" in message and consequence in message for message in caplog.messages)
     assert not list((tmp_path / "run").rglob(".adacc*"))
     assert Policy.load(tmp_path / "run" / POLICY_FILE) == callback.policy

@@ -29,7 +29,7 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
     memory_events = [event for event in events(callback, "memory") if " bytes at least" in event.get("reason", "")]
     assert [event["step"] for event in memory_events] == [4]
     assert memory_events[0]["reason"].startswith("batches of input_ids 4x32, labels 4x32 need ")
-    assert ", those of input_ids 4x16, labels 4x16 would keep to the budget" in memory_events[0]["reason"]
+    assert ", batches of input_ids 4x16, labels 4x16 would fit the budget" in memory_events[0]["reason"]
     assert len([message for message in caplog.messages if "with the least memory" in message]) == 1
 
 

@@ -216,7 +216,7 @@ def test_one_surprise_is_enough(toy_model, toy_batch, run_steps, assert_same_ste
     model, batch = programs.model_of(toy_model, 4), toy_batch()
     model.inlet.register_forward_hook(lambda module, args, output: output * 1.0)
     for block in model.layers:
-        block.number = 0  # one program for all blocks, whose inputs are no views
+        block.number = 0  # one traced path for all blocks, whose inputs are no views
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     programs.usual = ["tanh", "swish", "double"]  # for all blocks: the model's path has changed
     plain = run_steps(model, batch, num_steps=1)

@@ -497,7 +497,7 @@ def test_the_block_that_no_call_is_compared_of_is_refused(toy_model, run_steps):
 
 
 def test_what_a_guard_sees_is_another_program(toy_model, run_steps, assert_same_steps, caplog):
-    """A change that a guard covers leads to another program with its own record, at the same sizes and in any block."""
+    """A change that a guard covers leads to another path with its own record, at the same sizes and in any block."""
 
     def forward(block, hidden):
         is_special = block.is_special and hidden.shape[1] == 13

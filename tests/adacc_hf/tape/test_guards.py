@@ -1,4 +1,4 @@
-"""Programs: calls of a block that run the same operators, and calls that no guard covers."""
+"""Traced paths: calls of a block that run the same operators, and calls that no guard covers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adacc_hf.tape import guards
 from adacc_hf.tape.guards import (
     MOST_SHORT_LIVES,
     SHORT_LIFE,
-    BlockPrograms,
+    BlockPaths,
     Untraceable,
     untraced_key,
 )
@@ -61,23 +61,23 @@ class Calls:
 
     def __init__(self, block, untraceable=None):
         self.block = block
-        self.programs = BlockPrograms(block, untraceable)
+        self.paths = BlockPaths(block, untraceable)
 
     def key(self, *args, **kwargs):
-        return self.programs.key(partial(self.block, **kwargs), args or (text(),))
+        return self.paths.key(partial(self.block, **kwargs), args or (text(),))
 
 
-# Programs
+# Traced paths
 
 
-def test_calls_that_pass_the_guards_have_one_program(block_class, traces):
+def test_calls_that_pass_the_guards_have_one_path(block_class, traces):
     calls = Calls(block_class(scaled)(scale=1.0))
     keys = {calls.key(text(*size)) for size in ((2, 6), (3, 7), (5, 2))}
     assert len(keys) == len(traces) == 1
-    assert calls.programs.untraced is None
+    assert calls.paths.untraced is None
 
 
-def test_other_values_are_other_programs_and_are_known_again(block_class, traces):
+def test_other_values_are_other_paths_and_are_known_again(block_class, traces):
     calls = Calls(block_class(scaled)(scale=1.0))
     keys = []
     for calls.block.scale in (1.0, 2.0, 1.0, 2.0, 3.0, 1.0):
@@ -88,8 +88,8 @@ def test_other_values_are_other_programs_and_are_known_again(block_class, traces
     assert len(set(keys)) == 3
 
 
-def test_blocks_of_a_class_share_their_programs(block_class, traces):
-    """Blocks of one class share their programs, in one model or several, while the guards hold."""
+def test_blocks_of_a_class_share_their_paths(block_class, traces):
+    """Blocks of one class share their paths, in one model or several, while the guards hold."""
     make = block_class(scaled)
     blocks = [make(scale=scale) for scale in (1.0, 1.0, 2.0, 1.0)]
     first, second, other, _ = keys = [Calls(block).key() for block in blocks]
@@ -97,8 +97,8 @@ def test_blocks_of_a_class_share_their_programs(block_class, traces):
     assert len(traces) == 2
 
 
-def test_blocks_of_another_class_have_programs_of_their_own(block_class):
-    """Blocks of another class have other programs, and no program number is used twice."""
+def test_blocks_of_another_class_have_paths_of_their_own(block_class):
+    """Blocks of another class have other paths, and no path number is used twice."""
     one, other = (Calls(block_class(scaled)(scale=1.0)).key() for _ in range(2))
     assert one != other
 
@@ -108,16 +108,16 @@ def test_a_partial_is_looked_into(block_class):
     calls = Calls(block_class(lambda block, hidden, by, more: block.layer(hidden) * by * more)())
     fn = partial(partial(calls.block, more=2.0), by=1.0)
     keys = [
-        calls.programs.key(fn, (text(),)),
-        calls.programs.key(partial(calls.block, by=1.0, more=2.0), (text(),)),
-        calls.programs.key(partial(calls.block, text(), by=1.0, more=2.0), ()),
+        calls.paths.key(fn, (text(),)),
+        calls.paths.key(partial(calls.block, by=1.0, more=2.0), (text(),)),
+        calls.paths.key(partial(calls.block, text(), by=1.0, more=2.0), ()),
     ]
     assert keys[0] == keys[1]
-    assert calls.programs.key(partial(calls.block, by=1.5, more=2.0), (text(),)) != keys[0]
+    assert calls.paths.key(partial(calls.block, by=1.5, more=2.0), (text(),)) != keys[0]
     assert keys[2] == keys[0]
 
 
-def test_modes_are_other_programs(block_class):
+def test_modes_are_other_paths(block_class):
     calls = Calls(block_class(lambda block, hidden: block.dropout(block.layer(hidden)))())
     keys = [calls.key()]
     with torch.no_grad():
@@ -133,8 +133,8 @@ def test_modes_are_other_programs(block_class):
     assert len(set(keys)) == len(keys)
 
 
-def test_the_least_recently_used_program_goes(block_class, traces, monkeypatch):
-    monkeypatch.setattr(guards, "MAX_PROGRAMS", 3)
+def test_the_least_recently_used_path_goes(block_class, traces, monkeypatch):
+    monkeypatch.setattr(guards, "MAX_PATHS", 3)
     calls = Calls(block_class(scaled)(scale=0.0))
     keys = {}
     for calls.block.scale in (0.0, 1.0, 2.0):
@@ -142,17 +142,17 @@ def test_the_least_recently_used_program_goes(block_class, traces, monkeypatch):
     calls.block.scale = 0.0
     assert calls.key() == keys[0.0]
     calls.block.scale = 3.0
-    calls.key()  # replaces the program of 1.0
+    calls.key()  # replaces the path of 1.0
     assert len(traces) == 4
     for calls.block.scale in (0.0, 2.0):
         assert calls.key() == keys[calls.block.scale]
     assert len(traces) == 4
     calls.block.scale = 1.0
-    assert calls.key() != keys[1.0]  # no caller may mistake it for the old program
+    assert calls.key() != keys[1.0]  # no caller may mistake it for the old path
     assert len(traces) == 5
 
 
-def test_a_program_that_compares_an_address_of_what_died_fits_no_more(block_class, traces):
+def test_a_path_that_compares_an_address_of_what_died_fits_no_more(block_class, traces):
     code = lambda block, hidden: block.layer(hidden) * (2.0 if isinstance(block.scale, block.kind) else 3.0)  # noqa: E731
     calls = Calls(block_class(code)(scale=1.0, kind=type("Kind", (), {})))
     before = calls.key()
@@ -185,7 +185,7 @@ def test_numbers_of_numpy_are_part_of_the_key(block_class, one, other):
     assert calls.key() != before
     calls.block.scale = one.copy()
     assert calls.key() == before
-    assert calls.programs.untraced is None
+    assert calls.paths.untraced is None
 
 
 def test_not_a_number_is_equal_to_itself(block_class):
@@ -196,11 +196,11 @@ def test_not_a_number_is_equal_to_itself(block_class):
 
 def test_whole_numbers_among_arguments_are_part_of_the_key(block_class, traces):
     calls = Calls(block_class(lambda block, hidden, count: block.layer(hidden).narrow(1, 0, count))())
-    (program, numbers), other = calls.key(text(), 3), calls.key(text(), 4)
-    assert (program, numbers, other) == (other[0], (3,), (program, (4,)))
+    (path, numbers), other = calls.key(text(), 3), calls.key(text(), 4)
+    assert (path, numbers, other) == (other[0], (3,), (path, (4,)))
     assert all(type(number) is int for number in numbers)  # symbolic tapes treat them as sizes
     assert len(traces) == 1
-    assert calls.key(text(), True)[0] != program
+    assert calls.key(text(), True)[0] != path
 
 
 def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
@@ -235,12 +235,12 @@ def test_a_block_that_cannot_be_traced_has_a_reason(block_class, traces, why):
     block, untraceable = block_class(code)(), Untraceable()
     calls = Calls(block, untraceable)
     assert calls.key() == calls.key(text(3, 7))
-    assert reason in calls.programs.untraced
-    assert list(untraceable.values()) == [calls.programs.untraced]
+    assert reason in calls.paths.untraced
+    assert list(untraceable.values()) == [calls.paths.untraced]
     assert len(traces) == 1  # no second attempt, nor one for other blocks of its class in the model
     other = Calls(type(block)(), untraceable)
     assert other.key() == calls.key()
-    assert other.programs.untraced == calls.programs.untraced
+    assert other.paths.untraced == calls.paths.untraced
     assert len(traces) == 1
 
 
@@ -257,11 +257,11 @@ def test_another_model_of_the_class_is_traced_again(block_class, traces):
     make = block_class(lambda block, hidden: helpers[0](block.layer(hidden)))
     first = Calls(make(), Untraceable())
     first.key()
-    assert first.programs.untraced is not None
+    assert first.paths.untraced is not None
     helpers[0] = torch.tanh
     second = Calls(make(), Untraceable())
     second.key()
-    assert second.programs.untraced is None
+    assert second.paths.untraced is None
     assert len(traces) == 2
 
 
@@ -288,7 +288,7 @@ def test_what_can_be_told_without_running_tells_untraced_calls_apart(block_class
 
 
 def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
-    """A traceable path clears the reason, whether its program is new or found by its guards."""
+    """A traceable path clears the reason, whether its path is new or found by its guards."""
 
     def code(block, hidden):
         return hidden_tanh(block.layer(hidden)) if block.is_hidden else block.layer(hidden)
@@ -300,17 +300,17 @@ def test_a_path_that_can_be_traced_ends_the_reason(block_class, traces):
     for _ in range(2):
         calls.block.is_hidden = True
         calls.key()
-        assert calls.programs.untraced is not None
+        assert calls.paths.untraced is not None
         calls.block.is_hidden = False
         calls.key()
-        assert calls.programs.untraced is None
+        assert calls.paths.untraced is None
     again = Calls(other, untraceable)
     again.block.is_hidden = True
     again.key()
-    assert again.programs.untraced is not None
+    assert again.paths.untraced is not None
     again.block.is_hidden = False
     again.key()
-    assert again.programs.untraced is None
+    assert again.paths.untraced is None
     assert len(traces) == 2
 
 
@@ -319,17 +319,17 @@ def test_a_block_that_is_another_one_at_every_call_is_traced_no_more(block_class
     for calls.block.scale in range(2 * MOST_SHORT_LIVES):
         calls.key()
     assert len(traces) == MOST_SHORT_LIVES
-    assert "scale" in calls.programs.untraced
-    assert "changes again and again" in calls.programs.untraced
+    assert "scale" in calls.paths.untraced
+    assert "changes again and again" in calls.paths.untraced
 
 
-def test_a_block_that_is_traced_no_more_is_vouched_for_where_a_program_is_known_alone(block_class, traces):
+def test_a_block_that_is_traced_no_more_is_vouched_for_where_a_path_is_known_alone(block_class, traces):
     calls = Calls(block_class(scaled)(scale=0))
     for calls.block.scale in range(2 * MOST_SHORT_LIVES):
         calls.key()
     for calls.block.scale in (0, 77, 1, 78, 78, 0, 1):
         calls.key()
-        assert (calls.programs.untraced is None) == (calls.block.scale < MOST_SHORT_LIVES)
+        assert (calls.paths.untraced is None) == (calls.block.scale < MOST_SHORT_LIVES)
     assert len(traces) == MOST_SHORT_LIVES
 
 
@@ -339,7 +339,7 @@ def test_a_block_that_changes_now_and_then_is_traced_each_time(block_class, trac
     for calls.block.scale in range(MOST_SHORT_LIVES + 4):
         for _ in range(SHORT_LIFE + 1):
             calls.key()
-        assert calls.programs.untraced is None
+        assert calls.paths.untraced is None
     assert len(traces) == MOST_SHORT_LIVES + 4
 
 
@@ -349,8 +349,8 @@ def test_blocks_of_a_class_are_given_up_by_themselves(block_class):
     for changing.block.scale in range(2 * MOST_SHORT_LIVES):
         changing.key()
         calm.key()
-    assert changing.programs.untraced is not None
-    assert calm.programs.untraced is None
+    assert changing.paths.untraced is not None
+    assert calm.paths.untraced is None
 
 
 def test_tensors_without_memory_are_not_traced(block_class, traces):
@@ -360,7 +360,7 @@ def test_tensors_without_memory_are_not_traced(block_class, traces):
         calls = Calls(block)
         assert calls.key() == calls.key()
     assert traces == []
-    assert calls.programs.untraced is None
+    assert calls.paths.untraced is None
 
 
 # The key of calls that cannot be traced

@@ -184,7 +184,7 @@ def served(library, tokens, samples=3, block=None):
 
 
 def test_all_sizes_of_a_program_are_served(library):
-    """All sizes of a program are served, also beyond the recorded ones. A size of 1 belongs to another program."""
+    """All sizes of a traced path are served, also beyond the recorded ones. A size of 1 has another path."""
     block = Block()
     for samples, tokens in ((2, 8), (4, 20)):
         record_block(block, text(samples, tokens), library=library)
