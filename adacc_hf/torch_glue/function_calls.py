@@ -134,7 +134,7 @@ def _patch_lookups() -> Callable[[], None]:
         else:
             FunctionMeta.__getattribute__ = before  # type: ignore[method-assign]
 
-    FunctionMeta.__getattribute__ = get_attribute  # type: ignore[method-assign,assignment]
+    FunctionMeta.__getattribute__ = get_attribute  # type: ignore[method-assign]
     return undo
 
 
