@@ -30,18 +30,6 @@ class KeptTensor:
         self.version = version_of(tensor)
 
 
-class DeferredPack:
-    """Object that autograd stores for a tensor that an `autograd.Function` saved.
-
-    The content is set after the Function was compared with the tape.
-    """
-
-    __slots__ = ("packed",)
-
-    def __init__(self) -> None:
-        self.packed: Any = None
-
-
 class ValidatedCall:
     """One call of a block under its plan, validated: each operator is compared with the plan's tape while it runs."""
 
@@ -89,16 +77,6 @@ class ValidatedCall:
         return result
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if not self._validator.is_in_function:
-            return self._pack_now(tensor)
-        deferred = DeferredPack()
-        self._validator.saved_inside.append((tensor, partial(self._pack_deferred, deferred)))
-        return deferred
-
-    def _pack_deferred(self, deferred: DeferredPack, tensor: torch.Tensor) -> None:
-        deferred.packed = self._pack_now(tensor)
-
-    def _pack_now(self, tensor: torch.Tensor) -> Any:
         validator = self._validator
         if not validator.saves(tensor) or self._call is None:
             return KeptTensor(tensor)
@@ -107,8 +85,6 @@ class ValidatedCall:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         """Saved-tensor hook for backward: return the saved tensor of a packed object."""
-        if isinstance(packed, DeferredPack):
-            packed = packed.packed
         if not isinstance(packed, KeptTensor):
             assert self._call is not None  # it packed the tensor
             return self._call.unpack(packed)

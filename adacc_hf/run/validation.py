@@ -24,10 +24,8 @@ from adacc_hf.run.tape_position import TapePosition, has_geometry, have_memory, 
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.function_operators import (
     NotReplayableError,
-    begin_watching,
     call_of,
     decompose_arguments,
-    end_watching,
     flatten_results,
     on_copies,
     results_of,
@@ -36,6 +34,7 @@ from adacc_hf.tape.operator_effects import written_tensors
 from adacc_hf.tape.replay import stand_in
 from adacc_hf.tape.replay_check import same_bits
 from adacc_hf.tape.tape import Blank, TapeOperator, TensorRef, has_storage, leaves, map_tensors
+from adacc_hf.torch_glue.function_calls import ForwardCall, begin_watching, end_watching
 from adacc_hf.torch_glue.private import TorchDispatchMode, schema_of, storage_key
 from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state
 from adacc_hf.torch_glue.tensors import copy_with_storage, is_fake, local_of, runs_on_parts
@@ -69,11 +68,8 @@ class Validator(TorchDispatchMode):
         self._states: dict[int, torch.Tensor | None] = {}
         """Generator states, by value, from which replay of the random operators would draw."""
         self._is_paused = False
-        self.is_in_function = False
+        self._is_in_function = False
         """True while the call is inside an `autograd.Function` that is one operator of the tape."""
-        self.saved_inside: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
-        """Tensors that the running `autograd.Function` has saved, each with the function that packs it after the
-        comparison."""
 
     def __enter__(self) -> Any:
         begin_watching(self._run_function)
@@ -263,28 +259,30 @@ class Validator(TorchDispatchMode):
 
     # Functions that are one operator of the tape.
 
-    def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run an `autograd.Function` of the call and return its result. `run` runs the Function.
+    def _run_function(self, forward_call: ForwardCall) -> Any:
+        """Run an `autograd.Function` of the call and return its result.
 
         If the tape's next operator is this Function, compare the two. Else compare the operators inside.
         """
-        if self._is_paused or self.has_diverged or self.is_in_function:
-            return run()
+        function, args = forward_call.function, forward_call.args
+        if self._is_paused or self.has_diverged or self._is_in_function:
+            return forward_call.run()
         expected = self._position.take_function(function)
         parts = None if expected is None else self._parts_of(expected, function, args)
         if expected is None or parts is None:  # compare the inner operators, or nothing after a divergence
-            return run()
+            return forward_call.run()
         written = _written_by(expected, parts)
         is_compared = self._is_compared(expected)
-        self.is_in_function = True
+        self._is_in_function = True
         try:
             with self.paused():
                 copies = {key: copy_with_storage(t.detach()) for key, t in written.items()} if is_compared else {}
-                result = run()
+                result = forward_call.run()
         finally:
-            self.is_in_function = False
-            saved_tensors, self.saved_inside = self.saved_inside, []
-        results = flatten_results(result, [tensor for tensor, _ in saved_tensors])
+            self._is_in_function = False
+        if self.has_diverged:  # operators inside the Function saved tensors
+            return result
+        results = flatten_results(result, forward_call.saved)
         call = expected.kwargs["call"]
         if self._register_results(expected, results, list(written.values())) and not self._returns(
             call.results, result
@@ -296,8 +294,6 @@ class Validator(TorchDispatchMode):
                 return expected.target(*on_copies(parts, copies), call=call)
 
             self._compare(expected, results, list(written.values()), run_again, list(copies.values()))
-        for tensor, pack in saved_tensors:
-            pack(tensor)
         return result
 
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from inspect import unwrap
@@ -23,9 +23,9 @@ from torch.autograd.function import Function, FunctionCtx
 
 from adacc_hf.artifacts.exact_recompute_rules import FUNCTIONS
 from adacc_hf.tape.tape import geometry_of, leaves, map_tensors
-from adacc_hf.torch_glue.private import SingleLevelFunction, outer_hooks, storage_key
+from adacc_hf.torch_glue.function_calls import has_setup, saved_tensors
+from adacc_hf.torch_glue.private import outer_hooks, storage_key
 from adacc_hf.torch_glue.tensors import is_plain
-from adacc_hf.torch_glue.watchers import Watchers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.generic)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -99,14 +99,14 @@ class FunctionTarget:
             if torch.is_grad_enabled():
                 return self._apply(arguments)
             context = _Context(self.function, arguments)
-            if _has_setup(self.function):
+            if has_setup(self.function):
                 result = self.function.forward(*arguments)
                 self.function.setup_context(context, arguments, result)
             else:
                 result = self.function.forward(context, *arguments)
         if context.is_dirty:
             raise NotReplayableError("marks arguments as dirty")
-        return flatten_results(result, context.saved)
+        return flatten_results(result, saved_tensors(context))
 
     def _apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run `Function.apply`. Return the flattened results, followed by the tensors saved for backward."""
@@ -127,13 +127,11 @@ class FunctionTarget:
 class _Context(FunctionCtx):
     """Context (`ctx`) for a replayed forward of an `autograd.Function`. Collects the tensors that the forward saves."""
 
+    output_grad_dtypes = None  # read by `set_output_grad_dtype` of torch 2.14
+
     def __init__(self, function: type[Function], args: tuple[Any, ...]) -> None:
         self._forward_cls = function
         self.needs_input_grad = tuple([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
-
-    @property
-    def saved(self) -> list[torch.Tensor]:
-        return [tensor for tensor in getattr(self, "to_save", None) or () if tensor is not None]
 
     @property
     def is_dirty(self) -> bool:
@@ -151,10 +149,6 @@ def results_of(result: Any) -> Any:
     Raise NotReplayableError if the result contains an object that cannot be decomposed.
     """
     return map_tensors(_decompose(result, _DEPTH), torch.Tensor, lambda _: None)
-
-
-def _has_setup(function: type[Function]) -> bool:
-    return function.setup_context is not Function.setup_context
 
 
 # Arguments.
@@ -351,45 +345,3 @@ class Surroundings:
             self._values.append((name, len(value)))
         elif isinstance(value, types.FunctionType):
             self._search_code(value)
-
-
-# Interception of the calls of Functions.
-
-RunFunction = Callable[[], Any]
-Watcher = Callable[[type[Function], tuple[Any, ...], RunFunction], Any]
-"""Callback with the class, the arguments, and a function that runs the Function. The callback returns the Function's
-result."""
-
-
-_PATCHED: Any = SingleLevelFunction if isinstance(vars(Function)["apply"], classmethod) else Function
-"""Class whose `apply` is patched. Until torch 2.13 it is the base class of `Function`, whose `apply` the `apply` of
-`Function` calls. So calls through an `apply` that was looked up before the patch are intercepted too. Since torch 2.14,
-`Function.apply` is a C function, and these calls are not intercepted."""
-
-
-def _patch_apply() -> Callable[[], None]:
-    """Patch `apply` of all Functions to call the current thread's watcher. Return a function that removes the patch."""
-
-    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        run = super(_PATCHED, function).apply
-        watcher = _WATCHERS.current()
-        # torch's own Functions run operators that the dispatcher sees, or compiled code.
-        is_own = function.__module__.partition(".")[0] == "torch"
-        if watcher is None or kwargs or is_own:
-            return run(*args, **kwargs)
-        return watcher(function, args, lambda: run(*args))
-
-    before = vars(_PATCHED).get("apply")
-
-    def undo() -> None:
-        if before is None:
-            del _PATCHED.apply
-        else:
-            _PATCHED.apply = before
-
-    _PATCHED.apply = classmethod(apply)
-    return undo
-
-
-_WATCHERS = Watchers[Watcher](_patch_apply)
-begin_watching, end_watching = _WATCHERS.begin, _WATCHERS.end

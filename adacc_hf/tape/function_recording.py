@@ -30,10 +30,8 @@ from adacc_hf.tape.function_operators import (
     NotReplayableError,
     Surroundings,
     autocast_as,
-    begin_watching,
     call_of,
     decompose_arguments,
-    end_watching,
     flatten_results,
     on_copies,
     results_of,
@@ -41,6 +39,7 @@ from adacc_hf.tape.function_operators import (
 from adacc_hf.tape.replay import closure
 from adacc_hf.tape.replay_check import exactly_replayed_values, same_bits
 from adacc_hf.tape.tape import Tape, TapeOperator, TapeValue, TensorRef, geometry_of, has_storage, leaves, map_tensors
+from adacc_hf.torch_glue.function_calls import ForwardCall, begin_watching, end_watching
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state, preserve_random_states
 from adacc_hf.torch_glue.tensors import copy_with_storage, fingerprint, is_plain, local_of, wraps_others
@@ -73,6 +72,7 @@ class _FunctionRun:
     call: FunctionCall
     result: Any
     saved: list[torch.Tensor]
+    """Tensors that the Function saves for backward. Autograd packs them after the Function was recorded."""
     before: _Mark
     state: torch.Tensor | None
     """State of the default generator of the block's device when the Function began."""
@@ -112,7 +112,6 @@ class FunctionRecorder:
     _next_version: Callable[[torch.Tensor, int, str], tuple[int, int]]
     _state_before: Callable[[TapeOperator, str], int | None]
     _is_known: Callable[[torch.Tensor], bool]
-    _save: Callable[[torch.Tensor], None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +122,9 @@ class FunctionRecorder:
         self._is_paused = False
         self._is_in_function = False
         self._saved_inside: list[torch.Tensor] = []
-        """Tensors that the running Function has saved."""
+        """Tensors that operators inside the running Function have saved, which enabled gradients."""
+        self._num_next_saved = 0
+        """Number of tensors of the last Function that autograd will pack next."""
         self._read_inside: set[int] | None = None
         """Keys of the storages that operators read while the recorder is paused. None while no keys are collected."""
 
@@ -154,23 +155,31 @@ class FunctionRecorder:
         finally:
             self._is_in_function = False
 
-    def _run_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Run a Function, record it, and note the indices of the slots that it saves. Return its result."""
+    def _run_function(self, forward_call: ForwardCall) -> Any:
+        """Run a Function, record it, and note the slots that operators inside it save. Return its result."""
         num_slots = len(self.slots)
-        result = self._record_function(function, args, run)
+        result = self._record_function(forward_call)
         self.function_slots.update(range(num_slots, len(self.slots)))
+        self._num_next_saved = len(forward_call.saved)
         return result
 
-    def _record_function(self, function: type[Function], args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    def _note_slot(self) -> None:
+        """Note the newest slot if the last Function saves its tensor."""
+        if self._num_next_saved:
+            self._num_next_saved -= 1
+            self.function_slots.add(len(self.slots) - 1)
+
+    def _record_function(self, forward_call: ForwardCall) -> Any:
         """Run a Function, record its operators, and return its result.
 
         If replay of the operators does not recompute all results, replace the operators by one for the whole Function.
         """
+        function, args = forward_call.function, forward_call.args
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
-            return run()
+            return forward_call.run()
         if not all(map(is_plain, _tensors(args))):  # DTensors, whose operators run on local tensors
             with self._inside_function():
-                return run()
+                return forward_call.run()
         parts, reason = _parts_of(args)
         mark, generator_states = self._mark(), self._generator_states()
         arguments = {storage_key(t.untyped_storage()): t for t in _tensors(args if parts is None else parts)}
@@ -178,11 +187,12 @@ class FunctionRecorder:
         with self.paused():
             fingerprints = {key: fingerprint(tensor) for key, tensor in arguments.items()}
         with self._inside_function():
-            result = run()
-        with self.paused(), torch.no_grad(), autocast_as(()):
+            result = forward_call.run()
+        saved = self._saved_inside + forward_call.saved
+        with self.paused(), autocast_as(()):
             written = [tensor for key, tensor in arguments.items() if fingerprint(tensor) != fingerprints[key]]
             is_random = self._have_advanced(generator_states)
-            returned = flatten_results(result, self._saved_inside)
+            returned = flatten_results(result, saved)
             # Tensors that wrap others have no bits of their own to compare (float8 training).
             is_wrapped = any(map(wraps_others, self.bases[mark.num_values :]))
             recomputed_values = None if is_wrapped else self._recomputed_inside(mark, returned, written)
@@ -195,7 +205,7 @@ class FunctionRecorder:
                     parts,
                     function_call,
                     result,
-                    self._saved_inside,
+                    saved,
                     mark,
                     generator_states[0],
                     written,
@@ -254,8 +264,6 @@ class FunctionRecorder:
         recorded = map_tensors(run_record.args, torch.Tensor, self.refer)
         call = run_record.call._replace(data=tuple(data_places), results=results)
         self._note_function(target, recorded, call, run_record.returned, run_record.written, run_record.is_random)
-        for tensor in run_record.saved:
-            self._save(tensor)
 
     def _note_function(
         self,

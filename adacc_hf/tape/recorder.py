@@ -178,14 +178,13 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     def save(self, tensor: torch.Tensor) -> int:
         """Record on the tape that autograd saves `tensor`. Return the index of the new slot."""
-        self._save(tensor)
-        if self._is_in_function:
-            self._saved_inside.append(tensor)
-        return len(self.slots) - 1
-
-    def _save(self, tensor: torch.Tensor) -> None:
         self.slots.append(self.refer(local_of(tensor)))
         self._generator_state = generator_state(self._device) if self._fake_state is None else self._fake_state
+        if self._is_in_function:
+            self._saved_inside.append(tensor)
+        else:
+            self._note_slot()
+        return len(self.slots) - 1
 
     def was_written_later(self, ref: TensorRef) -> bool:
         """Return True if the block later changed elements of the tensor `ref` in place.

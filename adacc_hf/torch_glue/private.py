@@ -25,17 +25,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.nn.modules import module as nn_module
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "GLOBAL_HOOKS", "GLOBAL_PRE_HOOKS", "GRADIENT_HOOKS",
-    "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC", "TO_COPY",
-    "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
-    "OpOverload", "SingleLevelFunction", "TensorBase", "TorchDispatchMode", "all_to_all", "attention_name",
+    "ATTRIBUTES", "BUFFERS", "CHECKPOINTED", "COMPILED_MODULE", "CONTEXT_CLASS", "GLOBAL_HOOKS", "GLOBAL_PRE_HOOKS",
+    "GRADIENT_HOOKS", "GROUPED_PRODUCT", "LOCAL_TENSOR", "MODULES", "PARAMETERS", "SHARDED_SIZE", "SOFTMAX", "SPEC",
+    "TO_COPY", "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException",
+    "FakeTensorMode", "OpOverload", "TensorBase", "TorchDispatchMode", "all_to_all", "attention_name",
     "attention_operator", "attention_priority", "before_profilers_start", "buffers_of", "collective_count",
     "collective_counts", "compiled_call", "coo_indices", "coo_values", "current_autograd_node", "eval_frame_callback",
     "forward_hooks", "forward_pre_hooks", "input_metadata", "is_profiling", "is_traceable_wrapper_subclass",
@@ -122,8 +121,8 @@ current_autograd_node = torch._C._current_autograd_node
 """Function that returns the node whose backward torch's engine is running in this thread, or None."""
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Function that returns True if the backward running in this thread was called with retain_graph."""
-
-
+CONTEXT_CLASS = private_name("Function", "_backward_cls")
+"""Name of the attribute with the class of the contexts (`ctx`) of an `autograd.Function`. Each call looks it up."""
 outer_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 """Function that returns the innermost active pair of saved-tensor hooks, or None. Called once per call of a block."""
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from function_builders import Scale, ScaleInPlace, in_a_closure, names_of, read_unseen, tanh_of, through, write_unseen
+from torch.autograd.function import FunctionCtx, FunctionMeta
 
 from adacc_hf import AdaccConfig, profile_model
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.torch_glue.private import SingleLevelFunction
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -199,7 +199,46 @@ def test_a_function_that_does_not_run_twice_is_stored(record_call, caplog):
     assert not any(tape.values[value].name.endswith("tanh") for value in tape.recomputable)
 
 
+class DeclaringDtype(Scale):
+    """A Function that declares the dtype of the gradient that its backward gets."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        ctx.set_output_grad_dtype(torch.float32)
+        return Scale.forward(ctx, x, factor)
+
+
+@pytest.mark.skipif(not hasattr(FunctionCtx, "set_output_grad_dtype"), reason="new in torch 2.14")
+def test_a_function_may_declare_the_dtype_of_its_gradient(toy_model, toy_batch, assert_exact):
+    profile = assert_exact(toy_model(through(DeclaringDtype.apply)), toy_batch())
+    assert tanh_of(profile).recomputable
+
+
+class SavingInside(Scale):
+    """A Function that enables gradients, so that an operator inside it saves a tensor."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        with torch.enable_grad():
+            x.detach().requires_grad_().sigmoid()
+        return Scale.forward(ctx, x, factor)
+
+
+def test_tensors_saved_inside_a_function_are_slots_of_it(record_call):
+    """Slots of a Function are marked: those of its context, and those of operators inside it, but no later ones."""
+    _, recorder = record_call(
+        lambda block, x: OfOperators.apply(SavingInside.apply(block(x))).tanh(),
+        torch.nn.Linear(8, 8),
+        torch.randn(2, 8),
+    )
+    tape = recorder.tape()
+    names = [tape.values[tape.slots[slot].value].name for slot in range(len(tape.slots))]
+    marked = [names[slot] for slot in sorted(tape.function_slots)]
+    assert [name.rpartition(":")[2] for name in marked] == ["sigmoid", "mul", "tanh"], names
+    assert len(names) == len(marked) + 2  # the linear layer's input, and the result of the last tanh
+
+
 def test_torch_is_left_as_it_was(toy_model, toy_batch):
-    before = dict(vars(SingleLevelFunction))
+    before = dict(vars(FunctionMeta))
     profile_model(toy_model(through(Scale.apply)), toy_batch(), CONFIG)
-    assert dict(vars(SingleLevelFunction)) == before
+    assert dict(vars(FunctionMeta)) == before

@@ -37,6 +37,7 @@ def owners(tiny_gpt2) -> dict[str, Any]:
         "CompiledFunctionBackward": call,
         "DTensor": DTensor,
         "FlatParameter": SimpleNamespace(**FlatParameter.__annotations__),  # FSDP sets them on each
+        "Function": torch.autograd.Function,
         "GradientCheckpointingLayer": model.transformer.h[0],
         "Module": nn.Identity(),
         "Node": leaf.sin().grad_fn,
