@@ -117,13 +117,16 @@ class PolicyChoice:
         if measured.is_provisional:
             return self._before_measurement(sizes, measured)
         has_size_policy = self._is_alone and not self.cache.is_full
-        borrowed = self.extrapolated.borrow(sizes) if has_size_policy else None
-        if borrowed is not None:
+        borrowed = self.extrapolated.borrow(sizes) if self._is_alone else None
+        if borrowed is None:
+            with reported_if_slow(f"solving for batches of {describe(sizes)}"):
+                sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
+        elif has_size_policy:
             size_policy = self.add_extrapolated(sizes, *borrowed)
             size_policy.is_borrowed = True
             return size_policy
-        with reported_if_slow(f"solving for batches of {describe(sizes)}"):
-            sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
+        else:
+            profile, policy = borrowed
         if not has_size_policy:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
