@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 
 from adacc_hf.adapt.policy_cache import MAX_UNTRACKED, PolicyCache
@@ -18,15 +19,14 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import SIZE_CLASS_RATIO
 from adacc_hf.price.estimated_profile import resize_profile
 from adacc_hf.price.memory_profile import with_missing_bytes
-from adacc_hf.solve.solver import provisional_policy, solve_policy
+from adacc_hf.solve.solver import provisional_policy, recomputing_policies, solve_policy
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements, to_profile_shapes
 
 log = logging.getLogger(__name__)
 
 USED_UP = 0.9
 """Fraction of the budget. A policy of another size class that fits at a new size and needs at least this fraction is
-used permanently. A policy that needs less is used until the class has had so many batches that a solver run of 0.1 to 2
-seconds is worth its time."""
+used permanently. A policy that needs less is used until a solver run pays (`PolicyChoice`)."""
 
 FAR_ABOVE = 0.05
 """Fraction of the budget. If the least-memory policy of another size exceeds the budget by more, the solver is not
@@ -39,17 +39,29 @@ class ExtrapolatedPolicies:
 
     def __init__(self, context: RunContext, cache: PolicyCache) -> None:
         self._context, self._cache, self._config = context, cache, context.config
+        self._solver_ms: float | None = None
+
+    @property
+    def solver_ms(self) -> float:
+        """Time in ms of the last solver run for a size class, or else for the run's first policy."""
+        if self._solver_ms is None:
+            facts = dict(self._cache.size_model()[0].replanner.policy.facts)
+            return 1e3 * float(facts.get("seconds", 0.0))
+        return self._solver_ms
 
     def borrow(self, sizes: BatchShapes) -> tuple[Profile, Policy] | None:
-        """Return (profile, policy) for the size class `sizes`, with the fastest policy of another class that fits.
+        """Return (profile, policy) for the size class `sizes`, without a solver run.
 
-        Return None if no policy of another class fits the budget. Also return None if the fastest policy is plain
-        training or uses up the budget. In these cases, call `solve` immediately instead. No later solver run is then
-        needed.
+        The policy is the fastest that fits, of another class or of full recomputation. Return None if none fits the
+        budget. Also return None if the fastest policy is plain training or uses up the budget. In these cases, `solve`
+        decides at once, and no solver run follows later.
         """
         profile = self.profile_at(sizes)
         budget = Budget.resolve(self._with_room(profile), profile, self._config)
-        fitting = [policy for policy in self._others(profile) if budget.needed_bytes(policy) <= budget.nbytes]
+        policies = self._others(profile)
+        if budget.limits_peak:  # a budget of stored bytes is solved quickly
+            policies += recomputing_policies(self._allowed(profile), self._config)
+        fitting = [policy for policy in policies if budget.needed_bytes(policy) <= budget.nbytes]
         fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
         if fastest is None or fastest.is_plain or budget.needed_bytes(fastest) >= USED_UP * budget.nbytes:
             return None
@@ -57,9 +69,8 @@ class ExtrapolatedPolicies:
 
     def solve_again(self, profile: Profile) -> Policy | None:
         """Solve for a size class that so far used another class's policy. Return None if no policy fits the budget."""
-        allowed = self._allowed(profile)
         try:
-            return solve_policy(allowed, self._with_room(profile), with_margin(self._config))
+            return self._solve(self._allowed(profile), self._with_room(profile))
         except InfeasibleBudgetError:
             return None
 
@@ -154,10 +165,18 @@ class ExtrapolatedPolicies:
         if candidates:
             return min(candidates, key=lambda policy: policy.predicted_overhead_ms)
         try:
-            return solve_policy(allowed, memory_budget, with_margin(self._config))
+            return self._solve(allowed, memory_budget)
         except InfeasibleBudgetError as error:
             self._cache.least = error.least
             raise
+
+    def _solve(self, profile: Profile, memory_budget: str | float | int) -> Policy:
+        """Run the solver and note how long it took. Raises InfeasibleBudgetError."""
+        start = time.perf_counter()
+        try:
+            return solve_policy(profile, memory_budget, with_margin(self._config))
+        finally:
+            self._solver_ms = 1e3 * (time.perf_counter() - start)
 
     def _others(self, profile: Profile) -> list[Policy]:
         """Return the policies of other size classes that are allowed at this size, with the predictions of

@@ -5,9 +5,9 @@ NOTE [Choice of a policy]. This is the only place where a micro-batch gets its p
 |---|---|
 | in a size class with a policy | that policy |
 | in a new class, before the first measured step | the run's first policy if it fits, else one with little memory |
-| in a new class, later | another class's policy if it fits, until the ENOUGH_BORROWED-th batch |
-| in a new class, if no policy fits or from that batch on | a policy solved for the class's extrapolated profile |
-| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy solved in the same way, without tracking |
+| in a new class, later | another class's policy, or full recomputation, if one fits, until a solver run pays |
+| in a new class, if no policy fits or from then on | a policy solved for the class's extrapolated profile |
+| in a new class, with several ranks or beyond MAX_SIZE_POLICIES | a policy chosen in the same way, without tracking |
 | in no class, but within a profiled size | the policy of the smallest such size |
 | in no class and larger than each profiled size | none: torch's checkpoint, with a warning under a budget of the peak |
 """
@@ -31,10 +31,6 @@ from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, num_elements
 from adacc_hf.torch_glue.distributed import num_ranks
 from adacc_hf.torch_glue.progress import SOLVING, interruption
-
-ENOUGH_BORROWED = 4
-"""Number of batches of a size class at which the solver runs for this class. Earlier batches run under another class's
-policy, if one fits. Many classes have fewer batches in a short run, and a solver run takes as long as several steps."""
 
 
 class PolicyChoice:
@@ -122,26 +118,31 @@ class PolicyChoice:
         if measured.is_provisional:
             return self._before_measurement(sizes, measured)
         has_size_policy = self._is_alone and not self.cache.is_full
-        borrowed = self.extrapolated.borrow(sizes) if has_size_policy else None
-        if borrowed is not None:
+        borrowed = self.extrapolated.borrow(sizes) if self._is_alone else None
+        if borrowed is None:
+            with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
+                sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
+        elif has_size_policy:
             size_policy = self.add_extrapolated(sizes, *borrowed)
             size_policy.is_borrowed = True
             return size_policy
-        with interruption(SOLVING, f"solving for batches of {describe(sizes)}"):
-            sizes, profile, policy = self.extrapolated.solve(sizes, shapes)
+        else:
+            profile, policy = borrowed
         if not has_size_policy:
             self.cache.add_untracked(sizes, self._handle.prepare(policy, self._handle.plans))
             return None
         return self.add_extrapolated(sizes, profile, policy)
 
     def _count_borrowed(self, size_policy: SizePolicy) -> None:
-        """Count a batch that runs under a policy made for another size class (`is_borrowed`).
+        """Count a batch that runs under a policy that was not solved for its size class (`is_borrowed`).
 
-        At the ENOUGH_BORROWED-th batch, solve for the batch's own class, and follow the new policy if it is faster.
+        If the overhead of these batches has taken as long as a solver run, solve for the batch's own class, and follow
+        the new policy if it is faster. In all, that takes at most twice the time of the better choice.
         """
         replanner = size_policy.replanner
         size_policy.num_borrowed += 1
-        if size_policy.num_borrowed < ENOUGH_BORROWED or size_policy.due is not None:
+        overhead_ms = (size_policy.num_borrowed - 1) * replanner.policy.predicted_overhead_ms
+        if overhead_ms < self.extrapolated.solver_ms or size_policy.due is not None:
             return
         size_policy.is_borrowed = False
         with interruption(SOLVING, f"solving for batches of {describe(size_policy.shapes or ())}"):
@@ -155,7 +156,9 @@ class PolicyChoice:
             self.context.policy_step = self.context.step
         self._measure_if_larger(size_policy)
         self.has_replaced_borrowed = True
-        reason = f"for batches of {describe(size_policy.shapes or ())}, which have come {ENOUGH_BORROWED} times"
+        reason = (
+            f"for batches of {describe(size_policy.shapes or ())}, which have come {size_policy.num_borrowed} times"
+        )
         self.context.note(PolicySet(step=self.context.step, reason=reason, **predictions(policy)))
 
     def _before_measurement(self, sizes: BatchShapes, measured: SizePolicy) -> SizePolicy | None:

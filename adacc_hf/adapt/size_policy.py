@@ -7,7 +7,7 @@ NOTE [States of a size policy]
 | `must_measure` | no step's memory was measured under these actions | the next measured step at this size |
 | `due` is not None | the solver runs on a thread | the end of step `due`, when the result is applied |
 | `must_solve` | prices changed while the solver ran | the next start of the solver |
-| `is_borrowed` | the policy was made for another size, and leaves budget unused | ENOUGH_BORROWED batches |
+| `is_borrowed` | the policy was not solved for this size, and leaves budget unused | a solver run, once it pays |
 | `is_fresh` | no step has run under the present plans | the end of the first step under these plans |
 """
 
@@ -45,9 +45,9 @@ class SizePolicy:
     is_extrapolated: bool = False
     """True if the profile was predicted from the profile of another size."""
     is_borrowed: bool = False
-    """True if the policy was made for another size, and a solver run may find a faster one."""
+    """True if the policy was not solved for this size, and a solver run may find a faster one."""
     num_borrowed: int = 1
-    """Number of batches so far under the policy made for another size (`is_borrowed`)."""
+    """Number of batches so far under the policy that was not solved for this size (`is_borrowed`)."""
     num_steps: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     is_fresh: bool = False

@@ -114,15 +114,22 @@ def provisional_policy(profile: Profile, nbytes: int, config: AdaccConfig | None
     milliseconds. If no policy fits, return a policy with the least peak.
     """
     config = config or AdaccConfig()
+    policies = recomputing_policies(profile, config)
+    policy = min(policies, key=lambda policy: policy.predicted_peak_bytes, default=None)
+    if policy is not None and policy.predicted_peak_bytes <= nbytes:
+        return policy
+    return replace(_within_or_least(profile, nbytes, config), facts=())  # `nbytes` is not the run's budget
+
+
+def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
+    """Return the policies that recompute each block, by replay or by torch's checkpoint, with each head that `config`
+    allows. Return an empty list if `config` does not allow recomputation."""
     policies: list[Policy] = []
     for name in config.heads if "recompute" in config.actions else ():
         if name in profile.heads:
             with_head = profile.with_head(name)
             policies += [checkpoint_policy(with_head), uniform_policy(with_head, Action.RECOMPUTE)]
-    policy = min(policies, key=lambda policy: policy.predicted_peak_bytes, default=None)
-    if policy is not None and policy.predicted_peak_bytes <= nbytes:
-        return policy
-    return replace(_within_or_least(profile, nbytes, config), facts=())  # `nbytes` is not the run's budget
+    return policies
 
 
 def _within_or_least(profile: Profile, nbytes: int, config: AdaccConfig | None) -> Policy:

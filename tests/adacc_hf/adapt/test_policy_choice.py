@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from run_builders import events, run_lengths
 
 from adacc_hf import AdaccCallback
 from adacc_hf.adapt import extrapolated_policies
-from adacc_hf.adapt.policy_choice import ENOUGH_BORROWED, PolicyChoice
+from adacc_hf.adapt.extrapolated_policies import ExtrapolatedPolicies
+from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.price.estimated_profile import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -28,7 +30,9 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
     assert stored_bytes[3] < stored_bytes[2] < stored_bytes[0] < stored_bytes[1]
 
 
-def test_a_size_borrows_a_policy_until_it_has_come_often(make_trainer, make_model, monkeypatch):
+@pytest.mark.parametrize(("solver_ms", "solved_at"), [(0.0, 8), (1e9, None)])
+def test_a_size_borrows_a_policy_until_a_solver_run_pays(make_trainer, make_model, monkeypatch, solver_ms, solved_at):
+    monkeypatch.setattr(ExtrapolatedPolicies, "solver_ms", solver_ms)
     monkeypatch.setattr(extrapolated_policies, "USED_UP", 1.0)  # most of this model's memory is weights at any size
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
     run_lengths(make_trainer, [32, 32, 32], [probe], model=make_model())
@@ -40,14 +44,31 @@ def test_a_size_borrows_a_policy_until_it_has_come_often(make_trainer, make_mode
     budget = (2 * least + plain) // 3
     callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
     run_lengths(make_trainer, [32] * 5 + [24, 32] * 5, [callback], model=make_model())
-    reasons = [event["reason"] for event in events(callback, "policy")[1:]]
-    size = events(callback, "policy")[1]["reason"].removeprefix("for batches of ")
-    assert reasons == [f"for batches of {size}", f"for batches of {size}, which have come {ENOUGH_BORROWED} times"]
-    borrowed, solved = events(callback, "policy")[1:]
-    assert (borrowed["step"], solved["step"]) == (6, 12)
+    borrowed, *later = events(callback, "policy")[1:]
+    assert (borrowed["step"], [event["step"] for event in later]) == (6, [] if solved_at is None else [solved_at])
+    if solved_at is None:
+        return
+    (solved,) = later
+    assert solved["reason"] == f"{borrowed['reason']}, which have come 2 times"
     assert solved["overhead_ms"] < borrowed["overhead_ms"]
     assert callback.policy.predicted_overhead_ms == solved["overhead_ms"], "the run shows the policy that it follows"
     assert max(borrowed["peak_bytes"], solved["peak_bytes"]) <= budget
+
+
+def test_a_longer_batch_is_recomputed_until_a_solver_run_pays(make_trainer, monkeypatch):
+    """No policy of the shorter batches fits, and full recomputation takes no solver."""
+    monkeypatch.setattr(ExtrapolatedPolicies, "solver_ms", 1e9)
+    probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
+    run_lengths(make_trainer, [32] * 3, [probe])
+    peaks = [uniform_policy(probe.profile, action).predicted_peak_bytes for action in ("recompute", "retain")]
+    budget = sum(peaks) // 2
+    monkeypatch.setattr(extrapolated_policies, "USED_UP", 1.0)  # most of this model's memory is weights
+    monkeypatch.setattr(extrapolated_policies, "solve_policy", None)
+    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=budget)
+    run_lengths(make_trainer, [16] * 4 + [32] * 3, [callback])
+    longer = events(callback, "policy")[-1]
+    assert longer["step"] == 5
+    assert longer["peak_bytes"] <= budget
 
 
 def test_other_lengths_get_policies_of_their_own_where_the_first_batch_leaves_blocks_out(make_trainer, late_policy):
