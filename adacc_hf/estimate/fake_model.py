@@ -26,7 +26,7 @@ from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement, FakeMemoryMeasurement
 from adacc_hf.estimate.model_presets import fresh_model, is_classifier
 from adacc_hf.estimate.quantized_weights import Quantization
-from adacc_hf.estimate.sequence_parallel import check_heads, shared_sequences
+from adacc_hf.estimate.sequence_parallel import check_attention, check_heads, shared_sequences
 from adacc_hf.estimate.static_memory import Sharding
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.codec_selection import OUTLIER_SHARE
@@ -116,6 +116,7 @@ class FakeModel:
         weights = precision.compute if sharding.casts_weights else precision.weights
         dtype = str(weights).removeprefix("torch.")
         self.model = empty_model(workload, dtype)
+        check_attention(self.model, workload.ranks_per_sequence)
         _disable_caches(self.model)
         self.model.train()
         if workload.compact_rank is not None:

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adacc_hf.torch_glue.compat import attention_of
 from adacc_hf.torch_glue.private import all_to_all
 
 SDPA = "sdpa"
@@ -38,6 +40,18 @@ def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
         raise ValueError(
             f"--sp={num_ranks}: the model's {num_heads} heads and {num_key_heads} key-value heads cannot be divided "
             f"among {num_ranks} devices: choose a divisor of both"
+        )
+
+
+def check_attention(model: nn.Module, num_ranks: int) -> None:
+    """Raise ValueError unless the exchange among `num_ranks` devices reaches the attention of `model`.
+
+    Models without fused attention run eager attention, which Ulysses does not replace.
+    """
+    if num_ranks > 1 and (kinds := attention_of(model)) != [SDPA]:
+        raise ValueError(
+            f"--sp={num_ranks}: Ulysses is planned with fused attention (sdpa), and {type(model).__name__} uses "
+            f"{' and '.join(kinds)}: leave out --sp"
         )
 
 

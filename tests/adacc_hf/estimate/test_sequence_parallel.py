@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adacc_hf.cli import main
 from adacc_hf.estimate import sequence_parallel
-from adacc_hf.estimate.sequence_parallel import all_heads, all_tokens, check_heads, shared_sequences
+from adacc_hf.estimate.sequence_parallel import all_heads, all_tokens, check_attention, check_heads, shared_sequences
 
 
 class Ranks:
@@ -76,6 +76,15 @@ def test_heads_that_cannot_be_divided_are_refused(num_ranks, heads, key_heads):
 def test_a_model_that_deepspeed_does_not_support_is_refused():
     with pytest.raises(ValueError, match=r"--sp=2: DeepSpeed's Ulysses needs .* GPT2Config lacks them"):
         check_heads(GPT2Config(), 2)
+
+
+def test_a_model_whose_attention_is_eager_is_refused():
+    config = LlamaConfig(num_attention_heads=4, hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=8)
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match=r"--sp=2: .* and LlamaForCausalLM uses eager: leave out --sp"):
+        check_attention(model, 2)
+    check_attention(model, 1)
 
 
 def plan(capsys, *options):
