@@ -90,8 +90,14 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     `scope` has the function, `args` and `kwargs` of the call. Calls of loggers, of `warnings.warn` and of the `ignored`
     functions are left out of the trace; the ignored functions must return None. Sizes of tensors are symbols, and sizes
     that happen to be equal get different symbols. Queries such as `torch.compiler.is_compiling` return False, because
-    the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole call.
+    the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole call, or
+    if torch is older than 2.13.
     """
+    if torch.__version__ < _OLDEST:
+        raise NotTraceableError(
+            f"Dynamo of torch {torch.__version__} does not guard all values that a block reads: install torch "
+            f"{_OLDEST} or newer"
+        )
     dynamo = _dynamo()
     inputs = _Inputs()
 
@@ -122,6 +128,9 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
+_OLDEST = "2.13"
+"""Oldest release of torch whose guards are used. In torch 2.11, changes of a parameter's layout, of `requires_grad`,
+and of a function's defaults pass the guards."""
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
