@@ -93,10 +93,10 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
     the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole call, or
     if torch is older than 2.13.
     """
-    if torch.__version__ < _OLDEST:
+    if torch.__version__ < OLDEST_TORCH:
         raise NotTraceableError(
             f"Dynamo of torch {torch.__version__} does not guard all values that a block reads: install torch "
-            f"{_OLDEST} or newer"
+            f"{OLDEST_TORCH} or newer"
         )
     dynamo = _dynamo()
     inputs = _Inputs()
@@ -128,7 +128,7 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
-_OLDEST = "2.13"
+OLDEST_TORCH = "2.13"
 """Oldest release of torch whose guards are used. In torch 2.11, changes of a parameter's layout, of `requires_grad`,
 and of a function's defaults pass the guards."""
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")

@@ -247,7 +247,7 @@ def test_modes_are_guarded(mode):
 
 def test_an_older_torch_is_not_trusted(monkeypatch):
     """Guards of a release that is too old are not used, because they miss changes."""
-    monkeypatch.setattr(dynamo, "_OLDEST", "99.0")
+    monkeypatch.setattr(dynamo, "OLDEST_TORCH", "99.0")
     with pytest.raises(NotTraceableError, match=r"install torch 99\.0 or newer"):
         trace_block(Block(lambda block, hidden: block.layer(hidden)))
 
