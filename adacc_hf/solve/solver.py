@@ -158,7 +158,7 @@ def _fastest_within_host(
 
     `searches` are without a limit for the host. Raises InfeasibleBudgetError if no policy fits.
     """
-    if config.host_memory is None:
+    if config.host_memory is None or all(kind.host_link is None for kind in profile.kinds):
         return _fastest(searches, budget)
     # Neither search is exact: the one without host memory may find a faster policy. Host memory never costs time.
     without_host = _searches(profile.with_host_memory(0, 0), config)

@@ -13,6 +13,7 @@ from adacc_hf.artifacts.config import HOST_SHARE, AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.memory_simulator import simulate_policy
+from adacc_hf.solve.search import PolicySearch
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import quick_least_policy, solve_policy
 
@@ -162,6 +163,25 @@ def test_host_memory_is_used_where_copies_are_faster_than_replay_and_codecs(gpt2
     assert solve_policy(fast, 0.3, config).predicted_host_bytes > 0.6 * profile.plain_stored_bytes
     assert solve_policy(slow, 0.3, config).predicted_host_bytes == 0
     assert solve_policy(fast, 0.3, config).predicted_overhead_ms < solve_policy(slow, 0.3, config).predicted_overhead_ms
+
+
+def test_a_device_without_host_memory_is_searched_once(gpt2_like_profile, monkeypatch):
+    """On a CPU, or on a GPU that shares the host's memory, the setting costs no solver time."""
+    config, profile = AdaccConfig(host_memory="1TiB"), gpt2_like_profile(num_blocks=2)
+    calls = []
+    monkeypatch.setattr(PolicySearch, "within", record_calls(PolicySearch.within, calls))
+    assert solve_policy(profile, 0.3, config).plans == solve_policy(profile, 0.3).plans
+    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
+
+
+def record_calls(function, calls):
+    """Return `function`, which appends the head of each search to `calls`."""
+
+    def run(search, *args, **kwargs):
+        calls.append(search.profile.head)
+        return function(search, *args, **kwargs)
+
+    return run
 
 
 def test_without_the_setting_nothing_moves(gpt2_like_profile):
