@@ -668,9 +668,10 @@ def test_few_pairs_of_texts_of_any_length_keep_to_the_budget(monkeypatch, part):
     assert run.session.history[0]["step"] == 0
 
 
-def test_the_first_step_at_a_new_size_has_room_to_compare_bits():
+@pytest.mark.parametrize(("first", "new"), [(0, 7), (4, 7), (4, 0)])
+def test_the_first_step_at_a_new_size_has_room_to_compare_bits(first, new):
     """That step runs each operator twice, while the results of the first run are live."""
-    batches = [pair_of(0)] * 3 + [pair_of(7)]
+    batches = [pair_of(first)] * 3 + [pair_of(new)]
     largest = train(one_step, batches[3:] * 2, make=make_t5, **HALF).session.profile
     budget = int(0.6 * uniform_policy(largest, "retain").predicted_peak_bytes)
     session = train(one_step, batches, make=make_t5, memory_budget=budget, **LOSSLESS).session

@@ -8,8 +8,8 @@ from torch import nn
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
-from adacc_hf.tape.replay_check import verify
-from adacc_hf.torch_glue.memory import MemoryMeter
+from adacc_hf.tape.replay_check import same_bits, verify
+from adacc_hf.torch_glue.memory import CpuMemoryMeter, MemoryMeter
 
 
 @torch.library.custom_op("adacc_test::scale_and_write", mutates_args=())
@@ -184,3 +184,34 @@ def test_a_block_that_does_not_make_the_same_bits_again_is_not_checkpointed(toy_
     for policy in (checkpoint_policy(profile), least_policy(profile, config), uniform_policy(profile, "recompute")):
         with apply_policy(model, policy, config):
             assert all(map(torch.equal, gradients(), plain))
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "swapped": lambda x: x.transpose(0, 2),
+    "rotated": lambda x: x.permute(2, 0, 1),
+    "every second": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1),
+    "one number": lambda x: x[0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_bits_are_compared_in_every_layout(layout):
+    first = torch.randn(4, 6, 8)
+    first[0, 0, 1] = torch.nan
+    assert same_bits(layout(first), layout(first.clone()))
+    for index in range(layout(first).numel()):
+        second = first.clone()
+        place = tuple(int(i) for i in np.unravel_index(index, layout(first).shape))
+        layout(second)[place].view(torch.int32).bitwise_xor_(1)
+        assert not same_bits(layout(first), layout(second))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "swapped", "rotated"])
+def test_comparing_bits_makes_no_copy_of_a_dense_tensor(layout):
+    first = torch.randn(32, 64, 128)
+    second = first.clone()
+    with CpuMemoryMeter() as meter:
+        assert same_bits(LAYOUTS[layout](first), LAYOUTS[layout](second))
+    assert meter.peak_bytes < first.untyped_storage().nbytes() // 8
