@@ -24,7 +24,6 @@ COMPILED = "compiled graphs"
 EVENTS = {"policy": "policy set", "change": "policy changed", "guard": "guard"}
 """Names of the history's events that a recorded step shows, with the text in the report."""
 
-
 RECORD_KEYS = frozenset({"step", "activity", "seconds", "profiling_s", "solving_s", "events"})
 """Keys of each record in `FirstSteps.records`."""
 
