@@ -23,7 +23,7 @@ from adacc_hf.adapt.checkpoint_files import (
     save_in_checkpoint,
 )
 from adacc_hf.adapt.profile_updates import in_all_blocks, lossy_options
-from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
+from adacc_hf.artifacts.files import FIRST_STEPS_FILE, HISTORY_FILE, POLICY_FILE, PRICES_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.solve.simple_policies import uniform_policy
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
@@ -211,7 +211,7 @@ def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train
         make_trainer([AdaccCallback(**lossless)], trainer_class=FailingTrainer, **SAVING).train()
     folder = tmp_path / "run"
     assert sorted(p.name for p in folder.rglob("*adacc*")) == sorted(
-        [POLICY_FILE, PROFILE_FILE] * 2 + [HISTORY_FILE, STATE_FILE]
+        [POLICY_FILE, PROFILE_FILE] * 2 + [FIRST_STEPS_FILE, HISTORY_FILE, STATE_FILE]
     )
     resumed = train([AdaccCallback(**lossless)], resume=str(folder / "checkpoint-3"), **SAVING)
     resumed.assert_equals(train(**{**SAVING, "save_strategy": "no"}))
