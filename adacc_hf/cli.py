@@ -233,7 +233,7 @@ def _history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
 
 
 def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
-    """Load the times of a run's first steps. If the file is missing, as for runs of earlier versions, return none."""
+    """Load the times of a run's first steps. If the file is missing, as for runs of earlier versions, return ()."""
     if not path.is_file():
         return ()
     from adacc_hf.adapt.first_steps import RECORD_KEYS

@@ -533,9 +533,9 @@ class Profile:
         )
 
     def with_comparison(self) -> Profile:
-        """Return a copy whose forward has room to run each operator twice, to compare the bits of the results.
+        """Return a copy whose predicted forward includes the memory to run any one operator a second time.
 
-        Some first calls at a size are compared in this way (`run/validation.py`).
+        Some first calls at a size run each operator twice, to compare the bits of its results (`run/validation.py`).
         """
 
         def with_room(kind: KindProfile) -> KindProfile:

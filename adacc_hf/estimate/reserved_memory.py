@@ -91,8 +91,8 @@ class AllocatorMeter(FakeMemoryMeter):
     """Meter of fake tensors that passes every allocation and every free to a simulated allocator.
 
     A step whose allocations are all freed at its end is repeated without the model: the next step allocates and frees
-    the same sizes in the same order. If a tensor of the step stays alive, as gradients that accumulate, the next step
-    may differ and cannot be repeated.
+    the same sizes in the same order. If a tensor of the step stays alive, for example a gradient, the next step may
+    differ and cannot be repeated.
     """
 
     def __init__(self, memory_bytes: int) -> None:

@@ -98,7 +98,7 @@ def has_setup(function: type[Function]) -> bool:
 
 
 def _skip(*args: Any) -> None:
-    """Replace a `setup_context` that has run."""
+    """Do nothing. Stands in for a `setup_context` that `ForwardCall.run` has run already."""
 
 
 def _intercepted(lookup: Lookup, function: type[Function], name: str) -> Any:
