@@ -154,7 +154,10 @@ class AdaccSession:
 
     @property
     def first_steps(self) -> list[dict[str, Any]]:
-        """Times of the run's first steps, one record per step (`FirstSteps.records`). Empty at the start of a resumed run."""
+        """Times of the run's first steps, one record per step (`FirstSteps.records`).
+
+        A resumed run begins a new list.
+        """
         return self.state.first_steps.records
 
     @property
