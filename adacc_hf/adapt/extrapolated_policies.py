@@ -43,7 +43,10 @@ class ExtrapolatedPolicies:
 
     @property
     def solver_ms(self) -> float:
-        """Time in ms of the last solver run for a size class, or else for the run's first policy."""
+        """Time in ms of the last solver run for a size class.
+
+        If there was none, the time of the solver run for the run's first policy.
+        """
         if self._solver_ms is None:
             facts = dict(self._cache.size_model()[0].replanner.policy.facts)
             return 1e3 * float(facts.get("seconds", 0.0))

@@ -31,7 +31,8 @@ RECORD_KEYS = frozenset({"step", "activity", "seconds", "profiling_s", "solving_
 class FirstSteps:
     """Times of a run's first steps.
 
-    A step's time includes its interruptions: profiling, and solving or waiting for the solver.
+    A step's time includes its interruptions: profiling, and solving or waiting for the solver. A step's *activity* is
+    one of the constants above: what the blocks ran under, and what the step did besides training.
     """
 
     def __init__(self) -> None:
@@ -53,9 +54,9 @@ class FirstSteps:
             self._started, self._num_events = time.perf_counter(), len(history)
 
     def end_step(self, step: int, activity: str, history: Sequence[dict[str, Any]]) -> bool:
-        """Record the step number `step` if it was timed, and return True if so.
+        """Record the time and the activity of step number `step`, and return True.
 
-        `activity` is what the step ran under.
+        Return False if the step was not timed.
         """
         if self._started is None:
             return False

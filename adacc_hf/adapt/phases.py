@@ -68,7 +68,7 @@ class WarmUpPhase(Phase):
 
     @property
     def activity(self) -> str:
-        """Torch's checkpoint, in every step of this phase."""
+        """Activity of the current step (`FirstSteps`), in this phase always torch's checkpoint."""
         return CHECKPOINT
 
     def begin_step(self, step: int) -> None:

@@ -195,7 +195,7 @@ class AdaptivePhase(FixedPolicyPhase):
 
     @property
     def activity(self) -> str:
-        """What the current step runs under, and what it does besides training."""
+        """Activity of the current step (`FirstSteps`)."""
         current = self.choice.current
         if self._tracking.is_on:
             return TRACKING

@@ -39,7 +39,7 @@ class Phase:
 
     @property
     def activity(self) -> str:
-        """What the current step runs under, and what it does besides training (first_steps.py)."""
+        """Activity of the current step (`FirstSteps`)."""
         return FOLLOWING
 
     def begin_step(self, step: int) -> None:
@@ -194,9 +194,9 @@ class RunState:
         self._is_uncounted |= self.stats.end_step(step, self.history)
 
     def end_first_step(self, step: int, activity: str) -> None:
-        """Record the time of the finished `step` if it is one of the run's first, and write the times.
+        """Record the time and the activity of the finished `step`, if it is one of the run's first steps.
 
-        `activity` is what the step ran under.
+        The times so far are written to the run's folder.
         """
         is_recorded, folder = self.first_steps.end_step(step, activity, self.history), self.loop.folder
         if is_recorded and folder is not None and self.loop.is_first_rank:

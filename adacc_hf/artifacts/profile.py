@@ -346,7 +346,7 @@ class KindProfile:
 
     @cached_property
     def _merged(self) -> dict[frozenset[tuple[int, int]], KindProfile]:
-        """Latest results of `with_merged_values`. The plans that a search compares have few different arguments."""
+        """Cache of `with_merged_values`. A search calls that method with few distinct arguments."""
         return {}
 
     def _merge_values(self, equal: Mapping[int, int]) -> KindProfile:

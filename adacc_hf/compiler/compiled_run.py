@@ -118,7 +118,7 @@ class CompiledRun:
 
     @property
     def is_compiling(self) -> bool:
-        """True in the first step, and in the first step after a change of the share. torch compiles graphs there."""
+        """True in a step in which torch.compile compiles graphs: the first one, and the first one with a new share."""
         return self._num_steps == 0
 
     def begin_step(self, model: Any, optimizer: Any) -> None:

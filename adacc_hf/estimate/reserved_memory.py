@@ -115,7 +115,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
     @contextmanager
     def not_recorded(self) -> Iterator[None]:
-        """Return a context whose allocations are not part of the recorded step."""
+        """Return a context manager: allocations inside are not part of the recorded step."""
         self._is_recording = False
         try:
             yield

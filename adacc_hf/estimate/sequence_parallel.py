@@ -44,9 +44,10 @@ def check_heads(config: PretrainedConfig, num_ranks: int) -> None:
 
 
 def check_attention(model: nn.Module, num_ranks: int) -> None:
-    """Raise ValueError unless the exchange among `num_ranks` devices reaches the attention of `model`.
+    """Raise ValueError if `num_ranks` devices share sequences, and the attention of `model` is not fused.
 
-    Models without fused attention run eager attention, which Ulysses does not replace.
+    The plan simulates Ulysses by replacing fused attention (sdpa). It does not replace eager attention, so each device
+    would seem to attend to its own tokens only.
     """
     if num_ranks > 1 and (kinds := attention_of(model)) != [SDPA]:
         raise ValueError(

@@ -154,10 +154,10 @@ class PolicySearch:
 
     @cached_property
     def _extended(self) -> list[list[PricedPlan]]:
-        """Frontier of each kind of block, and its checkpointed plans.
+        """Frontier plans and checkpointed plans of each kind of block.
 
-        A checkpointed block stores more than the last frontier plan, but its backward may need less memory than one
-        that replays everything.
+        A checkpointed block stores more than the last frontier plan, but its backward may need less memory than the
+        backward of a plan that replays everything.
         """
         return [
             [*frontier, *model.checkpoints] for frontier, model in zip(self.kinds.frontiers, self.models, strict=True)
@@ -165,17 +165,17 @@ class PolicySearch:
 
     @cached_property
     def quick_peak_bytes(self) -> int:
-        """Peak of a policy with little memory, found without the local search for the least peak."""
+        """Upper bound on the least peak, computed without a local search."""
         return min(map(self.oracle.peak_bytes, (self.plain, self._start)))
 
     @cached_property
     def _start(self) -> list[PricedPlan]:
-        """Policy of frontier plans and checkpointed plans with the least peak."""
+        """Start of the local search: the policy of frontier plans and checkpointed plans with the least peak."""
         return self.oracle.least_peak(self._extended)
 
     @cached_property
     def least_peak_bytes(self) -> int:
-        """Least peak of a policy that the search finds for any budget."""
+        """Least peak among the policies that this search can find, whatever the budget."""
         trail = local_search(self.oracle, self.models, self._extended, self._start)
         return self.oracle.peak_bytes(self._least_peak(self.kinds.frontiers, trail[-1]))
 

@@ -86,11 +86,11 @@ def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> P
 
 
 def least_peak_bytes(profile: Profile, budget_bytes: int, config: AdaccConfig | None = None) -> int:
-    """Return the peak of `least_policy`, without a policy, for a comparison with `budget_bytes`.
+    """Return the peak of `least_policy`, or an estimate of it, for a comparison with `budget_bytes`.
 
-    The comparison is exact. If the least peak is far from the budget, the result is an estimate on the same side of the
-    budget, because the search for the least peak takes seconds. A head whose bound is above the peak of another head is
-    not searched.
+    The result is always on the same side of the budget as the least peak. If it is far from the budget, it is an
+    estimate, because the search for the least peak takes seconds. A head (output layer and loss) whose lower bound is
+    above the peak with another head is not searched.
     """
     config = config or AdaccConfig()
     if config.host_memory is not None:

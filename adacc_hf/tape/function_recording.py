@@ -164,7 +164,7 @@ class FunctionRecorder:
         return result
 
     def _note_slot(self) -> None:
-        """Note the newest slot if the last Function saves its tensor."""
+        """Add the newest saved-tensor slot to `function_slots`, if the most recent Function saved its tensor."""
         if self._num_next_saved:
             self._num_next_saved -= 1
             self.function_slots.add(len(self.slots) - 1)

@@ -82,7 +82,7 @@ class TracedPath:
         return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
-        """Return the numbers that are inputs of the traced path, as keys that differ if type or bits differ."""
+        """Return the path's input numbers as dictionary keys. Keys differ if type or bits differ."""
         return tuple([n if type(n) is int else _exactly(n) for n in self.guards.numbers(scope)])
 
 

@@ -3,7 +3,8 @@
 Patching `Function.apply` is not enough: code may have looked up the method before (`scale = Scale.apply`), and since
 torch 2.14 this method is a C function. But in each release of torch, `apply` looks up attributes of the Function's
 class: first the class of the context, under the caller's gradient mode, then `forward`, with gradients disabled, and
-after the forward `setup_context`. So these lookups are intercepted, in the metaclass of all Functions.
+after the forward `setup_context`. So these lookups are intercepted, in the metaclass of all Functions. A callback of
+the current thread, the *watcher*, then gets each call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ForwardCall:
     """One call of an `autograd.Function`, whose forward is about to run with gradients disabled."""
 
     def __init__(self, function: type[Function], has_gradients: bool) -> None:
-        """Initialize. `has_gradients` is True if the caller has gradients enabled."""
+        """Initialize. `has_gradients` is True if gradients were enabled where `apply` was called."""
         self.function = function
         self.args: tuple[Any, ...] = ()
         """Arguments of the call, without the context."""
@@ -50,13 +51,13 @@ class ForwardCall:
         return result
 
     def create_context(self, context_class: Callable[[], Any]) -> Any:
-        """Create and return the context, as `apply` does. The call's forward will be looked up next."""
+        """Create and return the context, as `apply` does. The next lookup of `forward` belongs to this call."""
         self._context = context_class()
         _thread.begun = self
         return self._context
 
     def replace_forward(self, lookup: Lookup) -> Callable[..., Any]:
-        """Return the function that `apply` calls in place of `forward`, which calls the current thread's watcher."""
+        """Return a replacement for `forward`. When `apply` calls it, it calls the current thread's watcher."""
         self._forward = lookup(self.function, "forward")
         self._setup = lookup(self.function, "setup_context") if has_setup(self.function) else None
         return self._watched_forward
@@ -76,7 +77,7 @@ Watcher = Callable[[ForwardCall], Any]
 
 
 class _Thread(threading.local):
-    """State of the calls of Functions in one thread, between two lookups of the same `apply`."""
+    """State of one thread, from one lookup by `apply` (context class, `forward`) to the next (`setup_context`)."""
 
     begun: ForwardCall | None = None
     """Call whose context was created, and whose forward was not looked up yet."""
@@ -102,7 +103,7 @@ def _skip(*args: Any) -> None:
 
 
 def _intercepted(lookup: Lookup, function: type[Function], name: str) -> Any:
-    """Return the attribute `name` of a Function. If `apply` looks it up, return a replacement that `apply` calls."""
+    """Return the attribute `name` of a Function, or a replacement for it if `apply` looks it up."""
     begun, is_set_up = _thread.begun, _thread.set_up is function
     # torch's own Functions run operators that the dispatcher sees, or compiled code.
     is_own = function.__module__.partition(".")[0] == "torch"

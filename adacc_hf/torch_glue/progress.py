@@ -44,7 +44,7 @@ class Interruption(NamedTuple):
 
 
 class _Remembered(threading.local):
-    """Latest interruptions of each thread. A solver on a thread of its own does not interrupt training."""
+    """Latest interruptions, stored per thread: a solver on another thread does not interrupt training."""
 
     def __init__(self) -> None:
         self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
@@ -73,9 +73,9 @@ def announce(text: str, *details: Any) -> None:
 
 @contextmanager
 def interruption(kind: str, phase: str) -> Iterator[None]:
-    """Return a context for work that training waits for. The context is timed, and reported as `phase` if it is slow.
+    """Return a context manager for work that training waits for. If the work is slow, it is reported as `phase`.
 
-    `kind` is PROFILING or SOLVING. `interruptions_since` returns the time.
+    `kind` is PROFILING or SOLVING. `interruptions_since` returns how long the work took.
     """
     started = time.perf_counter()
     try:
