@@ -13,7 +13,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
-from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, UNRECORDED, UNTRAINED
+from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, TRANSIENT, UNRECORDED, UNTRAINED
 from adacc_hf.tape.fallbacks import Fallbacks
 
 MOST_NAMES = 4
@@ -59,9 +59,13 @@ def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -
 
 def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
     """If `on_uncovered` is "error", raise UncoveredBlockError for calls of a micro-batch that did not follow their
-    plan."""
+    plan.
+
+    Calls with a `TRANSIENT` reason are allowed, because the block's next call is recorded and planned.
+    """
     for reason, names in fallbacks.blocks.items():
-        refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
+        if reason not in TRANSIENT:
+            refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
 
 
 def describe_blocks(names: Iterable[str]) -> str:

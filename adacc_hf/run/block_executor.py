@@ -20,8 +20,9 @@ from adacc_hf.run.blocks import CheckpointStrategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import (
+    DIVERGED,
+    FILLED_TABLE,
     NEW_DATA,
-    OTHER_OPERATORS,
     OTHER_RANKS,
     OUT_OF_PLACE,
     UNRECORDED,
@@ -93,6 +94,8 @@ class BlockExecutor:
         measured."""
         self.observer: Observer | None = None
         """Observer that runs the next call of the block, or None."""
+        self._has_filled_table = False
+        """True if the block's last call filled a table for later calls."""
 
     @property
     def tapes(self) -> dict[Any, Tape]:
@@ -124,6 +127,7 @@ class BlockExecutor:
             return self._run_untaped(any(t.has_collectives for t in self.tapes.values()), block, fn, args, kwargs)
         if entry is None:
             return self._first_call(key, block, fn, args, kwargs)
+        self._has_filled_table = False
         self._count_fallback(entry)
         if entry.execution_plan is None:
             return self._run_untaped(entry.known_shape.tape.has_collectives, block, fn, args, kwargs)
@@ -241,7 +245,7 @@ class BlockExecutor:
             if symbolic_tape is not None:
                 self.tape_cache.extend(symbolic_tape, key)
             return
-        self.tape_cache.fallbacks.add(VARYING, self.name)
+        reason = DIVERGED
         if symbolic_tape is not None and call.mismatched_values:
             self.tape_cache.refuse(symbolic_tape, call.mismatched_values, self.name)
         elif symbolic_tape is not None:
@@ -252,6 +256,8 @@ class BlockExecutor:
         else:
             self.tape_cache.warn_varying(self.name, tape, self.known_shapes.untraced or call.divergence)
             entry.execution_plan, entry.known_shape.varies, entry.fallback = None, True, VARYING
+            reason = VARYING
+        self.tape_cache.fallbacks.add(reason, self.name)
         self.entries.sized.clear()
 
     def _check_replaced(self, plan: ExecutionPlan, externals: list[tuple[int, torch.Tensor]], block: nn.Module) -> None:
@@ -289,6 +295,7 @@ class BlockExecutor:
         If a profile or another block has recorded a tape for the key, validate the call against this tape. Else record
         the call.
         """
+        had_filled_table, self._has_filled_table = self._has_filled_table, False
         key = self.known_shapes.with_current_layout(key, block)
         expected_entry = self.entries.expected_entry(key, args, kwargs)
         if expected_entry is None and self._is_too_large_to_record(key):
@@ -317,7 +324,8 @@ class BlockExecutor:
         result = recording.run(fn)
         tape = self.tape_cache.verified_tape(recording.recorder)
         if tape.structure in self.tape_cache.preliminary:  # this call filled a table: record the next call
-            self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
+            self.tape_cache.fallbacks.add(VARYING if had_filled_table else FILLED_TABLE, self.name)
+            self._has_filled_table = True
             recording.close()
             return result
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
@@ -352,7 +360,7 @@ class BlockExecutor:
             self.entries.keep(key, expected_entry)
         else:  # record the next call, and the next calls of other blocks
             self.entries.differs_from_record = True
-            self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
+            self.tape_cache.fallbacks.add(DIVERGED, self.name)
             self.tape_cache.forget(self.plan.kind, key)
 
 

@@ -30,7 +30,13 @@ UNRECORDED = (
 OUT_OF_PLACE = "a tensor that a plan reads was replaced or removed, for example an adapter merged for a call"
 UNTRAINED = "blocks train that the profiled batch ran without gradients, run under torch's checkpoint"
 OTHER_RANKS = "collective operators in blocks that must run under torch's checkpoint"
+FILLED_TABLE = "a block's call that filled a table for later calls kept all the tensors that autograd saves"
+DIVERGED = "a block's call that differed from its record kept all the tensors that autograd saves"
 """Reasons why a call of a block did not run under its plan, counted in `TapeCache.fallbacks`."""
+
+TRANSIENT = frozenset({FILLED_TABLE, DIVERGED})
+"""Reasons that hold for one call only: the block's next call is recorded, and then follows a plan or has another
+reason."""
 
 
 @dataclass(slots=True)
