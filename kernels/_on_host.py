@@ -37,8 +37,6 @@ class HostPayload(Payload):
 class OnHost(Codec):
     """Mixin of a codec class that moves the payload to host memory after encoding, and back before decoding."""
 
-    in_host_memory = True
-
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
         payload = super().encode(tensor)

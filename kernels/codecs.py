@@ -117,8 +117,6 @@ class Codec:
 
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
     graphs never use it, because they have no data to compare the errors on."""
-    in_host_memory: ClassVar[bool] = False
-    """True if payloads are in host memory (_on_host.py)."""
     is_baseline: ClassVar[bool] = False
     """True for the codec of the paper's "Quantization" baseline. Only one codec may set this to True."""
 

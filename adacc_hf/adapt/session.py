@@ -27,9 +27,9 @@ from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
+from adacc_hf.price.host_copies import free_bytes_for
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-from adacc_hf.torch_glue.host_memory import free_host_bytes
 from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
 
 log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class AdaccSession:
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config))
+        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config, self.state.model))
         if saved is not None:
             self.begin(saved, saved.step or 0)
         return saved is not None
@@ -439,11 +439,11 @@ class AdaccSession:
             raise
 
 
-def _loaded(folder: str | Path, config: AdaccConfig) -> Saved | None:
+def _loaded(folder: str | Path, config: AdaccConfig, model: nn.Module) -> Saved | None:
     """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.
     """
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
-    return load_from_checkpoint(folder, config.memory_budget, config.host_limit(free_host_bytes()))
+    return load_from_checkpoint(folder, config.memory_budget, config.host_limit(free_bytes_for(model)))

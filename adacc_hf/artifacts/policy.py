@@ -196,11 +196,6 @@ class Policy:
         """Return the codec of each compressed activation, over all block calls."""
         return [choice.codec for _, plan in self.blocks for _, choice in self.plans[plan].choices if choice.codec]
 
-    @property
-    def num_host_payloads(self) -> int:
-        """Number of activations whose payloads are in host memory, over all block calls."""
-        return sum(map(is_on_host, self._codecs()))
-
     def _num_masks(self) -> int:
         """Return the number of masks that are stored as bits, over all block calls."""
         codecs = self._codecs()
@@ -224,7 +219,7 @@ class Policy:
         """Return the numbers of blocks and actions. Masks stored as bits, which is lossless, are counted separately."""
         counts, num_masks = self.action_counts(), self._num_masks()
         counts[Action.COMPRESS.value] -= num_masks
-        num_host = self.num_host_payloads
+        num_host = sum(map(is_on_host, self._codecs()))
         notes = {Action.COMPRESS: f" ({num_host} in host memory)"} if num_host else {}
         actions = ", ".join(f"{counts[action.value]} {action.value}{notes.get(action, '')}" for action in Action)
         num_checkpointed = self.block_counts()[BlockAction.CHECKPOINT.value]

@@ -132,12 +132,14 @@ class Measurement:
         """Return the bytes that this process can use on `device`."""
         return available_bytes(device, static_bytes)
 
-    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+    def host_link(
+        self, device: torch.device, config: AdaccConfig, model: nn.Module
+    ) -> tuple[HostLink | None, int]:
         """Return (cost of payloads in host memory, free bytes of host memory for this process).
 
         (None, 0) if payloads must stay on the device.
         """
-        return measure_host_link(device, config)
+        return measure_host_link(device, config, model)
 
     def random_states(self, devices: Iterable[torch.device]) -> RandomStates:
         """Return the states of the random generators of `devices` and of the CPU."""
@@ -221,7 +223,9 @@ class MemoryOnlyMeasurement(Measurement):
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
         return Prices([], [])
 
-    def host_link(self, device: torch.device, config: AdaccConfig) -> tuple[HostLink | None, int]:
+    def host_link(
+        self, device: torch.device, config: AdaccConfig, model: nn.Module
+    ) -> tuple[HostLink | None, int]:
         return None, 0
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:

@@ -70,7 +70,7 @@ from adacc_hf.artifacts.errors import ChunkedHeadError, PolicyMismatchError
 from adacc_hf.artifacts.notebook_html import paragraph, plans_html
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.kernels._host_pool import ROUNDING_BYTES, host_pool
+from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.block_executor import BlockExecutor
 from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.run.larger_batches import LargerBatches
@@ -87,8 +87,6 @@ class BlockPlans:
 
     policy: Policy
     strategies: dict[str, BlockExecutor]
-    num_host_payloads: int
-    """Number of activations whose payloads are in host memory."""
 
 
 class PolicyHandle:
@@ -146,22 +144,22 @@ class PolicyHandle:
                 else ()
             )
             strategies[name] = BlockExecutor(name, policy.plans[index], self.tape_cache, *shared_state)
-        return BlockPlans(policy, strategies, policy.num_host_payloads)
+        return BlockPlans(policy, strategies)
 
     def follow(self, plans: BlockPlans | None) -> None:
         """Run the blocks under `plans`, the result of `prepare`, from the next forward on.
 
-        If `plans` is None, run the blocks under torch's checkpoint.
+        If `plans` is None, run the blocks under torch's checkpoint. Raise MemoryError if the host memory of the policy
+        cannot be allocated. Then the blocks keep their earlier plans.
         """
+        if plans is not None and plans.policy.predicted_host_bytes:
+            host_pool.reserve(self, plans.policy.predicted_host_bytes, self.installation.model)
         self.installation.expect(self.installation.functions if plans is None else plans.strategies)
         for name, function in self.installation.functions.items():
             function.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
         if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy
-            host_bytes = plans.policy.predicted_host_bytes
-            if host_bytes:
-                host_pool.reserve(self, host_bytes + ROUNDING_BYTES * plans.num_host_payloads)
 
     def _chunk_head(self, is_on: bool) -> None:
         """Switch the chunked output layer on or off, as the policy requires."""
