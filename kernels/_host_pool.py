@@ -248,8 +248,8 @@ class HostPool:
         """Return new tensors on `device` with the contents of `block`."""
         if block.process != os.getpid():
             raise RuntimeError(
-                "payloads in host memory cannot be read in a forked process: run forward and backward in one process, or "
-                "start processes with the method spawn, or set AdaccConfig(host_memory=None)"
+                "payloads in host memory cannot be read in a forked process: run forward and backward in one process, "
+                "or start processes with the method spawn, or set AdaccConfig(host_memory=None)"
             )
         with self._busy():
             self._follow_last_copy(device)

@@ -31,8 +31,8 @@ class PinnedMemory(mmap.mmap):
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(
                 f"{nbytes / 2**30:.2f} GiB of host memory for payloads cannot be allocated ({error}): set a smaller "
-                f"AdaccConfig(host_memory=...), or host_memory=None, or free memory of the host (free -h, ulimit -v, the "
-                f"limit of the container)"
+                f"AdaccConfig(host_memory=...), or host_memory=None, or free memory of the host (free -h, ulimit -v, "
+                f"the limit of the container)"
             ) from error
         if hasattr(mmap, "MADV_DONTFORK"):
             with suppress(OSError):

@@ -177,9 +177,7 @@ class FakeMeasurement(Measurement):
     def available_bytes(self, device: torch.device, static_bytes: int) -> int:
         return self.device.memory_bytes
 
-    def host_link(
-        self, device: torch.device, config: AdaccConfig, model: nn.Module
-    ) -> tuple[HostLink | None, int]:
+    def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         """Return the cost of payloads in host memory by the rates of the device. The host is assumed to have the memory
         that `config` allows."""
         bandwidth = self.device.host_bandwidth_bytes

@@ -132,9 +132,7 @@ class Measurement:
         """Return the bytes that this process can use on `device`."""
         return available_bytes(device, static_bytes)
 
-    def host_link(
-        self, device: torch.device, config: AdaccConfig, model: nn.Module
-    ) -> tuple[HostLink | None, int]:
+    def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         """Return (cost of payloads in host memory, free bytes of host memory for this process).
 
         (None, 0) if payloads must stay on the device.
@@ -223,9 +221,7 @@ class MemoryOnlyMeasurement(Measurement):
     def price_call(self, run: Callable[[], object], device: torch.device) -> Prices:
         return Prices([], [])
 
-    def host_link(
-        self, device: torch.device, config: AdaccConfig, model: nn.Module
-    ) -> tuple[HostLink | None, int]:
+    def host_link(self, device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
         return None, 0
 
     def head_times(self, find_losses: Callable[[], list[LossCall]]) -> dict[str, float]:

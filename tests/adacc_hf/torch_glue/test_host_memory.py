@@ -88,7 +88,10 @@ JOB = "system.slice/slurm/job_7"
         pytest.param(within(JOB, SECOND), "0::/user.slice\n", 5000, id="limit of others"),
         pytest.param(within(JOB, SECOND), "", 5000, id="no own cgroup"),
         pytest.param(
-            within(JOB, SECOND) | within("system.slice", SECOND | {"memory.max": "800\n"}), f"0::/{JOB}\n", 150, id="least"
+            within(JOB, SECOND) | within("system.slice", SECOND | {"memory.max": "800\n"}),
+            f"0::/{JOB}\n",
+            150,
+            id="least",
         ),
         pytest.param(SECOND | within(JOB, SECOND | {"memory.max": "max\n"}), f"0::/{JOB}\n", 350, id="unlimited child"),
         pytest.param(within("job", SECOND), "0::/../job\n", 350, id="other namespace"),
