@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adacc_hf.adapt.fallback_stats import describe_fallbacks, full_recomputation
+from adacc_hf.adapt.fallback_stats import describe_fallbacks
 from adacc_hf.artifacts.policy import BlockAction, Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.artifacts.units import format_bytes
-
-PASSES_OF_A_STEP = 3
-"""Time of the blocks in a plain step, as a multiple of their forward: a backward takes about two forwards.
-
-`Profile.step_ms` is no reference here: on a CPU, recording the memory of the measured step takes longer than the step.
-"""
 
 
 def describe_costs(policy: Policy, profile: Profile | None) -> str:
@@ -22,7 +17,7 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
     if profile is None or not profile.plain_stored_bytes:
         return policy.summary()
     share = policy.predicted_stored_bytes / profile.plain_stored_bytes
-    blocks_ms = PASSES_OF_A_STEP * full_recomputation(profile).predicted_overhead_ms
+    blocks_ms = plain_blocks_ms(profile)
     slowdown = f" (about {policy.predicted_overhead_ms / blocks_ms:+.0%} of the blocks' time)" if blocks_ms > 0 else ""
     host = f" and {format_bytes(policy.predicted_host_bytes)} in host memory" if policy.predicted_host_bytes else ""
     return (

@@ -99,7 +99,7 @@ def profile_html(profile: Profile) -> str:
         "stored for backward by plain training": format_bytes(profile.plain_stored_bytes),
         "live before a step: parameters, optimizer, batch": format_bytes(profile.static_bytes),
         "available on the device": format_bytes(profile.available_bytes),
-        "forward and backward under full recomputation": f"{profile.step_ms:.2f} ms",
+        "forward and backward under full recomputation, with their memory recorded": f"{profile.step_ms:.2f} ms",
     }
     kinds = [
         [

@@ -14,6 +14,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import NoEstimateError, UncalledBlocksError
 from adacc_hf.artifacts.profile import CodecOption, Profile, Value
 from adacc_hf.artifacts.size_model import Shapes, profile_structure, size_dependent_numbers
+from adacc_hf.artifacts.step_time import plain_blocks_ms
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.batch_subsampling import (
     UNSUPPORTED_BATCH_ERRORS,
@@ -90,15 +91,15 @@ def estimate_profile(
 def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:
     """Predict (seconds, number of plain steps on the batch `whole` that take as long) of profiling `parts`.
 
-    `first` is the profile of the first part, which took `first_seconds`. The time of its profiled step is scaled by the
-    elements of the batch. The profiled step has two forwards and a backward. A plain step has three quarters of this
-    work.
+    `first` is the profile of the first part, which took `first_seconds`. The times of its profiled step and of its
+    plain step are scaled by the elements of the batch. The profiled step takes longer than a plain step, because it
+    recomputes and its memory is recorded. The number of steps is 0.0 if the profile has no times.
     """
     ms_per_element = first.step_ms / num_elements(parts[0].shapes)
     num_passes = RECORDING_PASSES + 1 + len(first.other_heads)
     rest_elements = sum(num_elements(part.shapes) for part in parts[1:])
     seconds = first_seconds + 1e-3 * ms_per_element * num_passes * rest_elements
-    plain_ms = 0.75 * ms_per_element * num_elements(whole.shapes)
+    plain_ms = (plain_blocks_ms(first) + first.head_ms) * num_elements(whole.shapes) / num_elements(parts[0].shapes)
     return seconds, 1e3 * seconds / plain_ms if plain_ms else 0.0
 
 
