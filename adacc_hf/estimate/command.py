@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
         "--host-bandwidth",
         metavar="SIZE",
         help="bytes per second between device and host, such as 25GB, with all devices copying at once (default: 80 "
-        "percent of the device's PCIe generation)",
+        "percent of the device's PCIe generation; not with --profile, which has measured rates)",
     )
     shared = parser.add_mutually_exclusive_group()
     shared.add_argument("--ddp", type=int, metavar="N", help="data parallel on N devices")
@@ -205,6 +205,11 @@ def _check(arguments: argparse.Namespace) -> _Options:
     if options.host_bandwidth_bytes is not None and options.host_bytes is None:
         raise ValueError(
             f"--host-bandwidth={arguments.host_bandwidth} needs --host-memory: pass both options, or neither"
+        )
+    if options.host_bandwidth_bytes is not None and arguments.profile is not None:
+        raise ValueError(
+            f"--host-bandwidth={arguments.host_bandwidth} has no effect with --profile, which has measured the rates "
+            f"of copies: leave out one of the two"
         )
     if options.host_bytes is not None and arguments.device == "cpu":
         raise ValueError(f"--host-memory={arguments.host_memory}: a CPU has no other memory; choose a GPU as --device")

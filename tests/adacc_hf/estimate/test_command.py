@@ -46,6 +46,10 @@ REFUSED = {
         '--host-memory=64 is 64 bytes, which may have been meant as "64GiB"',
     ),
     "host bandwidth alone": (["--host-bandwidth", "25GB"], "--host-bandwidth=25GB needs --host-memory: pass both"),
+    "host bandwidth with measured rates": (
+        ["--host-memory", "64GiB", "--host-bandwidth", "25GB", "--profile", "profile.json"],
+        "--host-bandwidth=25GB has no effect with --profile, which has measured the rates",
+    ),
     "host memory of a CPU": (
         ["--device", "cpu", "--host-memory", "64GiB"],
         "--host-memory=64GiB: a CPU has no other memory",
