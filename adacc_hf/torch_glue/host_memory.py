@@ -34,7 +34,8 @@ def free_host_bytes() -> int:
     """Return the free bytes of the host's memory, divided by the number of ranks on the host.
 
     Limits on the process's cgroups, such as a container's or a job's, count too. The number of ranks is the
-    variable LOCAL_WORLD_SIZE, which torchrun and Accelerate set. Without it, all ranks of the run are assumed to be on this host.
+    variable LOCAL_WORLD_SIZE, which torchrun and Accelerate set. Without it, all ranks of the run are assumed to be on
+    this host.
     """
     import psutil
 
