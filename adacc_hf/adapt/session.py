@@ -132,6 +132,8 @@ class AdaccSession:
         """True inside the context of `step`."""
         self._num_unseen = 0
         """Number of the latest consecutive steps in which no optimizer step was observed."""
+        self._untrained_step: str | None = None
+        """If the last step had no forward for training, the probable cause. Else None."""
         self._is_one = False
         """True inside `step(batch)` or `run`, where the step has exactly one micro-batch."""
 
@@ -329,6 +331,10 @@ class AdaccSession:
             self.begin()
         if optimizer is not None:
             self.state.optimizer = optimizer
+        if self.state.has_stepped and self._is_own:  # outside the context of the last step
+            with self._detaching():
+                self._refuse_untrained_step()
+        self._untrained_step = None
         self._is_in_step, self.state.has_stepped, self._num_micro = True, False, 0
         self.hooks.num_forwards = 0
         self.state.first_steps.begin_step(self.state.history)
@@ -380,7 +386,9 @@ class AdaccSession:
         if self.hooks.num_forwards == 0:
             self.phase.abandon_step()
             why = "of the very model that the session was given" if self.state.model.training else "it is in eval mode"
-            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % why, TRAIN_MODEL)
+            self._untrained_step = why
+            if self.state.has_stepped:
+                self._refuse_untrained_step()
             self.state.warn_once(f"Adacc: {NO_FORWARD}", why)
             return False
         if self._num_micro:
@@ -391,6 +399,15 @@ class AdaccSession:
         if self._num_unseen == UNSEEN_STEPS:
             self.state.warn_once(NOT_SEEN, UNSEEN_STEPS, "steps")
         return True
+
+    def _refuse_untrained_step(self) -> None:
+        """If `on_uncovered` is "error", raise UncoveredBlockError if the last step had no forward for training.
+
+        Call this when the optimizer has stepped: without that, the loop may only have skipped a batch.
+        """
+        why, self._untrained_step = self._untrained_step, None
+        if why is not None:
+            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % why, TRAIN_MODEL)
 
     def _begin_micro_batch(self, batch: Any) -> None:
         if not self._is_explicit:
