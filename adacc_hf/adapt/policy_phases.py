@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from adacc_hf.price.heads import ComputeLoss
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, describe, from_profile_shapes
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
-from adacc_hf.torch_glue.progress import announce, reported_if_slow
+from adacc_hf.torch_glue.progress import SlowReport, announce
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +155,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._peaks = PeakCheck(self.choice, self.replanning, self.context, num_uncounted)
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
-        self._report = ExitStack()
-        """Context that reports the current step if it is slow."""
+        self._report: SlowReport | None = None
+        """Report of the current step if it is slow, or None."""
         self._started = 0.0
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
@@ -207,7 +206,7 @@ class AdaptivePhase(FixedPolicyPhase):
 
     def _report_slow_step(self) -> None:
         """Report the step if it does other work than training, and takes more than twice as long as a normal step."""
-        self._report.close()
+        self._end_report()
         task, current = TASKS.get(self.activity), self.choice.current
         if task is None:
             return
@@ -215,7 +214,13 @@ class AdaptivePhase(FixedPolicyPhase):
         if normal_ms is None and current is not None:
             normal_ms = current.replanner.profile.step_ms * self._run.loop.num_micro
         phase = f"step {self.context.step}, {task}"
-        self._report.enter_context(reported_if_slow(phase, 2e-3 * (normal_ms or 0.0)))
+        self._report = SlowReport(phase, 2e-3 * (normal_ms or 0.0))
+
+    def _end_report(self, has_failed: bool = False) -> None:
+        """End the report of the current step, if any."""
+        if self._report is not None:
+            self._report.end(has_failed)
+            self._report = None
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._batches.begin()
@@ -268,8 +273,8 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler.remove()
 
     def _cancel(self) -> None:
-        """Stop the measurements of the current step. Has no effect if none is running."""
-        self._report.close()
+        """Stop the measurements and the report of a step that has failed. Has no effect if none is running."""
+        self._end_report(has_failed=True)
         self._tracking.cancel()
         self._peaks.close()
 
@@ -286,6 +291,9 @@ class AdaptivePhase(FixedPolicyPhase):
     def end_optimizer_step(self) -> None:
         if self._profiler.optimizer.meter is not None:
             self._profiler.optimizer.end()
+        # The optimizer may step outside the session's contexts. Then the step ends with the next one, and what the
+        # loop does until then, such as an evaluation, is not part of the step.
+        self._end_report()
 
     def end_step(self, step: int) -> None:
         super().end_step(step)
@@ -297,7 +305,7 @@ class AdaptivePhase(FixedPolicyPhase):
         is_busy = self._tracking.is_on or self._peaks.is_on or is_due
         if self._tracking.is_on:
             self._tracking.finish(step)
-        self._report.close()  # what follows has reports of its own
+        self._end_report()  # what follows has reports of its own
         if self._peaks.is_on:
             has_changed |= self._peaks.compare(step)
             self._peaks.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from adacc_hf.compiler.partitioner import GRAPH_SETTINGS
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, gather_from_all_ranks
 from adacc_hf.torch_glue.memory import available_bytes
 from adacc_hf.torch_glue.private import tree_leaves
-from adacc_hf.torch_glue.progress import announce, reported_if_slow
+from adacc_hf.torch_glue.progress import SlowReport, announce
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +87,8 @@ class CompiledRun:
         self._next_change: _ShareChange | None = None
         """Change to make at the start of the next step."""
         self._meter = StepMeter()
-        self._report = ExitStack()
-        """Context that reports a slow step while the model is compiled."""
+        self._report: SlowReport | None = None
+        """Report of a slow step while the model is compiled, or None."""
         self.peak_bytes: int | None = None
         """Peak of the last measured step, including the optimizer's step."""
         if initial_policy is None and self._fraction is None:
@@ -124,9 +123,9 @@ class CompiledRun:
     def begin_step(self, model: Any, optimizer: Any) -> None:
         if self._next_change is not None:
             self._compile_again(self._next_change)
-        self._report.close()
+        self._end_report()
         if self.is_compiling:
-            self._report.enter_context(reported_if_slow("a step that compiles the model"))
+            self._report = SlowReport("a step that compiles the model")
         self._meter.begin()
         self._num_elements, self.fell_back = 0, False
         # A step that compiles is not representative, and the first step allocates the optimizer's state.
@@ -148,7 +147,7 @@ class CompiledRun:
 
         Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """
-        self._report.close()
+        self._end_report()
         self._check_reached()
         self._num_steps += 1
         self._meter.end_backward()
@@ -182,10 +181,16 @@ class CompiledRun:
 
     def remove(self) -> None:
         """Remove the partitioner from torch and drop all compiled code. A second call has no effect."""
-        self._report.close()
+        self._end_report(has_failed=True)  # the run ends within the step
         self._meter.close()
         self._installed.remove()
         self._undo_checkpointing()
+
+    def _end_report(self, has_failed: bool = False) -> None:
+        """End the report of the current step, if any."""
+        if self._report is not None:
+            self._report.end(has_failed)
+            self._report = None
 
     def _check_reached(self) -> None:
         self._is_reached = self._is_reached or bool(self.policy.regions)
