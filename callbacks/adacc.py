@@ -32,7 +32,7 @@ from adacc_hf.callbacks.preconditions import (
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, batch_loss, checkpoint_folder
 from adacc_hf.callbacks.training_log import OwnLogs, add_to_log, is_training_log
-from adacc_hf.price.host_copies import free_bytes_for
+from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
@@ -141,8 +141,10 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         saved = None
         if checkpoint is not None and not self._is_solved:
             # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-            budget, host_limit = self.config.memory_budget, self.config.host_limit(free_bytes_for(session.state.model))
-            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, budget, host_limit))
+            config, host_limit = self.config, common_host_limit(self.config, session.state.model)
+            saved = broadcast_from_first_rank(
+                lambda: load_from_checkpoint(checkpoint, config.memory_budget, config.host_memory, host_limit)
+            )
         session.begin(saved, state.global_step)
 
     def on_step_begin(

@@ -25,6 +25,7 @@ from adacc_hf.artifacts.files import (
 )
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.torch_glue.batch_shapes import BatchShapes, shapes_from_json, shapes_to_json
 from adacc_hf.torch_glue.distributed import num_ranks
 from adacc_hf.torch_glue.progress import announce
@@ -105,6 +106,8 @@ class Saved:
     """Step from which tracking steps are counted. None means the step at which the run resumes."""
     memory_budget: str | float | int | None = None
     """Budget in the run's config. None if there is only a policy."""
+    host_memory: str | float | int | None = None
+    """The setting `host_memory` in the run's config."""
     tightened: float | int | None = None
     """Smaller budget for new policies, if a step ran out of memory under `memory_budget`, else None."""
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -206,12 +209,15 @@ def save_in_checkpoint(folder: Path, saved: Saved) -> None:
 
 
 def load_from_checkpoint(
-    folder: str | Path, memory_budget: str | float | int, host_limit_bytes: int = 0
+    folder: str | Path,
+    memory_budget: str | float | int,
+    host_memory: str | float | int | None = None,
+    host_limit_bytes: int = 0,
 ) -> Saved | None:
     """Return the state of the run that wrote the checkpoint `folder`.
 
-    Return None if the checkpoint has no policy, or if its policies are for another budget or another number of ranks,
-    or store more than `host_limit_bytes` in host memory.
+    Return None if the checkpoint has no policy, or if its policies are for another `memory_budget`, `host_memory` or
+    number of ranks, or store more than `host_limit_bytes` in host memory. A message then says why.
     Raises PolicyMismatchError or AdaccError for a damaged file, and FileNotFoundError for a missing file.
     """
     folder = Path(folder)
@@ -228,13 +234,18 @@ def load_from_checkpoint(
     if saved_budget != memory_budget:
         announce("Adacc: %s has memory_budget=%r, not %r: profiling again", folder, saved_budget, memory_budget)
         return None
+    if saved.host_memory != host_memory:
+        announce("Adacc: %s has host_memory=%r, not %r: profiling again", folder, saved.host_memory, host_memory)
+        return None
     host_bytes = max(size_policy.policy.predicted_host_bytes for size_policy in saved.size_policies)
     if host_bytes > host_limit_bytes:
-        log.info(
-            "Adacc: %s has policies with %d bytes in host memory, more than the limit of %d: profiling again",
+        announce(
+            "Adacc: %s has policies with %s in host memory, and host_memory=%r allows %s of the memory that is free "
+            "now: profiling again",
             folder,
-            host_bytes,
-            host_limit_bytes,
+            format_bytes(host_bytes),
+            host_memory,
+            format_bytes(host_limit_bytes),
         )
         return None
     if saved.num_ranks != num_ranks():

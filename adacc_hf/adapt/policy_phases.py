@@ -126,7 +126,13 @@ class FixedPolicyPhase(Phase):
     def _saved(self) -> Saved:
         run = self._run
         saved = [SavedSizePolicy(policy=run.active_policy, profile=run.profile)]
-        return Saved(size_policies=saved, memory_budget=run.config.memory_budget, history=run.history, step=run.step)
+        return Saved(
+            size_policies=saved,
+            memory_budget=run.config.memory_budget,
+            host_memory=run.config.host_memory,
+            history=run.history,
+            step=run.step,
+        )
 
     def ends(self) -> None:
         run = self._run
@@ -448,6 +454,7 @@ class AdaptivePhase(FixedPolicyPhase):
             size_policies=[size_policy.saved() for size_policy in (shown, *others)],
             policy_step=context.policy_step,
             memory_budget=context.config.memory_budget,
+            host_memory=context.config.host_memory,
             tightened=context.tightened,
             history=self._run.history,
             losses=guard.losses,

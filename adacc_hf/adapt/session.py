@@ -27,7 +27,7 @@ from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.heads import ComputeLoss
-from adacc_hf.price.host_copies import free_bytes_for
+from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 from adacc_hf.torch_glue.memory import is_out_of_memory, refuse_unmeasurable
@@ -257,14 +257,16 @@ class AdaccSession:
     def load(self, folder: str | Path) -> bool:
         """Resume from the files that `save` has written into `folder`. Return True if the saved policy is used.
 
-        Return False if the folder has no policy, or a policy for another `memory_budget` or number of ranks. The model
-        is then profiled again. Call this method before the first step. Raises AdaccError for a damaged
-        file, and FileNotFoundError if the folder does not exist or a file next to the policy is missing.
+        Return False if the folder has no policy, or a policy for another `memory_budget`, `host_memory` or number of
+        ranks, or if its policies store more in host memory than is allowed and free. The model is then profiled again.
+        Call this method before the first step. Raises AdaccError for a damaged file, and FileNotFoundError if the
+        folder does not exist or a file next to the policy is missing.
         """
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config, self.state.model))
+        host_limit = common_host_limit(self.config, self.state.model)
+        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config, host_limit))
         if saved is not None:
             self.begin(saved, saved.step or 0)
         return saved is not None
@@ -456,11 +458,11 @@ class AdaccSession:
             raise
 
 
-def _loaded(folder: str | Path, config: AdaccConfig, model: nn.Module) -> Saved | None:
+def _loaded(folder: str | Path, config: AdaccConfig, host_limit_bytes: int) -> Saved | None:
     """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.
     """
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"session.load({str(folder)!r}): there is no such folder; give one that save has made")
-    return load_from_checkpoint(folder, config.memory_budget, config.host_limit(free_bytes_for(model)))
+    return load_from_checkpoint(folder, config.memory_budget, config.host_memory, host_limit_bytes)

@@ -13,6 +13,7 @@ from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_pool import HostPool, host_pool
 from adacc_hf.price.timing import median_ms
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks
 from adacc_hf.torch_glue.host_memory import free_host_bytes, has_own_memory
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,14 @@ def free_bytes_for(model: nn.Module) -> int:
     They include the pool of this process, except for the bytes that payloads of other models have reserved.
     """
     return max(0, free_host_bytes() + host_pool.nbytes - host_pool.reserved_for_others(model))
+
+
+def common_host_limit(config: AdaccConfig, model: nn.Module) -> int:
+    """Return the least of all ranks' limits in bytes on payloads of `model` in host memory. All ranks must call this
+    function."""
+    if config.host_memory is None:
+        return 0
+    return min(gather_from_all_ranks(config.host_limit(free_bytes_for(model))))
 
 
 def measure_host_link(device: torch.device, config: AdaccConfig, model: nn.Module) -> tuple[HostLink | None, int]:
