@@ -16,7 +16,7 @@ from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_selection import UNCERTAINTY
 from adacc_hf.adapt.profile_updates import SwitchedOff, with_finer, without_codecs
 from adacc_hf.adapt.run_context import RunContext
-from adacc_hf.artifacts.config import Budget
+from adacc_hf.artifacts.config import HOST_SHARE, AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError, UncalledBlocksError, as_sentence
 from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
@@ -211,6 +211,7 @@ class PolicyBuilder:
             if not isinstance(policy, Policy):
                 raise ValueError(f"policy=... is a function that returned {policy!r}: let it return a Policy")
             refuse_above_budget(policy, self._config.memory_budget, profile.plain_stored_bytes)
+            refuse_above_host_memory(policy, self._config, self._config.host_limit(profile.host_free_bytes))
             return policy
         allowed = without_codecs(profile, switched_off) if switched_off else profile
         allowed = allowed.without_codecs_below(self._config.min_compress_bytes)
@@ -262,3 +263,18 @@ def refuse_above_budget(policy: Policy, memory_budget: str | float | int, plain_
             f"memory_budget={memory_budget!r} allows {format_bytes(allowed)}, and the policy that was passed with it "
             f"{what} {format_bytes(needed)}: leave one of the two out, or pass a policy that was solved for this budget"
         )
+
+
+def refuse_above_host_memory(policy: Policy, config: AdaccConfig, limit_bytes: int) -> None:
+    """Raise ValueError if the user passed a policy that stores more than `limit_bytes` in host memory.
+
+    `limit_bytes` is the limit by `config.host_memory` and by the free memory of the hosts.
+    """
+    if policy.predicted_host_bytes <= limit_bytes:
+        return
+    needed = format_bytes(policy.predicted_host_bytes)
+    raise ValueError(
+        f"host_memory={config.host_memory!r} allows {format_bytes(limit_bytes)} of the host's free memory, and the "
+        f"policy that was passed with it stores {needed} there: set host_memory to at least {needed}, which may be "
+        f"{HOST_SHARE:.0%} of the free memory, or pass a policy that was solved for this limit"
+    )

@@ -19,7 +19,7 @@ from adacc_hf.adapt.checkpoint_files import Saved, SavedSizePolicy, drop_files, 
 from adacc_hf.adapt.coverage import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer
 from adacc_hf.adapt.phases import WarmUpPhase, resume
-from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget
+from adacc_hf.adapt.policy_builder import PolicySource, refuse_above_budget, refuse_above_host_memory
 from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.adapt.training_loop import TrainingLoop, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
@@ -110,7 +110,7 @@ class AdaccSession:
 
         Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
         range, nn.DataParallel, or a device other than CPU and CUDA. The first step raises ValueError if `policy` needs
-        more than `memory_budget`.
+        more than `memory_budget` or `host_memory`.
         """
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._is_own = loop is None
@@ -311,6 +311,8 @@ class AdaccSession:
         if saved is None and isinstance(source, (str, Path, Policy)):
             policy = source if isinstance(source, Policy) else Policy.load(source)
             refuse_above_budget(policy, self.config.memory_budget)
+            if policy.predicted_host_bytes:
+                refuse_above_host_memory(policy, self.config, common_host_limit(self.config, run.model))
             saved = Saved(size_policies=[SavedSizePolicy(policy=policy, profile=None)])
         if saved is None:
             run.phase = WarmUpPhase(run)
