@@ -1,6 +1,6 @@
 """Interface to torch's compiler.
 
-Most names that it needs are private names of torch, so they are all in this module (tested: torch 2.11, 2.13, 2.15).
+Most names that it needs are private names of torch, so they are all in this module (tested: torch 2.11, 2.13, 2.14.1).
 """
 
 from __future__ import annotations
