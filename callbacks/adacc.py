@@ -288,11 +288,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         phase = None if self.session is None else self._session.phase
         return phase if isinstance(phase, Compiled) else None
 
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.changed_settings.items())
-        policy = "" if self.policy is None else self.policy.describe()
-        return f"<AdaccCallback({settings}): {policy}>" if policy else f"AdaccCallback({settings})"
-
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the settings and, if there is a policy, tables of its actions."""
         if self.policy is None:

@@ -134,7 +134,8 @@ class SessionAdapter:
         return isinstance(self._source, (str, Path, Policy))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config!r})"
+        text = f"{type(self).__name__}({self.config.describe_changes()})"
+        return text if self.policy is None else f"<{text}: {self.policy.describe()}>"
 
 
 def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, Any]) -> AdaccConfig:

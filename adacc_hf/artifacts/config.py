@@ -216,8 +216,12 @@ class AdaccConfig:
         settings = ((field, getattr(self, field.name)) for field in fields(self))
         return {field.name: value for field, value in settings if value != field.default}
 
+    def describe_changes(self) -> str:
+        """Return the settings that differ from their defaults as keyword arguments, such as "memory_budget=0.5"."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.changed_settings.items())
+
     def __repr__(self) -> str:
-        return f"AdaccConfig({', '.join(f'{name}={value!r}' for name, value in self.changed_settings.items())})"
+        return f"AdaccConfig({self.describe_changes()})"
 
     @property
     def heads(self) -> tuple[str, ...]:
