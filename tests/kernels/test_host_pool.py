@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import SimpleQueue, get_context
 from types import SimpleNamespace
 
@@ -84,6 +84,27 @@ def test_reservations_of_several_users_add_up_and_are_never_reduced(pool: HostPo
     assert pool.nbytes == 0
 
 
+def store_with(pool: HostPool, action: Callable[[], None]) -> None:
+    """Call `action` while the pool stores a tensor."""
+
+    class Tensor:
+        device, dtype, nbytes = torch.device("cpu"), torch.float32, 4
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            action()
+            return (1,)
+
+    with pytest.raises(TypeError, match="copy_"):
+        pool.store([Tensor()])  # type: ignore[list-item]
+
+
+def run_in_thread(action: Callable[[], object]) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
 def test_the_reservation_of_a_deleted_user_ends(pool: HostPool) -> None:
     class User:
         pass
@@ -109,12 +130,13 @@ def test_the_reservation_of_a_user_that_is_deleted_within_the_pool_ends_afterwar
     for user in users:
         pool.reserve(user, ALIGNMENT)
     del user
-    with pool._busy():
+
+    def delete_two() -> None:
         users.pop()
-        thread = threading.Thread(target=users.pop)
-        thread.start()
-        thread.join()
+        run_in_thread(users.pop)
         assert pool.reserved_for_others(None) == 3 * ALIGNMENT
+
+    store_with(pool, delete_two)
     assert pool.reserved_for_others(None) == ALIGNMENT
     users.clear()
     assert pool.nbytes == 0
@@ -160,11 +182,7 @@ def test_a_forked_process_has_an_empty_pool_of_its_own(pool: HostPool) -> None:
             results.put(str(error))
 
     process = get_context("fork").Process(target=work)
-    holder = threading.Event()
-    with pool._lock:
-        thread = threading.Thread(target=lambda: (process.start(), holder.set()))
-        thread.start()
-        holder.wait()
+    store_with(pool, lambda: run_in_thread(process.start))
     process.join(60)
     assert process.exitcode == 0
     assert results.get() == (0, 0)

@@ -53,6 +53,9 @@ def test_a_forward_without_autocast_ends_that_of_earlier_ones():
 def test_an_adapter_is_shown_with_its_settings_and_its_policy():
     adapter = SessionAdapter(None, None, {"memory_budget": 0.5, "head": "plain"})
     assert repr(adapter) == "SessionAdapter(memory_budget=0.5, head='plain')"
-    adapter._session = SimpleNamespace(policy=SimpleNamespace(describe=lambda: "4 blocks"))
-    assert repr(adapter) == "<SessionAdapter(memory_budget=0.5, head='plain'): 4 blocks>"
+
+    class WithPolicy(SessionAdapter):
+        policy = SimpleNamespace(describe=lambda: "4 blocks")
+
+    assert repr(WithPolicy(adapter.config, None, {})) == "<WithPolicy(memory_budget=0.5, head='plain'): 4 blocks>"
     assert repr(SessionAdapter(None, None, {})) == "SessionAdapter()"
