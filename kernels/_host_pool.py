@@ -129,18 +129,18 @@ class HostPool:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the pool holds."""
-        with self._lock:
+        with self._busy():
             return 0 if self._arena is None else self._arena.nbytes
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the pool that payloads use now."""
-        with self._lock:
+        with self._busy():
             return 0 if self._arena is None else self._arena.live_bytes
 
     def take_peak(self) -> int:
         """Return the maximum of `live_bytes` since the last call."""
-        with self._lock:
+        with self._busy():
             peak, self._peak_bytes = self._peak_bytes, self.live_bytes
             return peak
 
@@ -167,7 +167,7 @@ class HostPool:
 
     def reserved_for_others(self, model: object) -> int:
         """Return the bytes that are reserved for payloads of other models than `model`."""
-        with self._lock:
+        with self._busy():
             others = (each for each in self._reservations.values() if each.model is None or each.model() is not model)
             return sum(aligned(each.nbytes) for each in others)
 
