@@ -187,10 +187,10 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
             return uncut_tokens + max(1, (length - uncut_tokens) * eighths // 8)
         return _shortened(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
 
-    if (
-        all(LEAST_TOKENS <= shortened(n, 2) < shortened(n, 3) < shortened(n, 4) for n in lengths.values())
-        and smaller_parts
-    ):
+    can_be_smaller = all(
+        n >= LEAST_TOKENS and shortened(n, 2) < shortened(n, 3) < shortened(n, 4) for n in lengths.values()
+    )
+    if smaller_parts and can_be_smaller:
         lists.append(smaller_parts)
 
     def cut(shape: TensorShape, count: int, first: int, second: int) -> TensorShape:

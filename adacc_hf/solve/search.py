@@ -165,10 +165,9 @@ class PolicySearch:
         # fastest. Otherwise more memory could cost time.
         start_budget = Budget(start_bytes, start_bytes, limits_peak=True)
         if self._least_ms_of(policies, incumbent_ms) > self.bound_ms(start_budget):
-            trail = map(self._timed, self._byte_search.trail)
-            policies += (policy for policy in trail if fits(policy) and self.oracle.peak_bytes(policy) < start_bytes)
-            if not policies:
-                policies = [self._timed(self._byte_search.least)]
+            # The last policy is a candidate for every budget, like the others: it may be the fastest one too.
+            others = map(self._timed, [*self._byte_search.trail, self._byte_search.least])
+            policies += (policy for policy in others if fits(policy) and self.oracle.peak_bytes(policy) < start_bytes)
         return policies
 
     # The least peak must be the same in each process, so that a budget that one process could use can be used again.
