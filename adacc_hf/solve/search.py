@@ -255,7 +255,7 @@ class PolicySearch:
     def least_bytes_bound(self, budget: Budget) -> int:
         """Return a lower bound of the smallest budget that any policy fits: of the peak, or of the stored bytes."""
         if budget.limits_peak:
-            return least_bound(self.profile, self.kinds.frontiers)
+            return least_bound(self.profile, self._byte_search.kinds.frontiers)
         return self._stored_bytes(self.uniform_program.least_bytes())
 
     def _fits_host(self, policy: list[PricedPlan]) -> bool:
