@@ -195,7 +195,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         return _shortened(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
 
     alignments = [True] * len(lists)
-    # Only tapes of a GPU depend on the alignment. Aligned lengths of texts of 48 to 127 tokens are not distinct.
+    # Only tapes of a GPU depend on the alignment. The aligned lengths of a text of up to 80 tokens are not distinct.
     for with_alignment in (True, False) if batch.is_on_cpu else (True,):
         shorter = [[shortened(length, eighths, with_alignment) for eighths in (2, 3, 4)] for length in lengths.values()]
         if smaller_parts and all(a < b < c for a, b, c in shorter) and min(lengths.values()) >= LEAST_TOKENS:
