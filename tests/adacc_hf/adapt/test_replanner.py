@@ -400,7 +400,6 @@ def test_a_comparison_records_a_block_only_if_the_budget_has_room(model, batch, 
     session.replanner.start_tracking(session.handle.plans)
     session.step()
     session.handle.tape_cache.may_record = lambda: may_record
-    monkeypatch.setattr(gradient_module, "_reported_obstacles", set())
     for strategy in session.handle.plans.strategies.values():
         monkeypatch.setattr(strategy.entries, "latest", lambda key: None)
         monkeypatch.setattr(strategy.entries, "expected_entry", lambda *_: None)
