@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.errors import UnrestorableError
+from adacc_hf.artifacts.errors import UnrecordedCallError, UnrestorableError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import RETAIN, Action, Plan
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.compat import forward_needs_all_ranks
+from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.model_state import SMALL_COPY, ModelState
 from adacc_hf.torch_glue.no_trace import NoTrace
 from adacc_hf.torch_glue.private import tree_leaves, tree_map
@@ -155,10 +156,12 @@ class BlockSample:
             if self._exact is None:
                 self._exact = _gradient(call, lambda fn, args, kwargs: fn(*args))
             other = _gradient(call, lambda *arguments: self.plan.run_again(call.block, *arguments))
-        except _FreedGraphError as error:
+        except (_FreedGraphError, UnrecordedCallError) as error:
             self._warn_uncompared(str(error))
             return None
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             log.warning(
                 "Adacc: not enough memory to compare the gradient of %s with the exact one: set guard_blocks=0, or a "
                 "smaller memory_budget",

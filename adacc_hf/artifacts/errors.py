@@ -89,6 +89,10 @@ class UnrestorableError(AdaccError, RuntimeError):
     """Error raised if a measurement run changed state of the model that cannot be restored."""
 
 
+class UnrecordedCallError(AdaccError, RuntimeError):
+    """Error raised if a block must be recorded to run it once more, and the budget has no room for the recording."""
+
+
 class ChunkedHeadError(AdaccError, RuntimeError):
     """Error raised if an operation on a chunked head needs the full logits."""
 

@@ -57,6 +57,11 @@ class Batch:
         return batch_bytes(self.tensors)
 
     @property
+    def is_on_cpu(self) -> bool:
+        """True if all tensors are on the CPU."""
+        return all(value.device.type == "cpu" for value in self.tensors.values() if isinstance(value, torch.Tensor))
+
+    @property
     def num_samples(self) -> int:
         return next((shape.size[0] for shape in self.shapes if len(shape.size) > 1), 1)
 
@@ -182,26 +187,34 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         sample_counts = [(few_samples, more_samples)] if has_many else [(1, 2), (2, 3)] if num_samples > 3 else []
         lists, smaller_parts = [[(count, 8, 8) for count in pair] for pair in sample_counts], []
 
-    def shortened(length: int, eighths: int) -> int:
+    def shortened(length: int, eighths: int, with_alignment: bool = True) -> int:
         if 0 < uncut_tokens < length:
             return uncut_tokens + max(1, (length - uncut_tokens) * eighths // 8)
+        if not with_alignment:
+            return max(1 + eighths, length * eighths // 8)
         return _shortened(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
 
-    if (
-        all(LEAST_TOKENS <= shortened(n, 2) < shortened(n, 3) < shortened(n, 4) for n in lengths.values())
-        and smaller_parts
-    ):
-        lists.append(smaller_parts)
+    alignments = [True] * len(lists)
+    # Only tapes of a GPU depend on the alignment. The aligned lengths of a text of up to 80 tokens are not distinct.
+    for with_alignment in (True, False) if batch.is_on_cpu else (True,):
+        shorter = [[shortened(length, eighths, with_alignment) for eighths in (2, 3, 4)] for length in lengths.values()]
+        if smaller_parts and all(a < b < c for a, b, c in shorter) and min(lengths.values()) >= LEAST_TOKENS:
+            lists.append(smaller_parts)
+            alignments.append(with_alignment)
+            break
 
-    def cut(shape: TensorShape, count: int, first: int, second: int) -> TensorShape:
+    def cut(shape: TensorShape, count: int, first: int, second: int, with_alignment: bool) -> TensorShape:
         size = list(shape.size)
         if size[0] == num_samples or (uncut_tokens and size[0] % num_samples == 0):  # patches of all images together
             size[0] = size[0] // num_samples * count
         if shape.name in lengths:
-            size[1] = shortened(size[1], second if shape.name in second_texts else first)
+            size[1] = shortened(size[1], second if shape.name in second_texts else first, with_alignment)
         return TensorShape(shape.name, tuple(size))
 
-    cut_shapes = [dict.fromkeys(tuple(cut(shape, *part) for shape in shapes) for part in parts) for parts in lists]
+    cut_shapes = [
+        dict.fromkeys(tuple(cut(shape, *part, with_alignment) for shape in shapes) for part in parts)
+        for parts, with_alignment in zip(lists, alignments, strict=True)
+    ]
     return [[batch.resized(after) for after in sorted(parts, key=num_elements)] for parts in cut_shapes]
 
 

@@ -27,6 +27,7 @@ from adacc_hf.price.caching_measurement import CachingMeasurement
 from adacc_hf.price.measured_profile import measure_profile
 from adacc_hf.price.measurement import Measurement, MemoryOnlyMeasurement
 from adacc_hf.price.profile_cache import ProfileCache
+from adacc_hf.price.profiling_memory import parts_within, peak_limit, start_small
 from adacc_hf.price.training_step import TrainingStep
 from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.memory import is_out_of_memory
@@ -47,7 +48,8 @@ def estimate_profile(
 
     Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
     the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
-    `Profile.sizes`. If a list of parts does not fit into memory, a list of smaller parts replaces it.
+    `Profile.sizes`. If a list of parts does not fit into memory, or is predicted to exceed a budget in bytes, a list of
+    smaller parts replaces it.
 
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
     """
@@ -57,23 +59,30 @@ def estimate_profile(
     if not choices:
         raise NoEstimateError("the batch has fewer than four samples, and no texts that can be shortened")
     measurement = measurement or CachingMeasurement(ProfileCache())
+    limit = peak_limit(config)
+    if limit is not None:
+        choices = start_small(choices, whole)
+        limit += step.coming_bytes(model.parameters())  # profiles include this state, which does not exist yet
     profiles: list[Profile] = []
-    for parts in choices:
-        readings = [measurement, *(MemoryOnlyMeasurement(measurement) for _ in parts[1:])]
+    for index, parts in enumerate(choices):
         # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
         token_share = num_elements(parts[0].shapes) / num_elements(whole.shapes)
         part_config = replace(config, min_compress_bytes=int(config.min_compress_bytes * token_share))
         try:
-            profiles, started = [], time.perf_counter()
-            for part, reading in zip(parts, readings, strict=True):
+            started = time.perf_counter()
+            profiles = [measure_profile(model, parts[0], part_config, step, measurement)]
+            if limit is not None:
+                parts = parts_within(limit, profiles[0], choices[index:])
+            seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
+            announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
+            for part in parts[1:]:
+                reading = MemoryOnlyMeasurement(measurement)
                 profiles.append(measure_profile(model, part, part_config, step, reading))
-                if part is parts[0]:
-                    seconds, num_steps = predict_duration(parts, whole, profiles[0], time.perf_counter() - started)
-                    announce("Adacc: %s", describe_duration(len(parts), seconds, num_steps))
         except UncalledBlocksError:
             raise
         except Exception as error:
-            if parts is choices[-1] or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
+            is_last = index == len(choices) - 1
+            if is_last or not (is_out_of_memory(error) or isinstance(error, UNSUPPORTED_BATCH_ERRORS)):
                 raise
             continue
         if all(profile_structure(profile) == profile_structure(profiles[0]) for profile in profiles):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, PolicyMismatchError, TapeMismatchError, UnrecordedCallError
 from adacc_hf.artifacts.policy import IDLE_KIND, Place, Plan
 from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.blocks import CheckpointStrategy
@@ -149,12 +149,20 @@ class BlockExecutor:
     def run_again(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the block once more under the plan, to measure the call.
 
-        The call is not counted, because the count of calls decides which calls are validated.
+        The call is not counted, because the count of calls decides which calls are validated. Raises
+        UnrecordedCallError if the call takes a traced path without a tape, and the budget has no room to record it.
         """
         if self.plan.is_checkpointed:
             return self.run(block, fn, args, kwargs)
         key = self.known_shapes.key(block, fn, args, kwargs)
         entry = self.entries.latest(key)
+        if entry is None and not self.tape_cache.may_record():
+            current_key = self.known_shapes.with_current_layout(key, block)
+            if self.entries.expected_entry(current_key, args, kwargs) is None:
+                raise UnrecordedCallError(
+                    f"the budget has no room to record another traced path of {self.name}: increase memory_budget, or "
+                    f"set guard_blocks=0"
+                )
         if entry is None or entry.execution_plan is None or entry.execution_plan.is_plain:
             return self.run(block, fn, args, kwargs)
         externals = fetch(entry.plan.externals, block, args, kwargs)

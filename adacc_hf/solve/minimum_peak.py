@@ -136,7 +136,8 @@ class PeakOracle:
 # Frontier plans store few bytes for their time, but a peak also contains the working set of a block's backward, which
 # grows with each replayed operator. So a local search starts at the policy of frontier plans with the least peak. It
 # changes the action of single activations, in the Pareto-optimal plans of the kind of block where the peak occurs, as
-# long as this lowers the peak. The result is not proven to have the least peak.
+# long as this lowers the peak. The result is not proven to have the least peak. The search runs with prices in bytes
+# (byte_prices.py), so that its result does not depend on measured times.
 
 PLANS_PER_ROUND = 8
 """Number of plans whose neighbours are computed in a round. With one plan, GPT-2's least peak is 4 % higher."""
