@@ -135,7 +135,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Compute the prediction that `arguments` describe, and return text or JSON. Progress is printed on stderr."""
     options = _check(arguments)
-    with _progress_on_stderr():
+    with _progress_on_stderr(), _torchao_imported_silently():
         log.info("loading torch and Transformers")
         from adacc_hf.estimate.plan_report import to_json, to_text
         from adacc_hf.estimate.planning import plan
@@ -144,6 +144,28 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.html is not None:
         _write_report(arguments.html, training_plan)
     return json.dumps(to_json(training_plan), indent=1) if arguments.json else to_text(training_plan)
+
+
+_OF_TORCHAO = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
+"""Beginning of the messages about its own code that an import of torchao logs, by logger. Transformers imports torchao
+if it is installed. The messages do not concern a plan, which runs nothing of torchao."""
+
+
+@contextmanager
+def _torchao_imported_silently() -> Iterator[None]:
+    """Drop the messages in `_OF_TORCHAO` while the context is open. All other messages are logged."""
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_OF_TORCHAO[record.name])
+
+    loggers = [logging.getLogger(name) for name in _OF_TORCHAO]
+    for logger in loggers:
+        logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_kept)
 
 
 @contextmanager

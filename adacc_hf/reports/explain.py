@@ -19,10 +19,14 @@ from adacc_hf.artifacts.policy import (
 )
 from adacc_hf.artifacts.profile import CodecOption, KindProfile, Profile, Value
 from adacc_hf.artifacts.units import format_bytes
+from adacc_hf.reports.text_table import table_lines
 
 NOTHING_TO_DECIDE = (
     "nothing to decide: the profiled batch ran these blocks without gradients, so that they store nothing"
 )
+
+HEADERS = ("activation", "shape", "bytes", "action", "reason")
+BYTES_COLUMN = HEADERS.index("bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +138,17 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
     return groups
 
 
-def explain_policy(policy: Policy, profile: Profile) -> str:
+def explain_policy(policy: Policy, profile: Profile, columns: int | None = None) -> str:
     """Return the policy as text, with the name, shape, bytes, action and reason of every activation in every plan.
+
+    Tables are fitted to `columns` characters per line. If `columns` is None, each activation has one line.
 
     Raises PolicyMismatchError if `policy` was not solved from `profile`.
     """
     check_belongs(policy, profile)
     lines = [f"Policy: {policy.summary()}", describe_head(policy, profile), *describe_host(policy, profile)]
     for blocks, kind, plan in plan_groups(policy, profile):
-        cells = [("activation", "shape", "bytes", "action", "reason")]
+        cells = [HEADERS]
         cells += [
             (
                 row.label,
@@ -153,13 +159,12 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
             )
             for row in activation_rows(kind, plan)
         ]
-        widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines += ["", f"{kind.block_class}, {blocks}"]
         if plan.kind == IDLE_KIND:
             lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
         lines += [f"  {note}" for note in describe_block(kind, plan)]
-        lines += [_aligned(line, widths) for line in cells]
+        lines += table_lines(cells, columns=columns, right=(BYTES_COLUMN,))
     return "\n".join(lines)
 
 
@@ -233,11 +238,6 @@ def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
 def format_shape(value: Value) -> str:
     """Return the value's dtype and shape as text, such as "float32[8, 256, 1024]"."""
     return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    name, shape, nbytes, action, reason = cells
-    return f"  {name:{widths[0]}}  {shape:{widths[1]}}  {nbytes:>{widths[2]}}  {action:{widths[3]}}  {reason}"
 
 
 def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:
