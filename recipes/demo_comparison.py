@@ -119,7 +119,7 @@ def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
 
 @contextmanager
 def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
-    """Put the trained model into training mode, and apply the method of its training while the context is open."""
+    """Put the trained model into training mode, and apply its training method inside the `with` block."""
     model = result.model
     model.train()
     model.zero_grad(set_to_none=True)

@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 @contextmanager
 def _progress_on_stderr() -> Iterator[None]:
-    """Print the planner's log on stderr, with the seconds since the start, while the context is open."""
+    """Print the planner's log on stderr, with the seconds since the start, inside the `with` block."""
     start = time.monotonic()
 
     class Handler(logging.Handler):

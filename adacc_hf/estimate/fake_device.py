@@ -38,7 +38,7 @@ number."""
 
 @contextmanager
 def fake_tensors(device_type: str) -> Iterator[None]:
-    """Make new tensors fake and put them on `device_type`, "cpu" or "cuda", while the context is open.
+    """Make new tensors inside the `with` block fake tensors on `device_type`, "cpu" or "cuda".
 
     Raises FakeDeviceError for "cuda" if torch was built without CUDA and there is no C++ compiler.
     """
@@ -57,7 +57,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _compute_capability(capability: tuple[int, int]) -> Iterator[None]:
-    """Make torch report this compute capability of the GPU while the context is open.
+    """Make torch report this compute capability of the GPU inside the `with` block.
 
     Transformers' mixture-of-experts layers, for example, ask for the capability.
     """
@@ -115,7 +115,7 @@ class _FakeCudaGenerator(_FakeCpuGenerator):
 
 @contextmanager
 def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Enable autocast to `dtype` while the context is open, or disable autocast if `dtype` is None.
+    """Enable autocast to `dtype` inside the `with` block, or disable autocast if `dtype` is None.
 
     If there is no GPU, torch.autocast disables itself for "cuda". Therefore the autocast state is set directly.
     """

@@ -167,7 +167,7 @@ class FakeModel:
 
 @contextmanager
 def fake_model(workload: Workload) -> Iterator[FakeModel]:
-    """Create the fake model of `workload`, which can be traced while the context is open.
+    """Create the fake model of `workload`, which can be traced inside the `with` block.
 
     Raises FakeDeviceError if fake tensors of the device type are impossible on this machine. Raises AdaccError if the
     model needs inputs other than input_ids and labels, or if its code depends on the values of tensors.
@@ -337,7 +337,7 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
 
 @contextmanager
 def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
-    """Remove the dropped blocks of `thinning` from `model` while the context is open."""
+    """Remove the dropped blocks of `thinning` from `model` inside the `with` block."""
     parents = [model.get_submodule(path) for path in {_parent(name) for name in thinning.dropped}]
     original_modules = [(parent, dict(modules_of(parent))) for parent in parents]
     for name in thinning.dropped:

@@ -149,7 +149,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
 @contextmanager
 def _checkpointed(model: FakeModel) -> Iterator[None]:
-    """Checkpoint each block of a fake model while the context is open, as torch's checkpoint does."""
+    """Checkpoint each block of a fake model inside the `with` block, as torch's checkpoint does."""
     for block in model.blocks:
         block.forward = _Checkpoint(model, block.forward)
     try:

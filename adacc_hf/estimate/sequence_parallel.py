@@ -58,7 +58,10 @@ def check_attention(model: nn.Module, num_ranks: int) -> None:
 
 @contextmanager
 def shared_sequences(num_ranks: int) -> Iterator[None]:
-    """While open, fused attention exchanges tokens and heads among `num_ranks` ranks. Do nothing for one rank."""
+    """Make fused attention exchange tokens and heads among `num_ranks` ranks inside the `with` block.
+
+    Do nothing for one rank.
+    """
     if num_ranks == 1:
         yield
         return

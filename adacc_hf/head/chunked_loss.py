@@ -36,10 +36,10 @@ _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 @contextmanager
 def at_most_chunks(num_chunks: int | None) -> Iterator[None]:
-    """While open, compute only the first `num_chunks` chunks of each chunked loss, or all chunks if None.
+    """Compute only the first `num_chunks` chunks of each chunked loss inside the `with` block.
 
-    This is for measurements of memory, not for training. The tensors of a chunk are freed during the next one, so all
-    chunks from the third on use the same memory.
+    None computes all chunks. The limit is for measurements of memory, not for training. The tensors of a chunk are
+    freed during the next chunk, so all chunks from the third on use the same memory.
     """
     token = _most_chunks.set(num_chunks)
     try:

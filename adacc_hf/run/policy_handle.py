@@ -175,7 +175,7 @@ class PolicyHandle:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """While open, remove the policy from the model, for example to run a profile.
+        """Remove the policy from the model inside the `with` block, for example to run a profile.
 
         Apply the policy again afterwards.
         """

@@ -108,7 +108,10 @@ class Validator(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, do not compare operators, because the validator, not the block, runs them."""
+        """Disable the comparison of operators inside the `with` block.
+
+        The validator, not the block, runs these operators.
+        """
         before, self._is_paused = self._is_paused, True
         try:
             yield

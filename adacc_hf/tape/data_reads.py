@@ -95,8 +95,8 @@ def _patch_methods() -> Callable[[], None]:
 
 _READS = Watchers[NoteRead](_patch_methods)
 watched_reads = _READS.watching
-"""Context manager `watched_reads(note)`. While open, `note(tensor, method name)` is called each time this thread
-converts a tensor to a list or array."""
+"""Context manager `watched_reads(note)`. Inside the `with` block, `note(tensor, method name)` is called each time this
+thread converts a tensor to a list or array."""
 
 
 def data_behind_reads(

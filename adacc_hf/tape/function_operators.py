@@ -267,7 +267,7 @@ def _identity(function: type[Function]) -> str:
 
 @contextmanager
 def autocast_as(recorded: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
-    """While open, set autocast to the `recorded` (device type, dtype) pairs.
+    """Set autocast to the `recorded` (device type, dtype) pairs inside the `with` block.
 
     The cast cache is disabled, because a replay must not add casts to the cache.
     """

@@ -138,7 +138,10 @@ class FunctionRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, do not record operators and reads, because the recorder and not the block runs the operators."""
+        """Disable the recording of operators and reads inside the `with` block.
+
+        The recorder, and not the block, runs these operators.
+        """
         before = self._is_paused, self._in_operator
         self._is_paused = self._in_operator = True
         try:
@@ -148,7 +151,7 @@ class FunctionRecorder:
 
     @contextmanager
     def _inside_function(self) -> Iterator[None]:
-        """While open, count inner Functions and saved tensors as part of the running Function."""
+        """Count inner Functions and saved tensors as part of the running Function inside the `with` block."""
         self._is_in_function, self._saved_inside = True, []
         try:
             yield

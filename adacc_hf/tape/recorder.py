@@ -481,10 +481,10 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def watching_reads(self) -> Iterator[None]:
-        """While open, record reads of tensors into Python, and draws from Python's and numpy's random generators.
+        """Record reads of tensors into Python, and draws from Python's and numpy's generators, inside the `with` block.
 
-        Reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded, because
-        replay runs the whole operator again and compares its results.
+        These reads and draws are not visible as operators. Reads inside a user-defined operator are not recorded,
+        because replay runs the whole operator again and compares its results.
         """
         before = PythonStates()
         with watched_reads(lambda tensor, by: None if self._in_operator else self._read(tensor, by)):
@@ -494,7 +494,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """While open, record each operator with the path of the submodule that runs it.
+        """Record each operator inside the `with` block with the path of the submodule that runs the operator.
 
         Compiled submodules get no hooks inside, because hooks would trigger a recompilation.
         """

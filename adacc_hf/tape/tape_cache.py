@@ -434,8 +434,10 @@ def _treatment_of_varying(tape: Tape) -> str:
 
 @contextmanager
 def autocast_off(tape: Tape) -> Iterator[None]:
-    """While open, disable autocast for all device types of `tape`. A block on a GPU may have values on the CPU too
-    (random seeds)."""
+    """Disable autocast for all device types of `tape` inside the `with` block.
+
+    A block on a GPU may have values on the CPU too (random seeds).
+    """
     with ExitStack() as stack:
         for device_type in {value.device.type for value in tape.values}:
             stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -260,7 +260,7 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
-    """While open, disable Transformers' detection of packed sequences.
+    """Disable Transformers' detection of packed sequences inside the `with` block.
 
     The detection reads the values of the position ids, which fake tensors do not have.
     """
@@ -366,7 +366,10 @@ def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
-    """While open, set all layerdrop rates of a Transformers `model` to 0. No layer is then skipped at random."""
+    """Set all layerdrop rates of a Transformers `model` to 0 inside the `with` block.
+
+    No layer is then skipped at random.
+    """
     rates = layerdrop_rates(model)
     for owner, name, _ in rates:
         setattr(owner, name, 0.0)

@@ -59,12 +59,12 @@ class OutOfMemoryOnRankError(torch.OutOfMemoryError):
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """While open, catch an error on any rank. At the end of the context, raise an error on all ranks.
+    """Catch an error of any rank inside the `with` block. At the end of the block, raise an error on all ranks.
 
-    Without this, the other ranks could wait for the failed one forever.
+    Without this context, the other ranks could wait for the failed rank forever.
 
     If memory runs out on any rank, raise OutOfMemoryOnRankError on all. For any other error, raise RankFailedError on
-    the other ranks. All ranks must enter the context, and there must be no collective inside.
+    the other ranks. All ranks must enter the `with` block, and the block must not contain a collective.
     """
     if num_ranks() == 1:
         yield
@@ -81,10 +81,10 @@ def fail_together() -> Iterator[None]:
 
 @contextmanager
 def end_process_if_out_of_memory() -> Iterator[None]:
-    """While open, turn an out-of-memory error on one of several ranks into RankFailedError, which is not retried.
+    """Turn an out-of-memory error inside the `with` block into RankFailedError if there are several ranks.
 
-    This is for code with collectives. The other ranks may be waiting in a collective, and cannot be notified. The
-    launcher stops them when this process has ended.
+    A RankFailedError is not retried. The context is for code with collectives. The other ranks may be waiting in a
+    collective, and cannot be notified. The launcher stops the other ranks when this process has ended.
     """
     try:
         yield

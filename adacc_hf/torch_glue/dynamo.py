@@ -348,7 +348,7 @@ def _dynamo() -> Any:
 
 @contextmanager
 def grouped_products_of_any_dtype() -> Iterator[None]:
-    """While open, let torch infer shapes of grouped matrix products for float32 and float16 too.
+    """Let torch infer shapes of float32 and float16 grouped matrix products inside the `with` block.
 
     torch's shape inference supports only bfloat16, although its kernels support the other dtypes.
     """

@@ -68,7 +68,7 @@ def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
 
 @contextmanager
 def guard_identities(numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add guards on the identity of objects that the code compares by `is`, or uses as keys.
+    """Add guards on the identity of objects that code traced inside the `with` block compares by `is`, or uses as keys.
 
     For two tensors, add the expression `a is b` to `numbers` instead.
     """
@@ -163,8 +163,9 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 
 @contextmanager
 def record_dict_order(numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add an expression to `numbers` for each dict that the code iterates: a hash of its ordered
-    names.
+    """Add an expression to `numbers` for each dict that code traced inside the `with` block iterates.
+
+    The expression is a hash of the dict's ordered names.
 
     Dynamo guards neither the names nor the order of a dict that is copied or converted to a list, nor the order of an
     OrderedDict.
@@ -205,7 +206,7 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While open, replace attributes, given as (owner, name, value). Skip attributes that do not exist."""
+    """Replace attributes, given as (owner, name, value), inside the `with` block. Skip attributes that do not exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:

@@ -217,7 +217,10 @@ class CpuMemoryMeter(MemoryMeter):
 
 @contextmanager
 def _silenced_stderr() -> Iterator[None]:
-    """While open, discard all output to stderr. The profiler's C++ code writes a line there at each start and stop."""
+    """Discard all output to stderr inside the `with` block.
+
+    The profiler's C++ code writes a line to stderr at each start and stop.
+    """
     sys.stderr.flush()
     stderr_copy = os.dup(2)
     with open(os.devnull, "w") as devnull:
@@ -300,7 +303,10 @@ class StepMemory:
 
 @contextmanager
 def garbage_collection_disabled() -> Iterator[None]:
-    """While open, disable garbage collection, which would free tensors in reference cycles at random times."""
+    """Disable garbage collection inside the `with` block.
+
+    Garbage collection would free tensors in reference cycles at random times.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

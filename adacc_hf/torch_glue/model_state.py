@@ -388,7 +388,7 @@ class ModelState:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """While open, restore the state of this snapshot. Afterwards, put the present state back."""
+        """Set the model to the state of this snapshot inside the `with` block. Restore the present state afterwards."""
         present = copy.copy(self)
         present.records = [(kind, obj, kind.take(obj)) for kind, obj, _ in self.records]
         present.records += [(ENTRIES, entries, dict(entries)) for entries in self._empty]

@@ -104,7 +104,7 @@ _num_unchanged: WeakKeyDictionary[nn.Module, tuple[int, list[bool]]] = WeakKeyDi
 
 @contextmanager
 def record_state_changes(block: nn.Module | None, *call: Any) -> Iterator[list[ModelState]]:
-    """While open, watch the state of `block` and of `call`, the called function and its arguments.
+    """Watch the state of `block` and of `call` (the called function and its arguments) inside the `with` block.
 
     Yield a list. At the end of the context, the list receives snapshots with the earlier values of all state that has
     changed. Raise UnrestorableError if a change cannot be undone.

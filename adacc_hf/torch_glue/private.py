@@ -233,7 +233,7 @@ def _is_prepared(profiler: torch.profiler.profile) -> bool:
 
 @contextmanager
 def before_profilers_start(call: Callable[[], None]) -> Iterator[None]:
-    """While open, call `call` each time before a torch profiler prepares or starts its session."""
+    """Call `call` before each torch profiler that prepares or starts a session inside the `with` block."""
     before = {name: getattr(torch.autograd.profiler, name) for name in _STARTS}
 
     def start(name: str, *args: Any, **kwargs: Any) -> Any:

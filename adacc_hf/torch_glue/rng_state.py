@@ -37,7 +37,10 @@ class PythonStates:
 
     @contextmanager
     def temporarily_restored(self) -> Iterator[None]:
-        """While open, set the generators to the states of the snapshot. Afterwards, restore their present states."""
+        """Set the generators to the states of the snapshot inside the `with` block.
+
+        Restore the generators' present states afterwards.
+        """
         present = PythonStates()
         self.restore()
         try:
@@ -107,10 +110,10 @@ def generator_state(device: torch.device) -> torch.Tensor | None:
 
 @contextmanager
 def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """While open, use `replacements` in place of torch's default generators. `replacements` has a generator for each
-    device type.
+    """Use `replacements` in place of torch's default generators inside the `with` block.
 
-    This is used with fake tensors, for which no random numbers are drawn.
+    `replacements` has a generator for each device type. The replacement is for fake tensors, for which no random
+    numbers are drawn.
     """
     _replacement_generators.update(replacements)
     try:
@@ -121,7 +124,7 @@ def replace_generators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def draw_from_state(state: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """While open, set the default generator of `device` to `state`. Restore the generator afterwards.
+    """Set the default generator of `device` to `state` inside the `with` block. Restore the generator afterwards.
 
     If `state` is None, do nothing.
     """

@@ -159,7 +159,9 @@ def current_node() -> Any:
 
 @contextmanager
 def calling_node(node: Any) -> Iterator[None]:
-    """While open, let `current_node` return `node`, an autograd node that is called without torch's engine.
+    """Make `current_node` return `node` inside the `with` block.
+
+    `node` is an autograd node that is called without torch's engine.
 
     If the engine runs a node inside, that node takes precedence.
     """
@@ -200,7 +202,7 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While open, disable the gradient hooks of `parameters`.
+    """Disable the gradient hooks of `parameters` inside the `with` block.
 
     In such hooks, DeepSpeed's ZeRO 1 and 2 send the gradients to other ranks, and an optimizer that steps per layer
     (GaLore) or per parameter (LOMO) changes the weights.

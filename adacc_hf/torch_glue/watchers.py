@@ -49,7 +49,7 @@ class Watchers(Generic[Watcher]):
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
-        """While open, register `watcher` for the calling thread."""
+        """Register `watcher` for the calling thread inside the `with` block."""
         self.begin(watcher)
         try:
             yield
