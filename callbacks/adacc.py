@@ -232,9 +232,9 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
 
     @contextmanager
     def serving(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
-        """Return a context in which AdaccTrainerMixin calls `train` of `trainer`.
+        """Serve `trainer` inside the `with` block, in which AdaccTrainerMixin calls `train` of `trainer`.
 
-        `checkpoint` is the folder from which training resumes, or None. Within the context the callback does not search
+        `checkpoint` is the folder from which training resumes, or None. Inside the block the callback does not search
         the stack for its Trainer. If training raises, the callback is detached.
         """
         self._trainer_run = trainer, checkpoint

@@ -74,9 +74,9 @@ class TrainerLoop(TrainingLoop):
 
 @contextmanager
 def keep_figures(trainer: Trainer | None) -> Iterator[None]:
-    """Return a context for profiling that restores the attributes of `trainer`, and their contents, at its end.
+    """Restore the attributes of `trainer`, and the contents of these attributes, after a profile in the `with` block.
 
-    Logs within the context are dropped. A profile calls `compute_loss` more often than training does. Trainers of
+    Logs inside the block are dropped. A profile calls `compute_loss` more often than training does. Trainers of
     preferences and rewards collect metrics in `compute_loss`, and users log metrics there. These metrics must come from
     training alone. The Trainer's models are not restored here, because the profiler restores them.
     """

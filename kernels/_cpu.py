@@ -219,7 +219,8 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
 def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
     """Encode a contiguous matrix in FP8.
 
-    Return codes uint8 [R, C] and the groups' peaks [A], equal to `fp8.encode_ref`.
+    Return codes uint8 [R, C] and the absmax (largest magnitude) of each group [A]. Both results equal the results of
+    `fp8.encode_ref`.
     """
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")

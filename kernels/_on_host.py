@@ -92,7 +92,10 @@ class Unencoded(Codec):
 
 @cache
 def host_codec(name: str) -> type[Codec]:
-    """Return the class of the codec `name`, which is in host memory. Raises ValueError for an unknown codec."""
+    """Return the class of the codec `name`, which stores payloads in host memory.
+
+    Raises ValueError for an unknown codec.
+    """
     codec_class = Unencoded if name == HOST else codec_type(encoding_of(name))
     attributes = {"name": name, "__doc__": f"Codec {name}: the payload of {codec_class.__name__} in host memory."}
     return cast(type[Codec], type(f"{codec_class.__name__}OnHost", (OnHost, codec_class), attributes))

@@ -50,7 +50,7 @@ def _row_and_column(group, channels, ROW_OF_GROUPS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _half_a_tensor_on(row, column, half_rows, half_columns, channels):
-    """Return (row, column) of the element that is half the tensor after the one at `row` and `column`."""
+    """Return the position (row, column) that is half of the tensor's elements after `row`, `column`."""
     column += half_columns
     wraps = (column >= channels).to(tl.int32)
     return row + half_rows + wraps, column - wraps * channels

@@ -34,7 +34,7 @@ class ComparisonRow:
     validation_loss: float
 
     def cells(self) -> dict[str, str]:
-        """Return the formatted cells of the row by column heading."""
+        """Return the formatted cells of the row as a dict with column headings as keys."""
         return {
             "method": self.title,
             "peak activation bytes": format_bytes(self.activation_bytes),
@@ -50,7 +50,7 @@ class ComparisonRow:
         return {name: cell for name, cell in self.cells().items() if name == PEAK or not name.startswith("peak of")}
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the row by column."""
+        """Return the numbers of the row as a dict with column names as keys."""
         return {
             "activation_bytes": self.activation_bytes,
             "peak_bytes": self.peak_bytes,

@@ -152,8 +152,10 @@ class Saved:
 
 @contextmanager
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Return a context for writing into `folder`. An OSError is not raised but logged as a warning, which contains
-    `consequence`."""
+    """Log an OSError inside the `with` block, which writes into `folder`, as a warning instead of raising the error.
+
+    The warning contains `consequence`.
+    """
     try:
         yield
     except OSError as error:

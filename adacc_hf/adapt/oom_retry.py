@@ -116,8 +116,7 @@ def run_with_retry(
 
 @contextmanager
 def memory_reported(report: Callable[[], str]) -> Iterator[None]:
-    """Return a context that logs the result of `report` if memory runs out within the context. The error is raised
-    again."""
+    """Log the result of `report` if memory runs out inside the `with` block. Raise the error again."""
     try:
         yield
     except RuntimeError as error:

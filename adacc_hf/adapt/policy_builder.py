@@ -168,7 +168,8 @@ class PolicyBuilder:
 
     @contextmanager
     def _refusing_size(self) -> Iterator[None]:
-        """Return a context for profiling. If the batch leaves blocks out or memory runs out, raise RefusedSizeError."""
+        """Raise RefusedSizeError if profiling in the `with` block runs out of memory, or if the batch leaves blocks
+        out."""
         try:
             yield
         except UncalledBlocksError as error:

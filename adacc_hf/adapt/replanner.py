@@ -179,7 +179,8 @@ class Replanner:
     def switch_off(self, codecs: Iterable[SwitchedOff]) -> None:
         """Exclude `codecs` from new policies.
 
-        If the config names no codecs, offer the precise codec (INT8) in their place.
+        If the config names no codecs, new policies may use the precise codec (INT8) for the activations that lost a
+        codec.
         """
         self.switched_off |= frozenset(codecs)
         if self.switched_off:

@@ -99,7 +99,7 @@ class Replanning:
     def tighten(self, step: int) -> str | None:
         """Solve for a smaller budget and follow the new policy, after a micro-batch of `step` ran out of memory.
 
-        Return None, or the reason why that is impossible.
+        Return None, or the reason why no policy with less memory can be followed.
         """
         size_policy = self._choice.current
         if num_ranks() > 1:

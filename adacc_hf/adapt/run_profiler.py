@@ -186,7 +186,7 @@ class RunProfiler:
 
     @contextmanager
     def _training_mode(self, model: nn.Module) -> Iterator[None]:
-        """Return a context for profiling, with train mode and the loop's autocast. Errors are raised on all ranks."""
+        """Set train mode and the loop's autocast inside the `with` block, for profiling. Raise errors on all ranks."""
         was_training = model.training
         model.train()
         try:

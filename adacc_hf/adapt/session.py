@@ -171,11 +171,11 @@ class AdaccSession:
         return self.state.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
-        """Return metrics of the policy and of the steps since the last call. Empty before there is a policy.
+        """Return a dict with metrics of the policy and of the steps since the last call.
 
-        The keys are the same as in AdaccCallback's logs. `logs` are the loop's own metrics: in `loss` and `grad_norm`,
-        the accuracy guard looks for spikes, which codecs may have caused. All ranks must call this method at the same
-        steps.
+        The dict is empty before the run has a policy. The keys are the same as in AdaccCallback's logs. `logs` are the
+        loop's own metrics: in `loss` and `grad_norm`, the accuracy guard looks for spikes, which codecs may have
+        caused. All ranks must call this method at the same steps.
         """
         return self.phase.figures(logs or {}, is_on_all_ranks=True)
 
@@ -183,10 +183,11 @@ class AdaccSession:
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one optimizer step: forward, backward and the optimizer's step.
+        """Run one optimizer step in the `with` block: forward, backward and the optimizer's step.
 
-        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has the micro-batches that run
-        `with micro_batch(...)` inside. A step without a forward in train mode and with gradients on is not counted.
+        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has one micro-batch for each
+        `with micro_batch(...)` in the block. A step without a forward in train mode and with gradients on is not
+        counted.
         """
         if self._is_explicit or self.hooks.is_on:
             raise RuntimeError("session.step(...) within another one: leave its context first")
@@ -206,10 +207,10 @@ class AdaccSession:
 
     @contextmanager
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one micro-batch: forward and backward.
+        """Run one micro-batch in the `with` block: forward and backward.
 
-        The optimizer's step belongs in the context of a step's last micro-batch, or right after this context. `batch`
-        is needed only with a `compute_loss`.
+        The optimizer's step belongs in the `with` block of a step's last micro-batch, or right after this block.
+        `batch` is needed only with a `compute_loss`.
         """
         if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
@@ -413,7 +414,7 @@ class AdaccSession:
 
     @contextmanager
     def _detaching(self) -> Iterator[None]:
-        """Return a context that restores the model if an UncoveredBlockError ends the run, and raises it again."""
+        """Restore the model if an UncoveredBlockError is raised inside the `with` block, and raise the error again."""
         try:
             yield
         except UncoveredBlockError:
@@ -422,7 +423,7 @@ class AdaccSession:
 
     @contextmanager
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
-        """Return a context that abandons the current step if an error is raised in it. The error is raised again.
+        """Abandon the current step if an error is raised inside the `with` block. Raise the error again.
 
         If memory runs out and `may_try` is True, a logged message recommends `run`, which can repeat a step.
         """

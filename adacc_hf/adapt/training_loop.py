@@ -92,7 +92,10 @@ class TrainingLoop:
 
 
 class SessionAdapter:
-    """Base class of the callbacks for other trainers: their settings, and the policy and history of the current run."""
+    """Base class of the callbacks that connect a trainer to an AdaccSession, such as AdaccCallback.
+
+    The class has the callback's settings, and gives access to the policy and the history of the current run.
+    """
 
     def __init__(self, config: AdaccConfig | None, policy: PolicySource | None, overrides: dict[str, Any]) -> None:
         self.config = checked_config(type(self).__name__, config, policy, overrides)

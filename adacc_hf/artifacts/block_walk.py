@@ -289,7 +289,10 @@ class BlockWalk:
         return moments
 
     def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
-        """Return the bytes of decoded values and copies (during, after) each event of the backward."""
+        """Return (bytes during the event, bytes after the event) for each event of the backward.
+
+        The bytes are of decoded values, and of copies for autograd Functions.
+        """
         uses: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for value in self._decoded_by(event):

@@ -52,7 +52,7 @@ class RuleFit:
         """Return the rule of each column. A column has the values of one number in all measured batches.
 
         The columns are in the order of the profile's numbers. Rules are tried from the most to the least certain. After
-        each fitted number, its neighbours are tried as this number plus a difference.
+        a number gets a rule, the numbers near it are fitted as this number plus a difference.
         """
         distinct = list(dict.fromkeys(columns))
         rules: dict[Column, Rule] = {}
@@ -80,7 +80,10 @@ class RuleFit:
         return Interpolation(sorted(zip(self._num_elements, column, strict=True)))
 
     def _add_neighbours(self, columns: Sequence[Column], rules: dict[Column, Rule]) -> None:
-        """Add a rule for each column that differs from a neighbour with a rule by an exactly fitted polynomial."""
+        """Add rules for columns that are the sum of a neighbouring column and an exactly fitted polynomial.
+
+        The neighbouring column must have a rule.
+        """
         if self._max_difference_terms < 1:
             return
         num_rules = -1
@@ -91,7 +94,11 @@ class RuleFit:
                     rules[column] = rule
 
     def _from_neighbour(self, columns: Sequence[Column], place: int, rules: dict[Column, Rule]) -> Rule | None:
-        """Return the rule of a neighbouring column plus a polynomial with as few terms as possible."""
+        """Return a rule for the column at `place`: a neighbour's rule plus a polynomial with as few terms as possible.
+
+        A neighbour is a column near `place`. Return None if no neighbour with a rule leaves an exactly fitted
+        difference.
+        """
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
         for neighbour in _neighbours(columns, place):
@@ -150,8 +157,10 @@ class Difference:
 
 
 class LeastSquares:
-    """Rule of a number that is approximated by a sum of products of sizes. The largest shortfall of the fit is
-    added."""
+    """Rule that approximates a number by a sum of products of sizes, fitted by least squares.
+
+    The rule adds the largest amount by which the fit is below a measured number.
+    """
 
     def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
         self._terms, self._shortfall = terms, shortfall

@@ -131,7 +131,10 @@ class CompiledPolicy:
 
     @property
     def backward_bytes(self) -> int:
-        """Same maximum as `peak_bytes`, but with temporaries and the region's own gradients."""
+        """Maximum of the live bytes during the backward of any region, temporaries and gradients included.
+
+        The values that earlier regions store are included too.
+        """
         return self._most([plan.backward_bytes for plan in self.call_plans])
 
     @property

@@ -212,7 +212,9 @@ class CompiledRun:
             self._is_warned = True
 
     def _share_fairly(self, step: int, budget: float) -> None:
-        """If the regions together store more than the fraction `budget`, lower the share for the next step.
+        """Lower the share for the next step if the regions together store more than the budget.
+
+        `budget` is a fraction of the bytes that all regions store under plain torch.compile.
 
         Raises InfeasibleBudgetError if the regions store the least possible already.
         """

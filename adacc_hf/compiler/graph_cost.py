@@ -111,7 +111,10 @@ def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
 
 
 def _is_normalized(node: fx.Node) -> bool:
-    """Return True if the value is computed elementwise from a reduction over rows, as the result of a norm is."""
+    """Return True if the value is computed elementwise from a reduction over its rows.
+
+    An example is the output of a normalization layer.
+    """
     pending, visited = [node], {node}
     while pending:
         current = pending.pop()

@@ -60,7 +60,7 @@ def exponents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def elementwise_sources(graph: fx.Graph, nodes: Set[fx.Node]) -> set[fx.Node]:
-    """Return `nodes`, and all nodes on which they depend through elementwise operators only.
+    """Return `nodes`, and all nodes from which elementwise operators alone compute any of `nodes`.
 
     The search stops at products and sums, which average errors out, and at bounded functions, which keep errors small.
     """

@@ -33,8 +33,8 @@ def reserved_bytes(
     """Return the GPU bytes that the caching allocator reserves in steps of plain training.
 
     With `is_checkpointed`, torch's checkpoint is around each block. With `keeps_gradients`, gradients stay allocated
-    between the steps. Sharding is not simulated, so the model must be on one device. Call this function while the
-    context of `fake_model` that created the model is open.
+    between the steps. Sharding is not simulated, so the model must be on one device. Call this function inside the
+    `with` block of `fake_model` that created the model.
     """
     module = model.model
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -115,7 +115,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
     @contextmanager
     def not_recorded(self) -> Iterator[None]:
-        """Return a context manager: allocations inside are not part of the recorded step."""
+        """Leave out the allocations inside the `with` block from the recorded step."""
         self._is_recording = False
         try:
             yield

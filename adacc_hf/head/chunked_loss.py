@@ -70,11 +70,14 @@ def chunked_cross_entropy(
     """Return `F.cross_entropy(F.linear(rows, weight, bias), target)`, computed in chunks of rows.
 
     Args:
-        rows: [N, D], the input of the output layer. target: [N], class numbers. dtype: dtype of the matrix products.
-        Everything else is computed in float32, or in `dtype` if that is wider. ignore_index: class number of the rows
-        that do not count. reduction: "mean" or "sum". num_rows: number of rows per chunk. None uses `chunk_rows`.
+        rows: [N, D], the input of the output layer.
+        target: [N], class indices.
+        dtype: dtype of the matrix products. Everything else is computed in float32, or in `dtype` if that is wider.
+        ignore_index: class index of the rows that the loss ignores.
+        reduction: "mean" or "sum".
+        num_rows: number of rows per chunk. None uses `chunk_rows`.
 
-    Only one backward is possible, because it passes the gradients computed in forward to autograd without a copy.
+    Only one backward is possible, because backward passes the gradients computed in forward to autograd without a copy.
     """
     if num_rows is None:
         num_rows = chunk_rows(rows.shape[-1])

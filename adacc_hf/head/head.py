@@ -71,9 +71,9 @@ class ChunkedHead:
 
 
 class HeadForward:
-    """Replacement of an output layer's forward, which returns lazy logits in training.
+    """Callable that replaces an output layer's forward, and returns lazy logits in training.
 
-    If the layer is copied or pickled, the copy runs plainly.
+    A copied or pickled layer runs its original forward.
     """
 
     def __init__(self, head: ChunkedHead | None, layer: nn.Linear) -> None:

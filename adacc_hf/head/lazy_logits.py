@@ -141,7 +141,10 @@ class LazyLogits(Tensor):
         return self.real_logits
 
     def as_function_output(self) -> LazyLogits:
-        """Return a lazy copy, as the output of another autograd function. Such a function must not return its input."""
+        """Return a lazy copy of these logits, to be returned by another autograd function.
+
+        The copy is needed, because an autograd function must not return its input.
+        """
         lazy = make_wrapper_subclass(LazyLogits, self.shape, dtype=self.dtype, device=self.device)
         lazy.call, lazy.rows, lazy.real_logits = self.call, self.rows, None
         lazy.compute = lambda: self.materialize().detach()
@@ -191,7 +194,8 @@ class LazyLogits(Tensor):
 class _Placeholder(torch.autograd.Function):
     """Autograd function that creates lazy logits. The backward computes the gradients of rows, weight and bias.
 
-    Lazy logits get a gradient only from C++ code, such as DDP or another autograd function.
+    Lazy logits get a gradient only if C++ code uses lazy logits as an input, for example in DDP or another autograd
+    function.
     """
 
     @staticmethod
@@ -319,7 +323,7 @@ def _cross_entropy(
 ) -> Any:
     """Compute `F.cross_entropy` of lazy logits in chunks. Return NotImplemented if the arguments are not supported.
 
-    Targets must be class numbers, without class weights and label smoothing. The loss is computed in float32, also for
+    Targets must be class indices, without class weights and label smoothing. The loss is computed in float32, also for
     bfloat16 logits.
     """
     is_supported = weight is None and size_average is None and reduce is None and label_smoothing == 0.0

@@ -1,4 +1,4 @@
-"""CachingMeasurement: a measurement in real runs that writes its prices to the cache, and may read them there."""
+"""CachingMeasurement: a measurement in real runs with a cache of measured times and codec costs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class CachingMeasurement(Measurement):
-    """Measurement in real runs that writes every measured price to the cache `store`.
+    """Measurement in real runs that stores all measured times and codec costs in the cache `store`.
 
-    If `AdaccConfig.reuse_prices` is set, prices in the cache are read and not measured again. If the cache's folder
-    cannot be used, one warning is logged, and the cache is disabled from then on.
+    If `AdaccConfig.reuse_prices` is set, times and costs that are in the cache are not measured again. If the cache's
+    folder cannot be used, one warning is logged, and the cache is disabled from then on.
     """
 
     def __init__(self, store: ProfileCache) -> None:

@@ -96,11 +96,12 @@ def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) -> Bottleneck:
-    """Return the resource that limits a step whose forward has these `timings`: the device, or the host that launches
-    the device's work.
+    """Return the resource that limits a step whose forward has these `timings`: the device or the host.
+
+    The host launches the device's work.
 
     `block_host_ms` is the host's time for the plain block's forward, which includes modules, hooks and autograd's
-    graph. If it is None, only the launches count.
+    graph. If `block_host_ms` is None, the host's time is the sum of the host times in `timings`.
     """
     device_ms, host_ms = (sum(times) for times in zip(*timings, strict=True))
     host_ms = host_ms if block_host_ms is None else block_host_ms

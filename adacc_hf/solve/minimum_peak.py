@@ -233,10 +233,10 @@ def least_outcome(kind: KindProfile, stored_bytes: int) -> BlockOutcome:
 
 
 def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
-    """Yield the bytes that are live at each event of a block's backward, under every plan.
+    """Yield, for each event of a block's backward, bytes that are live under any plan for the block.
 
-    These are the saved tensors that autograd has unpacked and not yet freed, and the temporaries of backward's
-    operators. Tensors shared with other blocks are not counted.
+    The bytes are of the saved tensors that autograd has unpacked and not yet freed, and of the temporaries of
+    backward's operators. Tensors shared with other blocks are not counted.
     """
     slots: dict[int, int] = {}
     for event in kind.backward:

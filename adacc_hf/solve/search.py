@@ -154,10 +154,10 @@ class PolicySearch:
 
     @cached_property
     def _extended(self) -> list[list[PricedPlan]]:
-        """Frontier plans and checkpointed plans of each kind of block.
+        """Plans of each kind of block: the plans on the frontier, and the plans under torch's checkpoint.
 
-        A checkpointed block stores more than the last frontier plan, but its backward may need less memory than the
-        backward of a plan that replays everything.
+        A checkpointed block stores more than a block under the last plan of the frontier. But the backward of a
+        checkpointed block may need less memory than the backward of a plan that replays everything.
         """
         return [
             [*frontier, *model.checkpoints] for frontier, model in zip(self.kinds.frontiers, self.models, strict=True)
@@ -276,7 +276,10 @@ class PolicySearch:
         return budget.nbytes - max(EarlierBlocks(live_bytes=-cast_bytes).head_peaks(self.profile))
 
     def _greedy(self, fits: Fits, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return the first policy of the greedy rule that fits and is faster than `incumbent_ms`, or []."""
+        """Return a list with the first policy of the greedy rule that fits and is faster than `incumbent_ms`.
+
+        The list is empty if there is no such policy.
+        """
         policies = greedy_policies(self.profile, self.models)
         faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < incumbent_ms, policies)
         return list(itertools.islice(filter(fits, faster), 1))

@@ -159,7 +159,10 @@ class FunctionRecorder:
             self._is_in_function = False
 
     def _run_function(self, forward_call: ForwardCall) -> Any:
-        """Run a Function, record it, and note the slots that operators inside it save. Return its result."""
+        """Run a Function, record the Function, and return its result.
+
+        Also note the saved-tensor slots of the operators inside the Function.
+        """
         num_slots = len(self.slots)
         result = self._record_function(forward_call)
         self.function_slots.update(range(num_slots, len(self.slots)))

@@ -293,9 +293,10 @@ def missing_operators(tape: Tape, store: StorageMap, value: int, available: set[
 
 
 def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[int, tuple[int, int]]:
-    """Return, for each value, the last (rank of the unpack, index of the step) that needs the value.
+    """Return the last use of each value, as (position of the unpack, index of the operator in the unpack).
 
-    `runs` has the operators of each unpack. The index after the last operator stands for the slot itself.
+    The position is the unpack's index in `order`. `runs` has the operators of each unpack. An index equal to the number
+    of operators stands for the slot itself.
     """
     last: dict[int, tuple[int, int]] = {}
     for rank, (slot, run) in enumerate(zip(order, runs, strict=True)):
@@ -328,7 +329,9 @@ def _program(
 def _step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
-    """Return the step that replays operator `number` at `moment`, a (rank of the unpack, index of the step).
+    """Return the step that replays operator `number` at `moment`.
+
+    `moment` is (position of the unpack, index of the operator in the unpack).
 
     `uses` has the last moment that needs each value.
     """

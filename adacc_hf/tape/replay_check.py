@@ -58,9 +58,10 @@ def exactly_replayed_values(
 def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, exact_values: set[int]
 ) -> None:
-    """Replay one operator and compare its results. Add values with the recorded bits to `exact_values`.
+    """Replay one operator, and compare the results with the recorded tensors.
 
-    Put the results that later operators read into `environment`.
+    Add each value whose replay gave the recorded bits to `exact_values`. Put the tensors that later operators of the
+    replay read into `environment`.
     """
     is_ready = operator.may_run_again and not _is_timed_by_thread(tape, operator)
     is_ready = is_ready and all(environment[value] is not None for value in operator.inputs())
@@ -271,7 +272,7 @@ def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
 
 
 def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -> bool:
-    """Return True if the results of two operators are in storages of the same layout."""
+    """Return True if corresponding results of two operators have the same bytes, geometry, dtype and device."""
     if [position for position, _ in first.outputs] != [position for position, _ in second.outputs]:
         return False
     return all(

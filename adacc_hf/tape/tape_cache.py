@@ -268,7 +268,7 @@ class TapeCache:
         return next((tape for tape in candidates if tape is not None), None)
 
     def take(self, other: TapeCache) -> None:
-        """Merge the tapes and observations of `other` into this cache, and keep its tapes alive."""
+        """Merge the tapes and observations of the cache `other` into this cache. Keep the tapes of `other` alive."""
         self.profiled |= other.tapes
         self.tapes.update(other.tapes)
         self._of_calls.update(other._of_calls)

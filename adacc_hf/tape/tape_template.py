@@ -79,9 +79,10 @@ class _BlankLike:
 
 
 class TapeTemplate:
-    """A tape with placeholders for its numbers. Tapes filled from it share everything that does not depend on sizes.
+    """A tape with placeholders for its numbers.
 
-    `places` has, for each number of the tape in order, its index in the list that is passed to `fill`.
+    Tapes made by `fill` share with each other everything that does not depend on sizes. `places` has one index for each
+    number of the tape, in order: the index of the number's value in the list that is passed to `fill`.
     """
 
     def __init__(self, tape: Tape, places: list[int]) -> None:

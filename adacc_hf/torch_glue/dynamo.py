@@ -373,7 +373,10 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, silence Dynamo's logs and all warnings, for example about `.grad` of non-leaf tensors."""
+    """Silence Dynamo's logs and all warnings inside the `with` block.
+
+    Dynamo warns, for example, about `.grad` of non-leaf tensors.
+    """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -68,7 +68,8 @@ def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
 
 @contextmanager
 def guard_identities(numbers: list[str]) -> Iterator[None]:
-    """Add guards on the identity of objects that code traced inside the `with` block compares by `is`, or uses as keys.
+    """Add guards, inside the `with` block, on the identity of objects that traced code compares by `is`, or uses as
+    keys.
 
     For two tensors, add the expression `a is b` to `numbers` instead.
     """
@@ -119,10 +120,10 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> Iterator[None]:
-    """While Dynamo traces, add to `class_reads` the (class, name) of each attribute that the code looks up on a class.
+    """Record attributes that traced code looks up on classes, inside the `with` block.
 
-    Also guard globals of the standard library. For each `__dict__` that is read, add an expression to `numbers` that
-    hashes its names.
+    For each lookup, `class_reads` gets the (class, name). Globals of the standard library are guarded too. For each
+    `__dict__` that is read, `numbers` gets an expression that hashes the names in the `__dict__`.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
@@ -163,7 +164,7 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 
 @contextmanager
 def record_dict_order(numbers: list[str]) -> Iterator[None]:
-    """Add an expression to `numbers` for each dict that code traced inside the `with` block iterates.
+    """Add an expression to `numbers`, inside the `with` block, for each dict that traced code iterates.
 
     The expression is a hash of the dict's ordered names.
 

@@ -26,8 +26,9 @@ def has_own_memory(device: torch.device) -> bool:
 def free_host_bytes() -> int:
     """Return the free bytes of the host's memory, divided by the number of ranks on the host.
 
-    A container's limit counts too. The number of ranks is the variable LOCAL_WORLD_SIZE, which torchrun and Accelerate
-    set. Without it, all ranks of the run are assumed to be on this host.
+    If a container limits the memory, only the bytes that are free within this limit count. The number of ranks is the
+    environment variable LOCAL_WORLD_SIZE, which torchrun and Accelerate set. If LOCAL_WORLD_SIZE is not set, all ranks
+    of the run are assumed to be on this host.
     """
     import psutil
 
@@ -36,7 +37,9 @@ def free_host_bytes() -> int:
 
 
 def _container_bytes() -> list[int]:
-    """Return the bytes that are free within the limit of this process's container, or [] if it has no limit.
+    """Return a list with the bytes that are free within the memory limit of this process's container.
+
+    The list is empty if the container has no limit, or if this process does not run in a container.
 
     The inactive part of the page cache counts as free, because the kernel frees it when memory is needed.
     """

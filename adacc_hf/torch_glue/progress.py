@@ -73,7 +73,7 @@ def announce(text: str, *details: Any) -> None:
 
 @contextmanager
 def interruption(kind: str, phase: str) -> Iterator[None]:
-    """Return a context manager for work that training waits for. If the work is slow, it is reported as `phase`.
+    """Time the work in the `with` block, for which training waits. If the work is slow, report the work as `phase`.
 
     `kind` is PROFILING or SOLVING. `interruptions_since` returns how long the work took.
     """
@@ -92,7 +92,7 @@ def interruptions_since(started: float) -> list[Interruption]:
 
 @contextmanager
 def reported_if_slow(phase: str, normal_seconds: float = 0.0) -> Iterator[None]:
-    """Return a context that reports `phase`, such as "solving for a policy", if it takes more than SLOW_SECONDS.
+    """Report `phase`, such as "solving for a policy", if the `with` block takes more than SLOW_SECONDS.
 
     The report comes while the phase lasts, from another thread, and once more at the phase's end. If `normal_seconds`
     is more than SLOW_SECONDS, the first report comes after this time.

@@ -90,7 +90,7 @@ _replacement_generators: dict[str, Any] = {}
 def generator_of(device: torch.device) -> Any:
     """Return torch's default generator of `device`, or None for devices other than CPUs and CUDA GPUs.
 
-    While `replace_generators` is open, return the replacement instead.
+    Inside the `with` block of `replace_generators`, return the replacement instead.
     """
     if _replacement_generators:
         return _replacement_generators.get(device.type)
@@ -149,8 +149,7 @@ def gpus_in_use() -> list[torch.device]:
 
 @contextmanager
 def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    """At the end of the context, restore the default generators of the CPU, the GPUs among `devices`, Python and
-    numpy."""
+    """Restore the default generators of the CPU, the GPUs among `devices`, Python and numpy after the `with` block."""
     before = RandomStates(devices)
     try:
         yield
