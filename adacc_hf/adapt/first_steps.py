@@ -19,7 +19,7 @@ MEASURING = "policy, memory measured"
 TRACKING = "policy, outliers and gradients measured"
 COMPILING = "graphs are compiled"
 COMPILED = "compiled graphs"
-"""What a step runs under, and what it does besides training."""
+"""Values of a step's activity: the policy or checkpointing of the blocks, and the step's tasks besides training."""
 
 EVENTS = {"policy": "policy set", "change": "policy changed", "guard": "guard"}
 """Names of the history's events that a recorded step shows, with the text in the report."""

@@ -177,7 +177,7 @@ class BlockSample:
 
 
 _reported_obstacles: set[str] = set()
-"""Obstacles to a comparison of gradients for which a warning was logged."""
+"""Obstacles to a comparison of gradients about which a warning was logged."""
 
 
 class _FreedGraphError(Exception):
@@ -234,8 +234,8 @@ def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor 
 def comparison_peaks(profile: Profile) -> dict[str, int]:
     """Return the peak of live bytes while a block's gradient is compared after a step, by the name of the block.
 
-    The exact backward runs first. Its gradients are kept during the backward under the policy, which stores no more
-    activations than the exact run.
+    The exact backward runs first, and the exact gradients are kept during the backward under the policy. The run under
+    the policy stores no more activations than the exact run.
     """
     peaks = []
     for kind in profile.kinds:

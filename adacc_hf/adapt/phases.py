@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 MOST_STEPS = 64
 """Maximum number of steps to wait for a batch that calls every block. After these steps, an error is raised.
 
-If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000."""
+If one batch in eight has an image, the probability that 64 steps have no image is 1 in 5,000."""
 
 
 class WarmUpPhase(Phase):
@@ -212,7 +212,10 @@ class WarmUpPhase(Phase):
 
 
 class FullRecompute(Installation):
-    """Installation of torch's own checkpoint in every block. The head is chunked if the config allows no other head."""
+    """Installation of torch's own checkpoint in every block.
+
+    The model's head is chunked if the config allows no other head.
+    """
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
         self._head = ChunkedHead(model) if config.heads == ("chunked",) else None

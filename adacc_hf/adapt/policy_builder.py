@@ -57,12 +57,12 @@ class PolicyBuilder:
     def before_first_step(
         self, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
-        """Return (profile, policy) for the first batch, before any step. The result is the same on all ranks.
+        """Return (profile, policy) for the first batch, before the first step. The result is the same on all ranks.
 
-        If the budget is a limit on peak memory, the policy is plain training if that fits, else a policy with little
-        memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch leaves
-        blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may run
-        different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        If the budget is a limit on peak memory, the policy is plain training if plain training fits, else a policy with
+        little memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch
+        leaves blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may
+        run different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
         if forward_needs_all_ranks(model):
@@ -168,8 +168,10 @@ class PolicyBuilder:
 
     @contextmanager
     def _refusing_size(self) -> Iterator[None]:
-        """Raise RefusedSizeError if profiling in the `with` block runs out of memory, or if the batch leaves blocks
-        out."""
+        """Convert errors of profiling in the `with` block to RefusedSizeError.
+
+        The converted errors are running out of memory, and a batch that leaves blocks out.
+        """
         try:
             yield
         except UncalledBlocksError as error:

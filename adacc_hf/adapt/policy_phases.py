@@ -46,7 +46,7 @@ from adacc_hf.torch_glue.progress import announce, reported_if_slow
 log = logging.getLogger(__name__)
 
 LOOK_STEPS = 16
-"""Interval, in steps, at which all ranks decide together whether to profile a batch. The decision takes collectives."""
+"""Number of steps between decisions of all ranks whether to profile a batch. A decision takes collectives."""
 
 
 TASKS = {
@@ -75,7 +75,7 @@ class FixedPolicyPhase(Phase):
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         """Begin to follow `policy`, made for `profile`, at the end of a step.
 
-        If `is_provisional`, the policy is replaced as soon as the memory of a step has been measured.
+        If `is_provisional` is True, the policy is replaced as soon as the memory of a step has been measured.
         """
         self._run.stats.estimate_early_overheads(profile, None)
 
@@ -157,7 +157,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler, self._batches = run.profiler, run.batches
         self._builder = PolicyBuilder(run)
         self._report = ExitStack()
-        """Context that reports the current step if it is slow."""
+        """Context that reports the current step if the step is slow."""
         self._started = 0.0
 
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
@@ -268,7 +268,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._profiler.remove()
 
     def _cancel(self) -> None:
-        """Stop the measurements of the current step. Has no effect if none is running."""
+        """Stop the measurements of the current step. Do nothing if no measurement is running."""
         self._report.close()
         self._tracking.cancel()
         self._peaks.close()
@@ -344,7 +344,10 @@ class AdaptivePhase(FixedPolicyPhase):
         return self._requests.num_tries > 0 and self._restart(step)
 
     def _add_size(self, sizes: BatchShapes, step: int) -> bool:
-        """Profile the step's batch, resized to `sizes`, and add a policy for this size. Return False if that failed."""
+        """Profile the step's batch, resized to `sizes`, and add a policy for this size.
+
+        Return False after a failure.
+        """
         self._profiler.all_sizes = True
         try:
             with self.handle.suspend():
@@ -364,7 +367,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int) -> bool:
-        """Profile the step's batch, and replace all policies by one for this batch. Return False if that failed.
+        """Profile the step's batch, and replace all policies by one for this batch. Return False after a failure.
 
         The replaced policies were made for the operators and the trained blocks of earlier batches.
         """
@@ -400,7 +403,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was profiled, or None if they are unknown.
+        """Return the sizes of the batch that was profiled, or None if the sizes are unknown.
 
         All ranks use the first rank's profile, and therefore the first rank's sizes.
         """

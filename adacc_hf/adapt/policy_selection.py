@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.profile import Profile
 
 MIN_GAIN = 0.02
-"""Smallest gain, as a fraction of the current overhead, for which a new policy is followed while the old one fits the
-budget. Prices vary by a few percent from one profile to the next, so a smaller gain is noise."""
+"""Minimum gain of a new policy, as a fraction of the current overhead. If the old policy fits the budget, a new policy
+with a smaller gain is not followed. Prices vary by a few percent from one profile to the next, so a smaller gain is
+noise."""
 
 UNCERTAINTY = 0.25
 """Relative amount by which a step may exceed its predicted peak before the memory of a step was measured. The loop may
@@ -216,8 +217,8 @@ def find_culprits(
 
     First, each activation is compressed alone. Then the activations that are harmless alone are compressed together,
     one after the other in the order of these errors. If the error exceeds the bound, the latest activation is left
-    uncompressed. So the result has every activation that degrades the gradient alone. Of activations that degrade the
-    gradient only in combination, the result has no more than necessary.
+    uncompressed. The result therefore contains every activation that degrades the gradient alone. Of activations that
+    degrade the gradient only together, the result contains as few as possible.
     """
     everything = bypassed = frozenset(lossy)
     errors_alone: dict[int, float] = {}

@@ -2,7 +2,7 @@
 
 Prices are the predicted bytes, times and errors in the profile. At a tracking step, the codecs count the outlier
 channels of the activations that they encode, choose the channels to store as outliers, and measure round-trip errors.
-Other steps do none of this, and do not synchronize with the device. The solver runs on a thread while training
+Other steps make no measurements, and do not synchronize with the device. The solver runs on a thread while training
 continues.
 """
 
@@ -82,17 +82,19 @@ class Replanner:
 
     Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after it. If the result's
     `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and pass the
-    policy of its result, if there is one, to `handle.replace`. All ranks have to make these calls at the same steps.
+    policy in the result of `take_over`, unless None, to `handle.replace`. All ranks have to make these calls at the
+    same steps.
     """
 
     def __init__(
         self, profile: Profile, policy: Policy, config: AdaccConfig, memory_budget: str | float | int | None = None
     ) -> None:
         self.profile = profile
-        """Profile with the current prices."""
+        """Profile with the current prices: predicted bytes, times and errors."""
         self.policy = policy
         self.priced = profile
-        """Profile from which `policy` was made. Its prices may be older than the prices of `profile`."""
+        """Profile from which `policy` was made. The prices in this profile may be older than the prices in
+        `profile`."""
         self.searched = profile
         """Profile for which the solver ran last."""
         self.config = config
@@ -156,7 +158,7 @@ class Replanner:
         return observation.by_name(self.profile)
 
     def cancel_tracking(self) -> None:
-        """End the tracking step without a result. Has no effect outside tracking steps."""
+        """End the tracking step without a result. Do nothing outside tracking steps."""
         self._stop_measuring()
         for sample in self._samples.values():
             sample.close()
@@ -258,10 +260,10 @@ class Replanner:
     def _sample_names(self, every_kind: bool) -> list[str]:
         """Return the names of the blocks whose gradients are compared.
 
-        If `every_kind` is True, return one lossy block of each kind, even if the budget has no room for the comparison.
-        This is the block that was degraded most recently, else the first block, which needs the least memory. If
-        `every_kind` is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive
-        tracking steps choose the blocks in turn.
+        If `every_kind` is True, return one lossy block of each kind, even if the budget has no room for the comparison:
+        the block that was degraded most recently, else the first block, which needs the least memory. If `every_kind`
+        is False, return `guard_blocks` lossy blocks for which the budget has room, or fewer. Successive tracking steps
+        choose the blocks in turn.
         """
         names = self.lossy_blocks()
         if every_kind:

@@ -1,6 +1,6 @@
 """Replanning: runs the solver again during the run for a batch size whose prices have changed, and applies the result.
 
-All ranks do this at the same steps. Prices are the predicted bytes, times and errors in a profile.
+All ranks run and apply the solver at the same steps. Prices are the predicted bytes, times and errors in a profile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Replanning:
     def start(self, step: int, size_policy: SizePolicy) -> None:
         """Start the solver for `size_policy` on a thread.
 
-        If the solver is already running, run it again after `take_over`.
+        If the solver is already running, the solver runs again after `take_over`.
 
         Do nothing if the policy is provisional: such a policy is replaced after the first measured step anyway.
         """

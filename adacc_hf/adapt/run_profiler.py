@@ -60,7 +60,7 @@ class RunProfiler:
     def must_wait(self, model: nn.Module) -> bool:
         """Return True if profiling must wait because a torch profiler is active on some rank, and warn once.
 
-        This is the case only on a CPU, where a memory profile would end that profiler.
+        Only on a CPU must profiling wait, because a memory profile would end the torch profiler.
         """
         if next(model.parameters()).device.type != "cpu" or not any(gather_from_all_ranks(is_profiling())):
             return False
@@ -79,9 +79,9 @@ class RunProfiler:
     ) -> Profile | None:
         """Return this rank's profile of the first batch, estimated from small parts of the batch.
 
-        If the model cannot run on parts, log this and measure the whole batch. If the model cannot run on the whole
-        batch outside training either, or leaves blocks out, log why and return None. If one rank runs out of memory,
-        torch.OutOfMemoryError is raised on all ranks.
+        If the model cannot run on parts, log a message and measure the whole batch. If the whole batch cannot be
+        measured outside training either, or leaves blocks out, log the reason and return None. If one rank runs out of
+        memory, torch.OutOfMemoryError is raised on all ranks.
         """
         with self._training_mode(model), interruption(PROFILING, "profiling the first batch"):
             try:
@@ -215,8 +215,8 @@ class RunProfiler:
         steps of other optimizers were detected (`InnerSteps`), or, with a warning, if the bytes cannot be predicted.
         The plan then includes the state only after the memory of a step has been measured.
 
-        After `profile_steps` steps the optimizer usually has all of its state. In fp16 it may have none, because the
-        Trainer skips the updates of steps whose gradients overflow.
+        After `profile_steps` steps the optimizer usually has all of its state. In fp16 the optimizer may have no state
+        yet, because the Trainer skips the updates of steps whose gradients overflow.
         """
         if optimizer is None or self.inner_steps.has_detected:
             return 0

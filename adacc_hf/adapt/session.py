@@ -1,7 +1,7 @@
 """AdaccSession: keeps a user's own training loop within a memory budget.
 
-AdaccCallback uses a session too, and passes the Trainer's events on to it. The run's current phase handles each event
-(phases.py).
+AdaccCallback uses a session too, and passes the Trainer's events to the session. The run's current phase handles each
+event (phases.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ NO_FORWARD = (
 )
 TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 MANY = 2
-"""Number of micro-batches assumed in the first step if there may be several: with 2 or more, gradients accumulate."""
+"""Number of micro-batches assumed in the first step if the step may have several. With 2 or more, gradients
+accumulate."""
 RETRY = (
     "Adacc: out of memory within session.step(batch), which cannot repeat a step. Write forward, backward and the "
     "optimizer's step as a function step(batch), and call session.run(step, batch): if memory runs out, the function "
@@ -137,7 +138,7 @@ class AdaccSession:
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy, or None before there is one."""
+        """The current policy, or None before the first policy is set."""
         return self.state.policy
 
     @property
@@ -245,7 +246,7 @@ class AdaccSession:
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
 
-        The folder may be the loop's own checkpoint folder. Before there is a policy, no file is written.
+        The folder may be the loop's own checkpoint folder. If the run has no policy yet, no file is written.
         """
         folder = Path(folder)
         if self.state.loop.is_first_rank:
@@ -322,7 +323,7 @@ class AdaccSession:
         self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count them.
+        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count steps.
 
         `optimizer` replaces the session's optimizer, unless None.
         """
@@ -357,9 +358,9 @@ class AdaccSession:
         self.phase.begin_optimizer_step()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """End a step. This may profile the model, solve a policy, or apply a new policy.
+        """End a step. The model may be profiled, a policy solved, or a new policy applied.
 
-        `step` is the number of finished steps, or None if the training loop does not count them. `optimizer` replaces
+        `step` is the number of finished steps, or None if the training loop does not count steps. `optimizer` replaces
         the session's optimizer, unless None.
         """
         if optimizer is not None:
@@ -408,7 +409,10 @@ class AdaccSession:
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
-        """End the previous step if it is still open, as when the optimizer stepped after the last micro-batch."""
+        """End the previous step if it is still open.
+
+        The step stays open, for example, if the optimizer stepped after the last micro-batch.
+        """
         if self._is_in_step:
             self.end_step()
 
@@ -441,7 +445,7 @@ class AdaccSession:
 
 
 def _loaded(folder: str | Path, config: AdaccConfig) -> Saved | None:
-    """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
+    """Return the state that `AdaccSession.save` wrote into `folder`, or None if the state is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.
     """

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class TrackingSteps:
     """Measurements of a tracking step for the policies of all batch sizes that compress with loss.
 
-    `start` is called at the beginning of the step, and `finish` at its end.
+    `start` is called at the beginning of the step, and `finish` at the end of the step.
     """
 
     def __init__(self, choice: PolicyChoice, replanning: Replanning, context: RunContext) -> None:
@@ -95,7 +95,7 @@ class TrackingSteps:
         return is_degraded
 
     def cancel(self) -> None:
-        """Stop the measurements and drop their results. Has no effect outside tracking steps."""
+        """Stop the measurements and drop their results. Do nothing outside tracking steps."""
         for size_policy in self._choice.cache.all:
             size_policy.replanner.cancel_tracking()
         self.is_on = False

@@ -68,8 +68,7 @@ def _stable_suffixes(owner: type, name: str) -> tuple[str, ...]:
 
 @contextmanager
 def guard_identities(numbers: list[str]) -> Iterator[None]:
-    """Add guards, inside the `with` block, on the identity of objects that traced code compares by `is`, or uses as
-    keys.
+    """Guard, inside the `with` block, the identity of objects that traced code compares by `is` or uses as keys.
 
     For two tensors, add the expression `a is b` to `numbers` instead.
     """

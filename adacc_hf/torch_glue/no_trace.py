@@ -179,8 +179,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._state.restore(self._tables)
 
     def protect_gradients_of(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Restore, at the end of this context, the gradients of all leaf tensors that a backward from `outputs`
-        reaches, too."""
+        """Add the leaf tensors that a backward from `outputs` reaches to the tensors whose gradients are restored.
+
+        The gradients are restored at the end of this context.
+        """
         protected_ids = {id(leaf) for leaf, _, _ in self._gradients}
         leaves = [leaf for leaf in gradient_leaves(outputs) if id(leaf) not in protected_ids]
         self._gradients += [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]
