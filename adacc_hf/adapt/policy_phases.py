@@ -2,11 +2,12 @@
 
 NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step has only part 2.
 1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
-2. Micro-batch: the policy for its size is applied (policy_choice.py). If the micro-batch runs out of memory, it runs
-   again under a tighter policy.
-3. Step ends: a) measurements change the prices (tracking_steps.py, peak_check.py); b) results of solver runs that began
-   `takeover_steps` steps ago are applied; c) solver runs start where prices have changed (replanning.py); d) sizes
-   that occurred often, and batches that train more blocks, are requested for a profile (profile_requests.py).
+2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
+   runs again under a tighter policy.
+3. Step ends: a) measurements change the predictions of profiles (tracking_steps.py, peak_check.py); b) results of
+   solver runs that began `takeover_steps` steps ago are applied; c) solver runs start where predictions have changed
+   (replanning.py); d) sizes that occurred often, and batches that train more blocks, are requested for a profile
+   (profile_requests.py).
 """
 
 from __future__ import annotations

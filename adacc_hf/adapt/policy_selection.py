@@ -1,6 +1,7 @@
 """Choice between the current and a newly solved policy during the run, and a search for codecs that degrade gradients.
 
-The prices of a profile (predicted bytes, times and errors) change during the run, because they are measured again.
+The predictions of a profile (bytes, times and errors) change during the run, because codecs and memory are measured
+again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 MIN_GAIN = 0.02
 """Minimum gain of a new policy, as a fraction of the current overhead. If the old policy fits the budget, a new policy
-with a smaller gain is not followed. Prices vary by a few percent from one profile to the next, so a smaller gain is
-noise."""
+with a smaller gain is not followed. Predicted times vary by a few percent from one profile to the next, so a smaller
+gain is noise."""
 
 UNCERTAINTY = 0.25
 """Relative amount by which a step may exceed its predicted peak before the memory of a step was measured. The loop may
@@ -44,14 +45,14 @@ ERROR_MARGIN = 0.05
 """Fraction by which codec errors of new policies stay below `max_error`, because errors drift by a few percent."""
 
 NOTHING_FITS = "no policy fits the budget any more"
-"""Part of the reason if no policy fits the budget at the current prices."""
+"""Part of the reason if no policy fits the budget with the current predictions."""
 
 SAME_ACTIONS = "the same actions, with the current outlier channels"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanResult:
-    """Result of `replan`: the policy to follow after prices have changed, and the reason."""
+    """Result of `replan`: the policy to follow after predictions have changed, and the reason."""
 
     policy: Policy | None
     """A better policy, or None to keep the current one."""
@@ -63,7 +64,7 @@ class ReplanResult:
 def replan(
     profile: Profile, policy: Policy, memory_budget: str | float | int, config: AdaccConfig, last_solved: Profile
 ) -> ReplanResult:
-    """Choose between `policy` and a newly solved policy, with the current prices of `profile`.
+    """Choose between `policy` and a newly solved policy, with the current predictions of `profile`.
 
     The result is the new policy, or the actions of `policy` with the current outlier channels. `last_solved` is the
     profile for which the solver ran last. If little has changed since then, the solver does not run.

@@ -1,6 +1,7 @@
-"""Replanning: runs the solver again during the run for a batch size whose prices have changed, and applies the result.
+"""Replanning: runs the solver again during the run for a batch size whose predictions have changed.
 
-All ranks run and apply the solver at the same steps. Prices are the predicted bytes, times and errors in a profile.
+The predictions of a profile are bytes, times and errors. All ranks start the solver, and apply the result, at the same
+steps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 class Replanning:
     """Solver runs during the run, for the policies of all batch sizes.
 
-    If prices have changed, the solver runs on a thread while training continues. Training waits for the solver after
-    the first step whose memory was measured, and after a step that ran out of memory.
+    If predictions have changed, the solver runs on a thread while training continues. Training waits for the solver
+    after the first step whose memory was measured, and after a step that ran out of memory.
     """
 
     def __init__(self, choice: PolicyChoice, context: RunContext, num_micro: int) -> None:

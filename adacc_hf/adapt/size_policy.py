@@ -6,7 +6,7 @@ NOTE [States of a size policy]
 | `is_provisional` | the policy has little memory, because no step was measured yet | the first measured step |
 | `must_measure` | no step's memory was measured under these actions | the next measured step at this size |
 | `due` is not None | the solver runs on a thread | the end of step `due`, when the result is applied |
-| `must_solve` | prices changed while the solver ran | the next start of the solver |
+| `must_solve` | predictions changed while the solver ran | the next start of the solver |
 | `is_borrowed` | the policy, not solved for this size, leaves budget unused | a solver run that is worth its time |
 | `is_fresh` | no step has run under the present plans | the end of the first step under these plans |
 """
@@ -37,7 +37,7 @@ class SizePolicy:
     due: int | None = None
     """Step at the end of which the solver's result is applied, or None if the solver does not run."""
     must_solve: bool = False
-    """True if prices changed while the solver ran."""
+    """True if the profile's predictions changed while the solver ran."""
     is_provisional: bool = False
     """True if the policy has little memory, and is to be replaced once the memory of a whole step is measured."""
     must_measure: bool = True

@@ -14,7 +14,7 @@ statistics of the recomputed rows are used, because these match the rows.
 Random numbers drawn by a user's `autograd.Function` may also depend on numbers (an element's chance of being dropped
 may depend on its magnitude), and no recorded operator shows the dependence. The outputs count as index values.
 
-Other values with a large error are found by measurement when a block is profiled (`price/codec_gradient_error.py`).
+Other values with a large error are found by a measurement in a block's profile (`price/codec_gradient_error.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 PROFILES_VARIABLE = "ADACC_HF_PROFILES"
-"""Environment variable with the path of the folder of cached prices."""
+"""Environment variable with the path of the folder of cached measurements (times of operators, costs of codecs)."""
 __version__ = "0.2.0"
 """Version of this package, which is also written to files."""
 

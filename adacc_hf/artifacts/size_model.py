@@ -137,9 +137,9 @@ class SizeModel:
     def profile_at(self, profile: Profile, shapes: Shapes) -> Profile:
         """Return `profile` as predicted for batches of `shapes`.
 
-        `profile` is the measured profile, or a copy of it with other prices. The profile's head must be the measured
-        one. `shapes` must have a size class. The codecs are not changed: `estimated_profile.resize_profile` selects
-        codecs for the shapes.
+        `profile` is the measured profile, or a copy of the measured profile with other times and codecs. The profile's
+        head must be the measured head. `shapes` must have a size class. The codecs are not changed:
+        `estimated_profile.resize_profile` selects codecs for the shapes.
         """
         if shapes == self._shapes:
             return profile
@@ -160,7 +160,7 @@ class SizeModel:
 def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
     """Return the size model of `Profile.measured`, cached because the fit is slow.
 
-    Copies of a profile with other prices share one model.
+    Copies of a profile with other times and codecs share one model.
     """
     return SizeModel(measured)
 

@@ -105,7 +105,7 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
 
 
 def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
-    """Return `prices` as JSON values, with names for human readers."""
+    """Return `prices`, measured times and codec costs, as JSON values with names for human readers."""
     return {
         "operators": [
             {"name": operator.name, "ms": ms, "workspace_bytes": nbytes}
@@ -125,8 +125,10 @@ def prices_to_json(prices: Prices, tape: Tape) -> dict[str, Any]:
 
 
 def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
-    """Return the prices in `record`, as written by `prices_to_json`. Raises KeyError, TypeError or ValueError if the
-    record does not belong to `tape`."""
+    """Return the measured times and codec costs in `record`, as written by `prices_to_json`.
+
+    Raises KeyError, TypeError or ValueError if the record does not belong to `tape`.
+    """
     times = [float(operator["ms"]) for operator in record["operators"]]
     if len(times) != len(tape.operators):
         raise ValueError(f"it has {len(times)} operators, but the recorded block has {len(tape.operators)}")

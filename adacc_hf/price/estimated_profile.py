@@ -32,7 +32,8 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.progress import announce
 
 RECORDING_PASSES = 1.5
-"""Time to record a part of the batch, and of its forward whose memory is measured, in forwards and backwards."""
+"""Time to record a part of the batch and to measure the memory of its forward, as a multiple of the time of one forward
+and backward."""
 
 
 def estimate_profile(
@@ -42,11 +43,12 @@ def estimate_profile(
     step: TrainingStep | None = None,
     measurement: Measurement | None = None,
 ) -> Profile:
-    """Estimate the profile of `batch` from the profiles of a few small parts of it.
+    """Estimate the profile of `batch` from the profiles of a few small parts of the batch.
 
-    Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
-    the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
-    `Profile.sizes`. If a list of parts does not fit into memory, a list of smaller parts replaces it.
+    Operators and codecs are timed on the smallest part only, because recording and timing together take the most
+    memory. The times are scaled by the bytes that operators access. Gradient errors of codecs are taken unchanged.
+    Bytes are extrapolated by `Profile.sizes`. If a list of parts does not fit into memory, a list of smaller parts
+    replaces it.
 
     Raises NoEstimateError if the batch is too small to be divided, and the errors of `profile_model`.
     """
@@ -88,11 +90,11 @@ def estimate_profile(
 
 
 def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:
-    """Predict (seconds, number of plain steps on the batch `whole` that take as long) of profiling `parts`.
+    """Predict the time to profile `parts`, as (seconds, number of plain steps on the batch `whole` that take as long).
 
-    `first` is the profile of the first part, which took `first_seconds`. The time of its profiled step is scaled by the
-    elements of the batch. The profiled step has two forwards and a backward. A plain step has three quarters of this
-    work.
+    `first` is the profile of the first part, which took `first_seconds`. The time of the profiled step in `first` is
+    scaled by the elements of the batch. The profiled step has two forwards and a backward. A plain step has three
+    quarters of this work.
     """
     ms_per_element = first.step_ms / num_elements(parts[0].shapes)
     num_passes = RECORDING_PASSES + 1 + len(first.other_heads)

@@ -1,4 +1,4 @@
-"""Blocks that run without gradients in the profiled batch, such as a teacher's, or that do not run.
+"""Idle blocks: blocks that run without gradients in the profiled batch, such as a teacher's blocks, or that do not run.
 
 An idle block stores nothing for backward, and a policy has nothing to decide for the block. The profile lists idle
 blocks as blocks without activations. If a later step does train an idle block, torch's checkpoint runs it until a
