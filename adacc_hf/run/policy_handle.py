@@ -92,7 +92,7 @@ class BlockPlans:
 
 
 class PolicyHandle:
-    """A policy applied to a model: the model's blocks run under it until `remove()`.
+    """A policy applied to a model: the model's blocks run under the policy until `remove()`.
 
     `remove()`, or leaving the handle as a context manager, restores the model completely.
     """
@@ -115,7 +115,7 @@ class PolicyHandle:
         """The executors that `follow` installed last."""
         self._head: ChunkedHead | None = None
         self.larger_batches: LargerBatches | None = None
-        """Hook that warns about batches larger than the policy's. None if each size has its own policy."""
+        """Hook that warns about batches larger than the policy's. None if each batch size has a policy of its own."""
         try:
             self.follow(self.prepare(policy))
         except BaseException:
@@ -210,7 +210,7 @@ class PolicyHandle:
     def uncalled(self) -> list[str]:
         """Return the names of the blocks that never ran under the policy with gradients enabled.
 
-        This happens if other code replaced a block's forward.
+        A block does not run under the policy if, for example, other code has replaced the block's forward.
         """
         return self.installation.uncalled()
 
@@ -219,7 +219,7 @@ class PolicyHandle:
         return f"<PolicyHandle on {type(self.installation.model).__name__}{state}: {self.policy.describe()}>"
 
     def _repr_html_(self) -> str:
-        """Return the policy as a small table, which notebooks show."""
+        """Return the policy as a small HTML table, which notebooks show."""
         return paragraph(repr(self)) + plans_html(self.policy)
 
     def __enter__(self) -> PolicyHandle:
@@ -256,14 +256,13 @@ class Applied:
 def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = None) -> PolicyHandle:
     """Run the blocks of `model` under `policy` from the next forward with gradients enabled.
 
-    Remove the policy that an earlier `apply_policy` applied to `model`, and log this. Of `config`, only
-    `block_classes` is used. A batch larger than the policy's is reported once, with the predicted peak of the larger
-    batch.
+    Remove the policy that an earlier `apply_policy` applied to `model`, and log this. Only the field `block_classes` of
+    `config` is used. A batch larger than the policy's is reported once, with the predicted peak of the larger batch.
 
     Raise PolicyMismatchError if the policy was made for other blocks, or has a chunked head that the model does not
     allow; NoBlocksError if the model has no blocks; NestedHooksError if modules are wrapped for activation
-    checkpointing. Each block's first call is recorded. This call raises PolicyMismatchError if its operators differ
-    from the profile's, and NestedHooksError inside other saved-tensor hooks.
+    checkpointing. Each block's first call is recorded. The first call raises PolicyMismatchError if its operators
+    differ from the profiled operators, and NestedHooksError inside other saved-tensor hooks.
     """
     if remove_policy(model):
         announce("Adacc: this policy replaces the policy or the session that was applied to the model before")
@@ -276,7 +275,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 def remove_policy(model: nn.Module) -> bool:
     """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on it.
 
-    Return False if there was neither.
+    Return False if the model has neither a policy nor a session.
     """
     applied = model.__dict__.get(APPLIED)
     if applied is None or applied.remove is None:
