@@ -2,9 +2,10 @@
 
 A block whose plan retains everything is called plainly. Any other call runs inside one pair of saved-tensor hooks,
 which carries out all actions. A block is recorded at a few sizes, usually by a profile. Calls at other sizes run on
-tapes whose numbers are evaluated from the recorded ones (`tape/symbolic_tape.py`). A normal step has no dispatch mode.
+tapes whose numbers are computed from the recorded numbers (`tape/symbolic_tape.py`). A normal step has no dispatch
+mode.
 
-NOTE [Rules of the executor]. Code and tests refer to them as "rule R3".
+NOTE [Rules of the executor]. Code and tests refer to these rules by number, as in "rule R3".
 R1  Exactness: without a lossy codec, loss and every gradient are bit-equal to plain training, dropout included.
 R2  A restored tensor has the dtype, size, stride and storage offset of the saved tensor.
 R3  Each storage has one payload, however many operators save it.
@@ -15,33 +16,34 @@ R5  Random operators are replayed from the recorded state of the default generat
     autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects draws in
     between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from exact data
     only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
-    probabilities), if they draw from another generator, or if no tensor was saved since the previous draw. Their
-    results are retained or stored losslessly. In dropout only the mask is random, and the mask reads no element of the
-    input. Dropout in fused attention depends only on its sizes.
+    probabilities), if they draw from another generator, or if no tensor was saved since the previous draw. The results
+    of operators that are not replayed are retained or stored losslessly. In dropout only the mask is random, and the
+    mask reads no element of the input. Dropout in fused attention depends only on its sizes.
 R6  An in-place operator makes a new version of a storage. Replay never changes a version that another operator or slot
-    needs. Neither does the backward of an autograd function written in Python: it gets a copy of each tensor that
-    replay reads again.
+    needs. The backward of an autograd function written in Python gets a copy of each tensor that replay reads again,
+    and so cannot change the tensor either.
 R7  Replay is verified: a value is replayed only if its replay had the original bits at each size at which the block was
-    recorded. These are three or more sizes, including odd ones and multiples of 8. At another size the block runs the
-    same operators, with inputs of the same layout, on the same device. Only the kernel that a library selects for the
-    size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block that runs
-    it. Each operator is compared as soon as it has run, which takes the memory of one operator's results. Values with
-    different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects by a benchmark
-    (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in backward's thread.
-    If kernels of an autograd Function write memory without a recorded operator, the Function is one operator, and its
-    whole forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again only if replay of
-    all its operators gave the original bits (`replay_check.is_reproducible`), or if none of its values can be replayed.
-R8  A call runs on a tape only if there is evidence that it runs the tape's operators. Usually Dynamo's guards provide
-    it (`tape/guards.py`): they hold if the Python of the call takes the traced path, whatever that path depends on. The
-    call's key adds properties that guards leave out: the numbers that are inputs of the traced graph, offsets and
-    shared storages of the arguments. The block's own tensors must have the layout of the tape. Otherwise the call is
-    another shape, which is recorded separately. A block that Dynamo cannot trace completely is validated at each call:
-    every operator is compared with the tape before it runs (`run/validation.py`). The second call of each tape, a few
-    later calls, and the first call at some new sizes are validated too. After a call diverges from its tape, all
-    tensors that it saves are kept, so the call stays exact. Each call compares the tensors that autograd saves with the
-    tape. If the block reads an argument into Python, a few integers count as sizes, and other data has its own tapes.
-    If operators depend on any other data, torch's checkpoint is used. It is also used for a call that differs from all
-    records and that the budget has no room to record.
+    recorded. The recorded sizes are three or more, including odd sizes and multiples of 8. At another size the block
+    runs the same operators, with inputs of the same layout, on the same device. Only the kernel that a library selects
+    for the size could differ. So replay is compared again at the 1st, 2nd, 4th, 8th ... new size, on the first block
+    that runs at this size. Each operator is compared as soon as it has run, which takes the memory of one operator's
+    results. Values with different bits are logged, and retained at all sizes. Convolutions whose kernel cuDNN selects
+    by a benchmark (`torch.backends.cudnn.benchmark`) are not replayed, because cuDNN may select another kernel in
+    backward's thread. If kernels of an autograd Function write memory without a recorded operator, the Function is one
+    operator, and its whole forward runs again (tape/function_recording.py). Torch's checkpoint may run a block again
+    only if replay of all its operators gave the original bits (`replay_check.is_reproducible`), or if none of its
+    values can be replayed.
+R8  A call runs on a tape only if there is evidence that the call runs the tape's operators. The usual evidence is
+    Dynamo's guards (`tape/guards.py`), which hold if the Python code of the call takes the traced path, whatever the
+    path depends on. The call's key adds properties that guards leave out: the numbers that are inputs of the traced
+    graph, offsets and shared storages of the arguments. The block's own tensors must have the layout of the tape.
+    Otherwise the call is another shape, which is recorded separately. A block that Dynamo cannot trace completely is
+    validated at each call: every operator is compared with the tape before the operator runs (`run/validation.py`). The
+    second call of each tape, a few later calls, and the first call at some new sizes are validated too. After a call
+    diverges from its tape, all tensors that the call saves are kept, so the call stays exact. Each call compares the
+    tensors that autograd saves with the tape. If the block reads an argument into Python, a few integers count as
+    sizes, and other data has its own tapes. torch's checkpoint is used if operators depend on any other data, and for a
+    call that differs from all recorded calls if the budget has no room to record the call.
 R9  A call without gradients, in generate(), after an exception, with retain_graph or create_graph, or one of several
     forwards before one backward, is correct or refused, and leaves no state behind. Each of a block's calls in a step
     has its own plan, and is also correct under the plan of any other call.
@@ -49,10 +51,11 @@ R10 A normal step never waits for the device.
 R11 A packed object never references the tensor object itself, and all state is in packed objects and calls.
 R12 Inputs, parameters, buffers and attached tensors are looked up again at each call. Replay from any other tensor is
     not possible.
-R13 Collective operators are never replayed, so that no rank waits for a rank with another plan. Their results are
-    retained or compressed. A block with collectives that torch's checkpoint must run is checkpointed under every plan.
-R14 Indices that depend on data stored with loss (an expert's tokens, a row order) are never replayed. Neither are
-    statistics of such rows (a norm's): they are stored too.
+R13 Collective operators are never replayed, so that no rank waits for a rank with another plan. The results of
+    collectives are retained or compressed. A block with collectives that torch's checkpoint must run is checkpointed
+    under every plan.
+R14 Indices that depend on data stored with loss (an expert's tokens, a row order) are never replayed. Statistics of
+    rows that are stored with loss (such as a norm's) are stored too.
 """
 
 from __future__ import annotations
