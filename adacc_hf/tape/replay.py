@@ -63,10 +63,7 @@ def stand_in(blank: Blank, device: torch.device | str) -> torch.Tensor:
 
 
 class PreparedOperator:
-    """An operator of a tape, prepared for replay.
-
-    `run` only inserts tensors into the arguments and calls the operator.
-    """
+    """An operator of a tape, prepared so that `run` only inserts tensors into the arguments and calls the operator."""
 
     def __init__(self, operator: TapeOperator, tape: Tape) -> None:
         self.operator = operator
@@ -145,8 +142,8 @@ class ReplayStep:
         self.outputs = operator.outputs
         self.mutations = operator.mutations
         self.copies: tuple[int, ...] = tuple(old for old, _ in operator.mutations)
-        """Values to copy before the operator runs. The operator overwrites these values, and they are needed later
-        (rule R6)."""
+        """Values to copy before the operator runs, because the operator overwrites values that are needed later (rule
+        R6)."""
         self.loads: tuple[int, ...] = ()
         """Stored values to fetch immediately before this operator. Earlier decoding would raise the peak of other
         steps."""
@@ -154,13 +151,13 @@ class ReplayStep:
         """Values to free after this operator."""
 
     def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
-        """Return the same step on `tape`, whose `operator` differs from this step's only in numbers."""
+        """Return a copy of this step for `tape`, whose `operator` differs from the step's operator only in numbers."""
         step = copy(self)
         step.operator, step._tape = operator, tape
         return step
 
     def run(self, environment: Environment) -> None:
-        """Run the operator on the values in `environment`, and put its results there."""
+        """Run the operator on the values in `environment`, and put the results into `environment`."""
         bases: list[torch.Tensor] = environment  # type: ignore[assignment]  # its inputs were put there before
         originals = [bases[old] for old in self.copies]
         for old in self.copies:
@@ -214,7 +211,7 @@ class ReplayProgram:
     """Instructions for one unpack: run `steps`, then fetch `loads` from the store, then free `frees`."""
 
     loads: tuple[int, ...]
-    """Stored values to fetch for the slot itself. Values for a step are in `ReplayStep.loads`."""
+    """Stored values to fetch for the slot itself. The values to fetch for a step are in `ReplayStep.loads`."""
     steps: tuple[ReplayStep, ...]
     frees: tuple[int, ...]
     reads: tuple[int, ...]
@@ -278,7 +275,7 @@ def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequ
 def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]) -> ReplayProgram:
     """Return the replay program for one unpack that is out of order.
 
-    `available` are the values in the environment now. The program frees no recomputed value.
+    `available` contains the values that are in the environment now. The program frees no recomputed value.
     """
     value = tape.slots[slot].value
     run = missing_operators(tape, store, value, available)

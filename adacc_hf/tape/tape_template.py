@@ -16,7 +16,7 @@ from adacc_hf.tape.tape import OPERATORS, Blank, Geometry, Tape, TapeOperator, T
 
 
 class TapeNumbers:
-    """The integers of a tape, in order, and a digest of everything else. Used to fit and compare symbolic tapes."""
+    """The integers of a tape, in order, and a digest of everything else, for fitting and comparing symbolic tapes."""
 
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
@@ -37,7 +37,7 @@ class TapeNumbers:
         return len(size), ref.dtype
 
     def _without_numbers(self, tree: Any) -> Any:
-        """Append the integers in `tree` to `numbers`, and return `tree` without them."""
+        """Append the integers in `tree` to `numbers`, and return `tree` without the integers."""
         if isinstance(tree, TensorRef):
             return tree.value, self._geometry(tree)
         if isinstance(tree, Blank):
@@ -58,7 +58,10 @@ def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Placeholder in a template for a number. `place` is its index in the list of numbers that fill the template."""
+    """Placeholder in a template for a number.
+
+    `place` is the number's index in the list of numbers that fill the template.
+    """
 
     place: int
 
