@@ -1,7 +1,7 @@
 """Simulation of the memory and time of one training step under a policy, moment by moment, in whole bytes.
 
-The simulator checks the solver and shares no code with the solver, which optimises totals. `block_outcome.py` simulates
-a single block.
+The simulator checks the solver's results and shares no code with the solver, which optimises totals. `block_outcome.py`
+simulates a single block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Outcome:
     """Peak of the step in bytes."""
     overhead_ms: float
     """Time of replay, encoding and decoding in all blocks (the paper's equation 4), plus the time of the head minus the
-    time of the plain head. Negative if a faster head saves more than the blocks cost."""
+    time of the plain head. The time is negative if a faster head saves more time than the blocks take."""
     timeline: tuple[tuple[str, int], ...]
     """(label of the running part of the step, live bytes) of each simulated moment, in order."""
     host_bytes: int = 0
@@ -110,7 +110,8 @@ class EarlierBlocks(NamedTuple):
 def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     """Return the peak of a step in which the i-th block has `outcomes[i]`.
 
-    Equal to `simulate_blocks(profile, outcomes).peak_bytes`, but faster, because no timeline is built.
+    The result equals `simulate_blocks(profile, outcomes).peak_bytes`, and is faster to compute, because no timeline is
+    built.
     """
     peaks = [profile.tail_peak_bytes, profile.optimizer_peak_bytes]
     earlier = EarlierBlocks()

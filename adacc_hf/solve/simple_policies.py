@@ -1,4 +1,4 @@
-"""Policies without a solver: from given plans, one action for all activations, torch's checkpoint, random actions."""
+"""Policies without a solver: given plans, one action for all activations, torch's checkpoint, or random actions."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
 
     With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed. A value that cannot be recomputed (a mask
     drawn from a user's own generator) is stored with a lossless codec if the profile has such a codec for the value.
-    With COMPRESS, `codec` names the codec. None selects the first codec that the profile has for each activation.
-    Raises ValueError if the profile has `codec` for no activation.
+    With COMPRESS, `codec` names the codec. If `codec` is None, each activation gets the first codec that the profile
+    has for the activation. Raises ValueError if the profile has `codec` for no activation.
     """
     action = Action.parse(action)
     if action is Action.COMPRESS and codec is not None:
@@ -51,8 +51,10 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
 
 
 def checkpoint_policy(profile: Profile) -> Policy:
-    """Return the policy that runs each block under torch's checkpoint, or unchanged if the block does not allow
-    this."""
+    """Return the policy that runs each block under torch's checkpoint.
+
+    A block that does not allow torch's checkpoint runs unchanged.
+    """
     plans = [checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds]
     return policy_of_plans(profile, [plans[block.kind] for block in profile.blocks])
 
