@@ -1,8 +1,9 @@
-"""Pool of pinned host memory. Codecs can store payloads there instead of in the device's memory.
+"""Pool of pinned host memory. Codecs can store payloads in the pool instead of in the device's memory.
 
 NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before each
-copy, its stream waits for the stream of the previous copy. A range of the pool can therefore be used again as soon as
-its block is deleted, although the copies of that block may still be pending. On one stream, no copy waits for the host.
+copy, the stream of the copy waits for the stream of the previous copy. A range of the pool can therefore be used again
+as soon as the block in the range is deleted, although copies of this block may still be pending. If all copies are on
+one stream, no copy waits.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ def aligned(nbytes: int) -> int:
 
 
 class _HostMemory(mmap.mmap):
-    """Memory of this process, pinned if possible, and shared with forked processes: a private mapping would be copied
-    at the first write after a fork, and the device would still use the original pages."""
+    """Memory of this process, pinned if possible, and shared with forked processes.
+
+    A private mapping would be copied at the first write after a fork, and the device would still use the original
+    pages.
+    """
 
     is_pinned = False
 
@@ -64,26 +68,29 @@ class _HostMemory(mmap.mmap):
 
 
 def _clear_cuda_error() -> None:
-    """Clear the error that a failed call of CUDA leaves behind. Otherwise torch's next kernel launch would raise it."""
+    """Clear the error that a failed call of CUDA leaves behind.
+
+    Otherwise torch's next kernel launch would raise this error.
+    """
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 class _Arena:
-    """One range of host memory, and the parts of it that are free."""
+    """One range of host memory, with a list of the free parts of the range."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         memory = _HostMemory(-1, nbytes)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        """All of the memory. This tensor and its views keep the memory alive."""
+        """The whole range as one tensor. This tensor and its views keep the memory alive."""
         memory.pin(self.bytes.data_ptr())
         self.is_pinned = memory.is_pinned
         self.free = [(0, nbytes)]
         """(offset, bytes) of the free parts, in order. Neighbours are merged."""
         self.returned: deque[tuple[int, int]] = deque()
-        """(offset, bytes) of parts whose block was deleted, before they are merged into `free`. A deque, because blocks
-        may be deleted on any thread, and within any other call."""
+        """(offset, bytes) of parts whose block was deleted, before they are merged into `free`. The parts are in a
+        deque, because blocks may be deleted on any thread, and within any other call."""
 
     @property
     def live_bytes(self) -> int:
@@ -91,7 +98,10 @@ class _Arena:
         return self.nbytes - sum(nbytes for _, nbytes in self.free)
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of a free part of `nbytes`, which is then in use; None if there is none."""
+        """Mark a free part of `nbytes` as used, and return the part's offset.
+
+        Return None if no free part is large enough.
+        """
         self._collect()
         for place, (offset, size) in enumerate(self.free):
             if size >= nbytes:
@@ -113,7 +123,7 @@ class _Arena:
 
 
 class HostBlock:
-    """Tensors in the pool. Their memory is free again when this object is deleted."""
+    """Tensors in the pool, whose memory is freed when this object is deleted."""
 
     __slots__ = ("_arena", "_offset", "nbytes", "tensors")
 
@@ -135,7 +145,7 @@ class HostBlock:
 
 
 class HostPool:
-    """Pool of host memory for payloads. Its size is the sum of the reservations of its users."""
+    """Pool of host memory for payloads. The size of the pool is the sum of all reservations."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -177,14 +187,14 @@ class HostPool:
             self._grow()
 
     def _grow(self) -> None:
-        """Allocate the reserved bytes, unless the pool has them or payloads are live."""
+        """Allocate the reserved bytes, unless the pool is large enough already or payloads are live."""
         if self._reserved_bytes > self.nbytes and not self.live_bytes:
             self._arena = None  # free the memory before more is allocated
             self._arena = _Arena(self._reserved_bytes)
             self._has_warned = False
 
     def release(self, user: object) -> None:
-        """End the reservation of `user`. The memory is freed with the last reservation, and with its last payload."""
+        """End the reservation of `user`. The pool's memory is freed when no reservation and no payload is left."""
         with self._lock:
             self._reservations.pop(user, None)
             self._reserved_bytes = sum(aligned(reserved) for reserved in self._reservations.values())
