@@ -1,5 +1,4 @@
-"""Events of torch's CPU allocator: makes torch's profiler record events of all threads, and reads live bytes from
-them."""
+"""Events of torch's CPU allocator: recording of the events of all threads, and reading of live bytes from events."""
 
 from __future__ import annotations
 
@@ -44,9 +43,9 @@ def count_all_threads() -> Iterator[None]:
     ranks have exchanged. Without the records of these threads, the tensor would count as live forever. In a build of
     torch without the flag (`all_threads_flag` is None), this context has no effect on the count.
 
-    c10 warns about freed blocks whose allocation the profiler did not record: about the first one, then about each
-    thousandth. These warnings are useless here, and c10 has hardly any others, so only c10's errors are written inside
-    the `with` block.
+    c10 warns about freed blocks whose allocation the profiler did not record: about the first freed block, then about
+    each thousandth. The warnings are useless here, and c10 has hardly any other warnings, so only c10's errors are
+    written inside the `with` block.
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:

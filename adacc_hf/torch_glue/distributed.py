@@ -33,7 +33,7 @@ def is_first_rank() -> bool:
 
 
 def gather_from_all_ranks(value: T) -> list[T]:
-    """Return the `value` of every rank, in rank order. All ranks must call this."""
+    """Return the `value` of every rank, in rank order. All ranks must call this function."""
     if num_ranks() == 1:
         return [value]
     values: list[Any] = [None] * num_ranks()
@@ -42,7 +42,7 @@ def gather_from_all_ranks(value: T) -> list[T]:
 
 
 _SHARD_ATTRIBUTES = (LOCAL_TENSOR, SHARDED_SIZE, "ds_tensor")
-"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also of parameters that are gathered now."""
+"""Attributes of parameters that FSDP2, FSDP and DeepSpeed's ZeRO-3 shard, also while the parameters are gathered."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -100,7 +100,7 @@ def end_process_if_out_of_memory() -> Iterator[None]:
 
 
 def _raise_on_all(error: Exception | None) -> None:
-    """Exchange the errors of all ranks, and raise one on each rank if any rank has failed."""
+    """Exchange the errors of all ranks, and raise an error on each rank if any rank has failed."""
     is_oom = isinstance(error, torch.OutOfMemoryError)
     results = gather_from_all_ranks(None if error is None else (is_oom, f"{type(error).__name__}: {error}"))
     failures = [(rank, *failure) for rank, failure in enumerate(results) if failure is not None]
@@ -128,8 +128,8 @@ def check_same_policy(policy: Policy) -> None:
 def common_profile(profile: Profile) -> Profile:
     """Return the first rank's `profile` on every rank, with the least available memory of all ranks and their hosts.
 
-    Measured costs and outliers differ between ranks, but decisions based on them, such as when to solve, must be equal.
-    A rank that asks for a solution alone would wait for the other ranks forever.
+    Measured costs and outliers differ between ranks, but decisions based on costs and outliers, such as when to solve,
+    must be equal. A rank that asks for a solution alone would wait for the other ranks forever.
     """
     if num_ranks() == 1:
         return profile

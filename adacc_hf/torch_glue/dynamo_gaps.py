@@ -2,8 +2,8 @@
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. The
-contexts in this module record or guard such reads while Dynamo traces. These contexts add expressions to the list
-`numbers`. The values of the expressions are part of a call's key.
+contexts in this module record or guard such reads while Dynamo traces, and add expressions to the list `numbers`. The
+values of the expressions are part of a call's key.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
     example, sources = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return a node's example tensor. Dynamo calls this only for the two operands of `is`, one after the other."""
+        """Return a node's example tensor.
+
+        Dynamo calls this function only for the two operands of `is`, one after the other.
+        """
         sources.append(getattr(node.meta.get("grapharg"), "source", None))
         if len(sources) % 2 == 0 and None not in sources[-2:]:
             numbers.append(" is ".join(map(name_of, sources[-2:])))
@@ -221,9 +224,9 @@ def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 def _guard_identity(variable: Any, by_value: bool) -> None:
     """Install a guard on the identity of the object that `variable`, one of Dynamo's variables, stands for.
 
-    Constants and tensors get no guard, because Dynamo guards them itself. `by_value` is True if the traced code
-    compares objects by `==` and hash. Then only objects that inherit `object.__hash__` get the guard, because their
-    hash is their identity.
+    Constants and tensors get no guard, because Dynamo itself guards constants and tensors. `by_value` is True if the
+    traced code compares objects by `==` and hash. In this case, only objects that inherit `object.__hash__` get the
+    guard, because the hash of such an object is its identity.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable

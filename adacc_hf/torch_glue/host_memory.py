@@ -1,4 +1,4 @@
-"""Memory of the host next to a device: whether they are separate, and the free bytes for this process."""
+"""Memory of the host next to a device: a check for separate memory, and the free bytes for this process."""
 
 from __future__ import annotations
 

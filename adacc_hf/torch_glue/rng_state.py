@@ -1,7 +1,7 @@
 """States of the random generators of torch, Python and numpy.
 
-Models use all of them: Transformers draws SpecAugment's masks from numpy, and some models choose layers to skip with
-Python's generator.
+Models use all these generators: Transformers draws SpecAugment's masks from numpy, and some models choose layers to
+skip with Python's generator.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PythonStates:
 class RandomStates:
     """Snapshot of all default generators: of the CPU, of the GPUs among `devices`, of Python and of numpy.
 
-    A GPU's generator keeps its seed and offset on the host, so reading them does not wait for kernels (rule R10).
+    A GPU's generator keeps the seed and the offset on the host, so a snapshot does not wait for kernels (rule R10).
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -102,7 +102,8 @@ def generator_of(device: torch.device) -> Any:
 def generator_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the default generator of `device`: 5,056 bytes for a CPU, 16 (seed, offset) for a GPU.
 
-    The state is on the CPU for every device. Reading it takes a microsecond and does not wait for kernels (rule R10).
+    The state is on the CPU for every device. Reading the state takes a microsecond and does not wait for kernels (rule
+    R10).
     """
     generator = generator_of(device)
     return None if generator is None else generator.get_state()
