@@ -1,7 +1,7 @@
 """Python interface of _cpu.cpp, which is compiled at first use.
 
 The C++ code is the fastest of three implementations. The table compares the time to encode a tensor with the time to
-    copy the tensor.
+copy the tensor.
 | implementation | 24 MiB of float32 | 12 MiB of bfloat16 |
 |---|---|---|
 | reference in plain torch | 30 times as long | 131 times as long |

@@ -26,8 +26,8 @@ class ComparisonRow:
     peak_bytes: int
     """Peak of live tensor bytes over forward and backward, including parameters and gradients."""
     step_peak_bytes: int
-    """Peak of live tensor bytes over a whole training step, including the optimizer's state. A policy's predicted peak
-    has the same definition."""
+    """Peak of live tensor bytes over a whole training step, including the optimizer's state. The predicted peak of a
+    policy has the same definition."""
     relative_throughput: Spread
     """Tokens per second divided by plain training's in the same round."""
     final_train_loss: float

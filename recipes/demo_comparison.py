@@ -50,7 +50,7 @@ REPORTED = "adacc-50"  # folder of the row whose policy the report shows
 def compare_methods(run: PreparedRun) -> dict[str, float]:
     """Train and measure every contender, print the table and save it in the run folder.
 
-    Return the numbers of the table, with the keys "<folder>/<column>".
+    Return the numbers of the table as a dict with the keys "<folder>/<column>".
     """
     output_dir = Path(run.args.training.output_dir)
     finished = {}

@@ -1,4 +1,4 @@
-"""Command line of the recipe: its own settings, all TrainingArguments, and defaults for the chosen model."""
+"""Command line of the recipe: the recipe's own settings, all TrainingArguments, and defaults for the chosen model."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -158,7 +158,7 @@ _PRETRAINING_DEFAULTS = {
 def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArguments:
     """Parse the command line, with the defaults of the chosen model. `docstring` is the recipe's, for `--help`.
 
-    Raises ValueError for a setting out of range. If argparse cannot parse a setting, it exits with status 2.
+    Raises ValueError for a setting out of range. If argparse cannot parse a setting, argparse exits with status 2.
     """
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, MethodArguments, TrainingArguments), **parser_settings(docstring)

@@ -21,7 +21,7 @@ class TextData:
     train: Dataset | IterableDataset
     validation: Dataset
     held_out: Dataset | IterableDataset
-    """Documents, {"text": str}, of the `validation` sequences. These documents are not used for training."""
+    """Documents, {"text": str}, of the `validation` sequences, which are not used for training."""
 
 
 def load_text_data(

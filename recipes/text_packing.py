@@ -75,7 +75,7 @@ def pack_tokens(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[i
 def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) -> Documents:
     """Return sequences of `seq_len` tokens, [seq_len] int64 each: cached as Arrow for a Dataset, streamed for a stream.
 
-    Raises ValueError if the text does not fill one sequence. `part` names the text in the message.
+    Raises ValueError, with the name `part` in the message, if the text does not fill one sequence.
     """
     features = Features({"input_ids": List(Value("int32"), length=seq_len)})
     kwargs = {"encoded": encoded, "seq_len": seq_len, "part": part}

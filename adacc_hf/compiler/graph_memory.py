@@ -29,7 +29,7 @@ from adacc_hf.torch_glue.private import TorchDispatchMode, tree_leaves
 def most_live_bytes(graph: fx.Graph, elsewhere: Set[str]) -> int:
     """Return the peak of live bytes while `graph` runs, estimated from its operators.
 
-    Inputs named in `elsewhere` are not counted, because code outside the graph keeps them alive.
+    Inputs named in `elsewhere` are not counted, because code outside the graph keeps these inputs alive.
     """
     results = {root_of(node) for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}
     tensors = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
@@ -146,8 +146,10 @@ def most_live_bytes_of_code(code: Any, inputs: Sequence[GraphInput]) -> int | No
 
 @cache
 def log_unknown(reason: str) -> None:
-    """Log that the peak of compiled code is unknown. Each reason is logged once, although every step asks for the
-    peak."""
+    """Log that the peak of compiled code is unknown.
+
+    Each reason is logged once, although the peak is requested in every step.
+    """
     log.info("Adacc: cannot run compiled code without data (%s): using the estimate from the graph as its peak", reason)
 
 
@@ -181,7 +183,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Kernel:
-    """Replacement for a generated kernel. Does nothing, both when called directly and through Triton's `run`."""
+    """Replacement for a generated kernel, which does nothing when called directly or through Triton's `run`."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None

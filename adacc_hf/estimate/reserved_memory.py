@@ -92,7 +92,7 @@ class AllocatorMeter(FakeMemoryMeter):
 
     A step whose allocations are all freed at its end is repeated without the model: the next step allocates and frees
     the same sizes in the same order. If a tensor of the step stays alive, for example a gradient, the next step may
-    differ and cannot be repeated.
+    differ, so the step cannot be repeated.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -231,7 +231,7 @@ _SEGMENT_UNIT = 2 * 2**20
 
 
 class _Block:
-    """Contiguous part of a segment of reserved memory, linked with the adjacent parts of the segment."""
+    """Contiguous part of a segment of reserved memory, with references to the adjacent parts of the segment."""
 
     __slots__ = ("is_small", "next", "number", "previous", "size")
 
@@ -274,7 +274,7 @@ class CachingAllocator:
         self._allocated[key] = block
 
     def free(self, key: Hashable) -> None:
-        """Free the block of `key`, and merge it with free neighbours.
+        """Free the block of `key`, and merge the block with free neighbours.
 
         A key without a block has no effect, because allocations of 0 bytes have no block.
         """

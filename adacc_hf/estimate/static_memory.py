@@ -28,7 +28,8 @@ parameters in float32."""
 _INT8_BLOCK = 256
 """Number of elements of 8-bit optimizer state that share one float32 scale."""
 _REDUCE_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this size for any model."""
+"""DeepSpeed's default `reduce_bucket_size` (runtime/zero/config.py of 0.19). A bucket has this number of elements for
+any model."""
 _NUM_BACKWARD_BUCKETS = 2
 """Number of gradient buckets of ZeRO-1 and ZeRO-2 with `overlap_comm`, which the guides of Transformers and Accelerate
 set. DeepSpeed's default for these stages is no `overlap_comm`, with one bucket (`setup_buckets` in
@@ -72,8 +73,8 @@ class Sharding:
     def casts_weights(self) -> bool:
         """True if mixed precision computes with 16-bit copies of float32 weights.
 
-        Accelerate's FSDP gathers 16-bit copies. DeepSpeed keeps the float32 weights and the copies. With other methods,
-        autocast casts weights at each use.
+        Accelerate's FSDP gathers 16-bit copies. DeepSpeed keeps the float32 weights and the 16-bit copies. With other
+        methods, autocast casts weights at each use.
         """
         return self.is_deepspeed or self.method == "fsdp"
 
@@ -196,9 +197,9 @@ def static_memory(
 ) -> StaticMemory:
     """Return the static memory of training `model` on each device.
 
-    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps the weights
-    and the copies. FSDP keeps float32 weights and gradients, and gathers 16-bit copies of the layers in use. The model
-    may be on meta, or fake. Raises ValueError if `optimizer` is unknown.
+    With `master_weights`, the parameters of `model` are 16-bit copies of float32 weights. DeepSpeed keeps the float32
+    weights and the 16-bit copies. FSDP keeps float32 weights and gradients, and gathers 16-bit copies of the layers in
+    use. The model may be on meta, or fake. Raises ValueError if `optimizer` is unknown.
     """
     from adacc_hf.torch_glue.memory import distinct_bytes
 

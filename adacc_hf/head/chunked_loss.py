@@ -3,8 +3,8 @@
 For each chunk, forward computes the logits, the loss and the gradients. So every matrix product runs once, as in plain
 training. Recomputing the logits in backward would need the same peak memory, and a fourth product in addition to three.
 
-torch 2.13 has `F.linear_cross_entropy`, which does the same, but 2.11 does not. This implementation stays until 2.13 is
-the oldest supported release and both were compared on a GPU.
+torch 2.13 has `F.linear_cross_entropy`, which does the same, but torch 2.11 does not have this function. This
+implementation stays until 2.13 is the oldest supported release and both implementations were compared on a GPU.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _forward(
 def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits of one chunk. If rows would not be aligned in memory, columns of -inf are appended.
 
-    The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes the outputs are not padded,
+    The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes, the logits are not padded,
     because most of a row would be padding.
     """
     classes = weight.shape[0]
@@ -191,8 +191,8 @@ def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _add_product(total: Tensor, outputs: Tensor, inputs: Tensor) -> None:
     """Add `outputs.T @ inputs` to `total` in place.
 
-    If the GPU supports it, the product's kernel itself adds to the wider `total`. Then `total` is read and written only
-    once.
+    If the GPU supports a product with a wider sum, the product's kernel itself adds to `total`, and `total` is read and
+    written only once.
     """
     if total.dtype == outputs.dtype:
         total.addmm_(outputs.T, inputs)

@@ -1,7 +1,7 @@
 """Chunked output layer: the layer returns lazy logits, and the loss is computed without the full logits.
 
-Only training steps with gradients enabled are chunked. The results are the same up to the order of sums. `remove`
-restores the layer completely.
+Only training steps with gradients enabled are chunked. Chunked and plain results are equal up to the order of sums.
+`remove` restores the layer completely.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ChunkedHead:
         self.is_on = True
         """True while the layer returns lazy logits. If False, the layer runs plainly."""
         self.is_trial = False
-        """True during a trial run that finds out if the head can be chunked. No warning is logged then."""
+        """True during a trial run that finds out if the head can be chunked, and that must log no warning."""
         self.num_losses = 0
         """Number of losses that were computed in chunks."""
         self.num_full_logits = 0
@@ -60,7 +60,7 @@ class ChunkedHead:
             self.on_loss(loss)
 
     def note_full_logits(self) -> None:
-        """Handle a computation of the full logits: count it, and log a warning at the first one in training."""
+        """Count a computation of the full logits, and log a warning at the first one in training."""
         self.num_full_logits += 1
         if self.num_full_logits == 1 and self.num_losses and not self.is_trial:
             log.warning(

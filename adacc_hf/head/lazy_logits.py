@@ -50,7 +50,7 @@ class HeadCall:
             return F.linear(self.rows.to(self.dtype), self.weight.to(self.dtype), bias)
 
     def full_logits_from(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the logits as `full_logits` does, but from these tensors instead of the call's own."""
+        """Compute the logits as `full_logits` does, but from the arguments instead of the tensors of the call."""
         return replace(self, rows=rows, weight=weight, bias=bias).full_logits()
 
 
@@ -83,7 +83,7 @@ class LossCall:
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer with this weight computes: autocast's, or the weight's own.
+    """Return the dtype in which a linear layer with this weight computes: autocast's dtype, or the weight's own dtype.
 
     Autocast does not change float64.
     """
@@ -98,15 +98,15 @@ class LazyLogits(Tensor):
 
     `compute()` returns the real tensor.
 
-    The tensor is an output of an autograd function, so C++ code that reads its graph (DDP, other autograd functions)
-    can follow the graph back to the layer.
+    Lazy logits are an output of an autograd function, so C++ code that reads the autograd graph (DDP, other autograd
+    functions) can follow the graph back to the layer.
     """
 
     call: HeadCall
     rows: Tensor
     compute: Callable[[], Tensor]
     real_logits: Tensor | None
-    """The real tensor, or None if it was not computed yet."""
+    """The real tensor, or None if the real tensor was not computed yet."""
     is_function_output: bool = False
     """True if an autograd function returned this tensor. A loss of this tensor cannot be chunked, because the gradient
     must pass through that function."""
@@ -225,7 +225,7 @@ class _Placeholder(torch.autograd.Function):
 def _free_sources(ctx: Any) -> None:
     """Free the tensors that lazy logits are computed from, when autograd frees saved tensors.
 
-    These tensors are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself.
+    The freed tensors are attributes of `ctx` and not saved tensors, because a source may be lazy logits itself.
     Saved-tensor hooks would read such a source, and so compute the full logits.
     """
     if not keeps_graph():
