@@ -86,7 +86,7 @@ def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: 
 def encode_ref(
     x_RC: Tensor, indices: Tensor | None, group_size: int, factor: float, rounding: str, seed: int
 ) -> tuple[Tensor, ...]:
-    """Encode `x_RC`, R rows of C channels, with plain torch. Return (codes, peaks): uint8 [A/2, G], 16 bits [A]. //
+    """Encode `x_RC`, R rows of C channels, with plain torch. Return codes uint8 [A/2, G] and 16-bit peaks [A].
 
     The elements are cut into A groups of G = `group_size` elements, row by row. A is rounded up to an even number,
     because a byte holds two 4-bit codes. The peak of a group is the element with the largest absolute value.

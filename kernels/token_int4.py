@@ -14,7 +14,7 @@ BITS = 4
 
 
 def encode_ref(x_RC: Tensor, factor: float, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode `x_RC`, R rows of C elements, with plain torch. Return (codes, peaks): uint8 [A/2, C], 16 bits [A]. //
+    """Encode `x_RC`, R rows of C elements, with plain torch. Return codes uint8 [A/2, C] and 16-bit peaks [A].
 
     A is R, rounded up to an even number, because a byte holds two 4-bit codes. Each row is a group. The peak of a group
     is the row's element with the largest absolute value.

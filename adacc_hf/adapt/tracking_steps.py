@@ -61,8 +61,8 @@ class TrackingSteps:
     def finish(self, step: int) -> None:
         """Update the predictions from the measurements of the tracking step.
 
-        Start the solver for each size whose predictions changed. // Measurements at one batch size are also used for
-        the same blocks at all other batch sizes.
+        Start the solver for each size whose predictions changed. Measurements at one batch size are also used for the
+        same blocks at all other batch sizes.
         """
         self.is_on = False
         guard, size_policies = self._context.guard, self._choice.cache.all

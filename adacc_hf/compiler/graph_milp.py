@@ -187,7 +187,7 @@ def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak
 
 
 def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> GraphChoice:
-    """Return the fastest choice with the least stored bytes or, with `limits_peak`, with the least peak. //
+    """Return the fastest choice with the least stored bytes or, with `limits_peak`, with the least peak.
 
     The program is solved twice, for the least bytes and then for the least time. The second solve removes useless
     replays, which take time and need temporaries that the program does not count.

@@ -44,7 +44,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class Validator(TorchDispatchMode):
-    """Dispatch mode that compares each operator of a block's call, before it runs, with the tape's next operator. //
+    """Dispatch mode that compares each operator of a block's call, before it runs, with the tape's next operator.
 
     At the first difference, `on_divergence` gets the tensors that the plan stores and autograd has not saved yet, as a
     dict from value index to tensor. Later operators are not compared. Operators that the validator runs itself must run

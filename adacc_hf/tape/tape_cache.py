@@ -290,8 +290,8 @@ class TapeCache:
     def tape_of_structure(self, structure: str) -> Tape | None:
         """Return a recorded tape, of any size, with the operators that `structure` identifies.
 
-        Return None if no tape has them. // `structure` is the first part of a plan's kind (`Tape.kind`): a digest of
-        operators without sizes.
+        Return None if no recorded tape has these operators. `structure` is the first part of a plan's kind
+        (`Tape.kind`): a digest of operators without sizes.
         """
         return next((tape for tape in self.tapes.values() if tape.structure.startswith(structure)), None)
 
