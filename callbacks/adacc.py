@@ -39,7 +39,8 @@ __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 KEEP_ATTACHED = "call detach() after training only, and let errors of training_step end the run"
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
-"""Modules that make reports, imported by name when a report is requested, because callbacks/ must not import them."""
+"""Modules that make reports, imported by name when a report is requested, because callbacks/ must not import report
+modules."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):

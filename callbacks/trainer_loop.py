@@ -78,7 +78,7 @@ def keep_figures(trainer: Trainer | None) -> Iterator[None]:
 
     Logs inside the block are dropped. A profile calls `compute_loss` more often than training does. Trainers of
     preferences and rewards collect metrics in `compute_loss`, and users log metrics there. Metrics must come from
-    training alone. The Trainer's models are not restored here, because the profiler restores them.
+    training alone. The Trainer's models are not restored here, because the profiler restores models.
     """
     if trainer is None:
         yield

@@ -87,7 +87,7 @@ def _functions() -> ctypes.CDLL:
 def is_usable(tensor: Tensor) -> bool:
     """Return True if the C++ codec kernels can be used: `tensor` is on the CPU, and the kernels are compiled.
 
-    The dtype is not checked, because `Codec.supports` has checked it.
+    The dtype is not checked, because `Codec.supports` has checked the dtype.
     """
     return tensor.is_cpu and library() is not None
 
@@ -123,9 +123,9 @@ def encode_groups(
 
     Codes are uint8: [A/2, G] for 4 bits, [A, G] for 8 bits. A peak is the element with the largest absolute value of a
     group. Peaks have shape [A]. The result equals `_symmetric.encode_ref`, bit for bit. `keep` is a bit mask for the
-    elements of each channel: 0 replaces the elements by zeros, -1 keeps them. The mask's integers have as many bits as
-    the elements. The mask has `channels` + G integers and repeats after `channels`, so that a group that begins at any
-    channel reads a contiguous range.
+    elements of each channel: 0 replaces the elements by zeros, and -1 keeps the elements. The mask's integers have as
+    many bits as the elements. The mask has `channels` + G integers and repeats after `channels`, so that a group that
+    begins at any channel reads a contiguous range.
     """
     if group_size > MAX_GROUP:  # only for token_int4's rows, which are longer than the buffer that pads groups in C++
         flat_N = _symmetric.pad_to(flat_N, even_groups(flat_N.numel(), group_size) * group_size)

@@ -104,7 +104,7 @@ class Bitmask(Codec):
 
 
 def _mask_in_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a mask as [N]. In a compiled graph for a GPU, write them to memory before packing.
+    """Return the elements of a mask as [N]. In a compiled graph for a GPU, write the elements to memory before packing.
 
     A byte is packed from eight distant elements. If the mask were not in memory, Inductor would recompute the mask
     while packing, and would store the four-byte random numbers that the mask is computed from. A compiled graph for a

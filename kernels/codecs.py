@@ -1,9 +1,9 @@
 """Codec interface, and the registry of codecs.
 
-A codec encodes a tensor to a smaller `Payload` and decodes it again. Each codec is a file of this folder, named after
-the codec, with one class decorated with `@register`. To add a codec, add a file with such a class. The planner knows
-only the attributes that the class declares. Files whose stem starts with an underscore or ends in `_triton` are
-helpers, which are not searched. Therefore listing codecs never imports triton.
+A codec encodes a tensor to a smaller `Payload`, and decodes the payload again. Each codec is a file of this folder,
+named after the codec, with one class decorated with `@register`. To add a codec, add a file with such a class. The
+planner knows only the attributes that the class declares. Files whose stem starts with an underscore or ends in
+`_triton` are helpers, which are not searched. Therefore listing codecs never imports triton.
 """
 
 import inspect
@@ -168,7 +168,7 @@ class Codec:
     def count_outliers(self, tensor: Tensor, threshold: float) -> int:
         """Return the number of channels of `tensor` whose Z-score is above `threshold`.
 
-        Call this in tracking steps only, because it synchronises with the device.
+        Call this method in tracking steps only, because the method synchronises with the device.
         """
         raise NotImplementedError(f"codec {self!r} stores no outliers")
 

@@ -68,7 +68,7 @@ def zscores(sums_C: Tensor) -> Tensor:
 def count_outliers(tensor: Tensor, threshold: float = 3.0) -> int:
     """Return the number of channels of `tensor` whose Z-score is above `threshold`.
 
-    Call this in tracking steps only, because it synchronises with the device.
+    Call this function in tracking steps only, because the function synchronises with the device.
     """
     return int((zscores(channel_sums(tensor)) > threshold).sum())
 

@@ -29,7 +29,7 @@ class ComparisonRow:
     """Peak of live tensor bytes over a whole training step, including the optimizer's state. The predicted peak of a
     policy has the same definition."""
     relative_throughput: Spread
-    """Tokens per second divided by plain training's in the same round."""
+    """Tokens per second, divided by the tokens per second of plain training in the same round."""
     final_train_loss: float
     validation_loss: float
 

@@ -135,7 +135,7 @@ def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
 
 
 def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[str, Spread]:
-    """Return each method's tokens per second divided by plain training's in the same round."""
+    """Return each method's tokens per second, divided by the tokens per second of plain training in the same round."""
     with ExitStack() as stack:
         models = {name: stack.enter_context(training_method(result)) for name, result in finished.items()}
         steps = {name: training_step(model, batch, adamw(model)) for name, model in models.items()}

@@ -87,10 +87,11 @@ def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) 
 
 
 def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch of packed rows, [B, T]. Labels are equal to the inputs, because the model shifts them.
+    """Return a batch of packed rows, [B, T].
 
-    There is no attention mask, because there is no padding. Unlike transformers' collator for language modelling, this
-    function keeps the labels of <|endoftext|>.
+    Labels are equal to the inputs, because the model shifts the labels. The batch has no attention mask, because packed
+    rows have no padding. Unlike transformers' collator for language modelling, this function keeps the labels of
+    <|endoftext|>.
     """
     input_ids = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}

@@ -113,7 +113,7 @@ class Saved:
     suspicion: str | None = None
     """Reason to check gradients in the next step (see `LossGuard.suspicion`)."""
     switched_off: list[SwitchedOff] = field(default_factory=list)
-    """Codecs that new policies must not use, because they degraded gradients."""
+    """Codecs that new policies must not use, because these codecs degraded gradients."""
     is_unproven: bool = False
     """True if codecs were switched off, and the next policy, which avoids these codecs, was not followed yet."""
     tracking_ms: float = 0.0

@@ -49,7 +49,7 @@ class LossGuard:
         self.suspicion: str | None = None
         """Reason to check the gradients of all kinds of blocks in the next step. None if no check is due."""
         self.switched_off = frozenset(switched_off)
-        """Codecs that have degraded gradients. No batch size uses them any more."""
+        """Codecs that have degraded gradients, which new policies of all batch sizes must not use."""
         self.is_unproven = False
         """True if codecs were switched off, and the next policy, which avoids these codecs, is not followed yet."""
         self._is_on = config.guard

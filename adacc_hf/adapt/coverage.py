@@ -34,7 +34,7 @@ REMEDIES = {
 def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str) -> None:
     """Raise UncoveredBlockError if `on_uncovered` is "error".
 
-    `blocks` names the blocks, `reason` says why they have no policy, and `remedy` is an instruction, such as "pad
+    `blocks` names the blocks, `reason` says why the blocks have no policy, and `remedy` is an instruction, such as "pad
     batches to one size".
     """
     if config.on_uncovered == "error":

@@ -174,7 +174,7 @@ class ExtrapolatedPolicies:
             raise
 
     def _solve(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """Run the solver and note how long it took. Raises InfeasibleBudgetError."""
+        """Run the solver, and note the time of the run. Raises InfeasibleBudgetError."""
         start = time.perf_counter()
         try:
             return solve_policy(profile, memory_budget, with_margin(self._config))

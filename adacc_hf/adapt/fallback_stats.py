@@ -1,7 +1,8 @@
 """FallbackStats: counts fallback steps during a run. DivergedBatches: counts micro-batches that did not follow plans.
 
 A fallback step is a step in which at least one call of a block did not follow a policy. The counts are stored in
-records of the run's history. The functions below read them for the Trainer's log and the reports.
+records of the run's history. The functions at the end of this module read the counts for the Trainer's log and the
+reports.
 """
 
 from __future__ import annotations

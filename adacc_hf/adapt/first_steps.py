@@ -9,8 +9,8 @@ from typing import Any
 from adacc_hf.torch_glue.progress import PROFILING, SOLVING, interruptions_since
 
 NUM_FIRST_STEPS = 12
-"""Number of recorded steps. With the default settings, they include the profile, the first policy, the step whose
-memory is measured, and the first three tracking steps."""
+"""Number of recorded steps. With the default settings, the first steps include the profile, the first policy, the step
+whose memory is measured, and the first three tracking steps."""
 
 CHECKPOINT = "torch's checkpoint"
 FOLLOWING = "policy"

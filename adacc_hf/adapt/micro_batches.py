@@ -112,11 +112,11 @@ class LastBatch:
         self._loss_call: tuple[dict[str, Any], ComputeLoss] | None = None
         """Argument and function of the loop's last call of a `compute_loss`."""
         self._own_node: Node | None = None
-        """`grad_fn` of the model's own loss, until the loop's loss is known and compared with it."""
+        """`grad_fn` of the model's own loss, until the loop's loss is known and compared with the model's own loss."""
         self._num_calls = 0
         """Number of calls of the model since the micro-batch began or `note_loss_call` was called."""
         self._counts_per_batch = False
-        """True if `begin` is called for each micro-batch. Then `_num_calls` counts within one micro-batch."""
+        """True if `begin` is called for each micro-batch, so that `_num_calls` counts within one micro-batch."""
         self._is_certain = False
         self._hook = model.register_forward_hook(ModelHook(self._keep), with_kwargs=True)
 

@@ -53,7 +53,7 @@ class PeakCheck:
 
     @property
     def counting_ms(self) -> float:
-        """Time in ms that it took to begin and end the last measurement."""
+        """Time in ms that beginning and ending the last measurement took."""
         return self._meter.counting_ms
 
     def start(self, model: nn.Module, optimizer: Any, installation: Installation) -> None:

@@ -237,8 +237,8 @@ class FullRecompute(Installation):
     def skipped_blocks(self) -> list[str]:
         """Return the blocks that the most recent batch did not call.
 
-        If other blocks were trained, a block that ran without gradients counts as called, because it has nothing to
-        store.
+        If other blocks were trained, a block that ran without gradients counts as called, because such a block has
+        nothing to store.
         """
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):

@@ -106,8 +106,8 @@ class PolicyBuilder:
         """Return (profile, policy, is_provisional) for the most recent batch, after steps under torch's checkpoint.
 
         If an optimizer steps within the backward and the budget is a limit on peak memory, a profile cannot predict the
-        peak. Then `is_provisional` is True: the policy has the least memory, and is replaced after the first measured
-        step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        peak. In this case, `is_provisional` is True: the policy has the least memory, and is replaced after the first
+        measured step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         try:
             profile = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)

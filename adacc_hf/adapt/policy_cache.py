@@ -3,8 +3,8 @@
 Sizes are grouped into size classes. Each class is 25 % larger than the class below (artifacts/size_model.py). A class
 gets a policy before the first batch of the class runs. The policy is solved for a profile that is extrapolated from a
 measured one. If the model cannot run on slices of a batch, profiles cannot be extrapolated. A batch then runs under the
-policy of the smallest profiled size that it fits in, or under torch's checkpoint if the batch is larger than each
-profiled size. Once batches of this size have occurred often enough, one of them is profiled.
+policy of the smallest profiled size that the batch fits in, or under torch's checkpoint if the batch is larger than
+each profiled size. Once batches of this size have occurred often enough, one such batch is profiled.
 
 Buckets (torch_glue/batch_shapes.py) group the batches that belong to no size class.
 """

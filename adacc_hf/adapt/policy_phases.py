@@ -68,7 +68,7 @@ class FixedPolicyPhase(Phase):
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result.
 
-        There is no retry, because the policy is fixed.
+        After an error, `run` is not called again, because the policy is fixed.
         """
         with memory_reported(self._run.memory_report):
             return run()
@@ -207,7 +207,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return FOLLOWING
 
     def _report_slow_step(self) -> None:
-        """Report the step if it does other work than training, and takes more than twice as long as a normal step."""
+        """Report the step if it does other work than training, and takes more than twice the time of a normal step."""
         self._report.close()
         task, current = TASKS.get(self.activity), self.choice.current
         if task is None:

@@ -216,10 +216,11 @@ def find_culprits(
     the error cannot be measured. The function is called at most 2 * len(lossy) + 1 times. Return None if a call returns
     None, or if the error exceeds the bound even with all of `lossy` bypassed.
 
-    First, each activation is compressed alone. Then the activations that are harmless alone are compressed together,
-    one after the other in the order of these errors. If the error exceeds the bound, the latest activation is left
-    uncompressed. The result therefore contains every activation that degrades the gradient alone. Of activations that
-    degrade the gradient only together, the result contains as few as possible.
+    First, each activation is compressed alone. After that, the activations that are harmless alone are compressed
+    together: they are added one after the other, in the order of the errors that each activation causes alone. If the
+    error exceeds the bound, the latest activation is left uncompressed. The result therefore contains every activation
+    that degrades the gradient alone. Of activations that degrade the gradient only together, the result contains as few
+    as possible.
     """
     everything = bypassed = frozenset(lossy)
     errors_alone: dict[int, float] = {}

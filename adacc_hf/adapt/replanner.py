@@ -79,10 +79,10 @@ class Tracking:
 class Replanner:
     """A policy of a run and its profile, which are adapted to the data while training.
 
-    Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after it. If the result's
-    `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and pass the
-    policy in the result of `take_over`, unless None, to `handle.replace`. All ranks have to make these calls at the
-    same steps.
+    Call `start_tracking(handle.plans)` before a tracking step and `finish_tracking()` after the tracking step. If the
+    result's `needs_solving` is True, call `start_solving()`. After any number of further steps, call `take_over()`, and
+    pass the policy in the result of `take_over`, unless None, to `handle.replace`. All ranks have to make these calls
+    at the same steps.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Replanner:
         self.config = config
         self.memory_budget = config.memory_budget if memory_budget is None else memory_budget
         self.switched_off: frozenset[SwitchedOff] = frozenset()
-        """Codecs that new policies must not use, because they degraded gradients."""
+        """Codecs that new policies must not use, because these codecs degraded gradients."""
         self._plans: BlockPlans | None = None
         self._measurements = Measurements()
         self._samples: dict[str, BlockSample] = {}

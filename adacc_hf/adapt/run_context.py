@@ -54,7 +54,7 @@ class RunContext:
 
     @property
     def switched_off(self) -> frozenset[SwitchedOff]:
-        """Codecs that new policies must not use, because they degraded gradients."""
+        """Codecs that new policies must not use, because these codecs degraded gradients."""
         return self.guard.switched_off
 
     def note_memory(self, reason: str) -> None:

@@ -152,8 +152,8 @@ class RunState:
     def memory_report(self) -> str:
         """Return a table of the device's memory for the log, after memory ran out.
 
-        Call this while the tensors of the failed step are alive. If building the table fails, the result names that
-        error instead of raising it. Otherwise that error would replace the out-of-memory error.
+        Call this while the tensors of the failed step are alive. If building the table fails, the result names the
+        error. Raising the error would hide the out-of-memory error.
         """
         self.phase.show()
         try:
@@ -214,7 +214,7 @@ class RunState:
         return {f"adacc/{STEPS}": num_fallback_steps(self.history)}
 
     def save(self, changed: bool, is_last: bool = False) -> None:
-        """Write the history into the run's folder, and also the policy if it `changed`.
+        """Write the history into the run's folder, and also the policy if the policy has `changed`.
 
         A long history is written less often (HISTORY_PARTS), but always if the policy changed or `is_last` is True.
         """

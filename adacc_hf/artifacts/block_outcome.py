@@ -30,7 +30,7 @@ def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
     - A saved tensor with a reference outside the block (`Value.is_kept`) stays live, and the second forward computes a
       second copy.
     - The second forward stops at the last saved tensor (early stop of `torch.utils.checkpoint`). An operator saves its
-      inputs before it runs. Therefore the matrix product at the end of a block is not computed again.
+      inputs before the operator runs. Therefore the matrix product at the end of a block is not computed again.
     - If a block cannot be replayed, its whole backward was measured under torch's checkpoint.
     """
     plain = plain_plan(kind)

@@ -52,7 +52,7 @@ class RuleFit:
         """Return the rule of each column. A column has the values of one number in all measured batches.
 
         The columns are in the order of the profile's numbers. Rules are tried from the most to the least certain. After
-        a number gets a rule, the numbers near it are fitted as this number plus a difference.
+        a number gets a rule, neighbouring numbers are fitted as this number plus a difference.
         """
         distinct = list(dict.fromkeys(columns))
         rules: dict[Column, Rule] = {}

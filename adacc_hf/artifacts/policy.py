@@ -177,7 +177,7 @@ class Policy:
 
     @property
     def idle_blocks(self) -> set[str]:
-        """Names of blocks without actions, because the profiled batch ran them only without gradients."""
+        """Names of blocks without actions, because the profiled batch ran these blocks only without gradients."""
         return {name for name, index in self.blocks if self.plans[index].kind == IDLE_KIND}
 
     def block_counts(self) -> Counter[str]:
@@ -289,8 +289,8 @@ class Policy:
     def load(cls, path: str | Path) -> Policy:
         """Read a policy file, or the policy file in the folder of a run or checkpoint.
 
-        Raises FileNotFoundError if there is no such file, and PolicyMismatchError if the file is not a complete policy
-        of this format version.
+        Raises FileNotFoundError if the policy file does not exist, and PolicyMismatchError if the file is not a
+        complete policy of this format version.
         """
         path = policy_file(path, (POLICY_FILE,))
         return cls.from_json(read_json(path, PolicyMismatchError, "policy"), str(path))

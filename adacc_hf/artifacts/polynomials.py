@@ -221,7 +221,7 @@ def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     Return None if more than MAX_SYMBOLS sizes vary independently.
 
     Every other size is constant, or a polynomial of the independent sizes at lower indices. If two sizes are related by
-    chance in `calls`, one of them is missing from the result until a call without the relation is added.
+    chance in `calls`, one of these sizes is missing from the result until a call without the relation is added.
     """
     places: list[int] = []
     basis = Basis([()] * len(calls))

@@ -39,7 +39,7 @@ MAX_EXACT_SIZE = 16
 def size_dependent_numbers(profile: Profile) -> list[int]:
     """Return all numbers of `profile` that depend on the batch's sizes, in a fixed order.
 
-    The numbers of codecs are left out, because they follow from the shapes.
+    The numbers of codecs are left out, because these numbers follow from the shapes.
     """
     numbers: list[int] = []
 

@@ -303,7 +303,7 @@ def _rank_of(name: str, layer: Plain, rank: float | int) -> int:
 def _parameter_groups(
     model: nn.Module, layers: list[CompactLayer], scale: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer, as the Trainer would make them, and one more for the cores.
+    """Return the parameter groups that the Trainer would make for the optimizer, and one more group for the cores.
 
     The Trainer's groups are a group of matrices, with weight decay, and a group of biases and norms, without weight
     decay.

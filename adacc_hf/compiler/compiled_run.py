@@ -50,10 +50,11 @@ RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps
 class CompiledRun:
     """Controller that keeps a run's compiled graphs within a budget.
 
-    A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. Each region
-    counts as often as a micro-batch calls it. If one region cannot stay within its share, the other regions store less.
-    If the budget is in bytes, the first steps run with graphs that store the least possible. The part of the budget
-    that these steps leave unused is then given to the regions, which are compiled and measured again.
+    A budget that is a fraction is relative to the bytes that all regions store under plain torch.compile. A region's
+    bytes count once for each call of the region in a micro-batch. If one region cannot stay within its share, the other
+    regions store less. If the budget is in bytes, the first steps run with graphs that store the least possible. The
+    part of the budget that these steps leave unused is then given to the regions, which are compiled and measured
+    again.
 
     All ranks have the same share and compile again at the same steps. The rank with the highest peak sets the share.
     Each rank plans its own graphs within the share, with its own costs and batch sizes. Ranks may store different

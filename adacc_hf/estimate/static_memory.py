@@ -5,7 +5,8 @@ The module imports torch only to compute sizes. Wrong options are therefore refu
 Dtypes by precision, the same as with the Trainer and Accelerate:
 
 - fp32, bf16: parameters, gradients and optimizer state all have that dtype.
-- bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. There are no separate master weights.
+- bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. The precision has no separate master
+  weights.
 - bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision. Parameters and gradients have 16 bits, and the
   optimizer's state includes float32 master weights.
 """

@@ -34,7 +34,7 @@ class ChunkedHead:
         self.num_losses = 0
         """Number of losses that were computed in chunks."""
         self.num_full_logits = 0
-        """Number of times that the full logits were computed, because code other than the loss read them."""
+        """Number of times that the full logits were computed, because code other than the loss read the logits."""
         self.on_loss: Callable[[LossCall], None] | None = None
         """Callback for each loss that is computed in chunks, or None."""
         self._layer: nn.Linear | None = output_layer(model)

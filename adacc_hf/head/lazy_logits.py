@@ -134,7 +134,7 @@ class LazyLogits(Tensor):
         return lazy
 
     def materialize(self) -> Tensor:
-        """Return the real tensor. Compute it at the first call."""
+        """Return the real tensor, computed at the first call."""
         if self.real_logits is None:
             with torch.enable_grad():
                 self.real_logits = _Values.apply(self.compute(), self) if self.is_function_output else self.compute()
@@ -287,7 +287,10 @@ def _contiguous(lazy: LazyLogits, **kwargs: Any) -> Any:
 
 
 def _clone(lazy: LazyLogits, **kwargs: Any) -> Any:
-    """Return the lazy clone that DDP's autograd function makes of each output if it detects unused parameters."""
+    """Return a lazy clone.
+
+    If DDP is set to detect unused parameters, its autograd function clones each output.
+    """
     return NotImplemented if kwargs or torch.is_grad_enabled() else lazy.as_function_output()
 
 

@@ -211,8 +211,8 @@ def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
     """Return about `eighths` / 8 of `length`.
 
     If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
-    suit a value mostly stay the same too, because they depend on multiples of eight. Short sequences are cut to
-    distinct lengths of at least 3 tokens.
+    suit a value mostly stay the same too, because a codec's support depends on multiples of eight. Short sequences are
+    cut to distinct lengths of at least 3 tokens.
     """
     if eighths == 8:
         return length

@@ -65,7 +65,8 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
             self._head.remove()
 
     def check_own(self) -> None:
-        """Raise ChunkedHeadError if the config requires a chunked head and the model's forward did not use it."""
+        """Raise ChunkedHeadError if the config requires a chunked head and the model's forward did not use this
+        head."""
         if self._head is not None and self.profiled_head == "chunked":
             self._head.check_used()
 

@@ -1,4 +1,4 @@
-"""The profile of a kind of block, built from recorded blocks: activations, and the allowed actions on them."""
+"""The profile of a kind of block, built from recorded blocks: activations, and the actions that a policy may choose."""
 
 from __future__ import annotations
 

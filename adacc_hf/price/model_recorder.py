@@ -1,4 +1,4 @@
-"""Recording of a model's blocks in one forward: their tapes, measured times and codecs, and the tensors they share."""
+"""Recording of a model's blocks in one forward: tapes, measured times and codecs, and tensors shared between blocks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PARTS = {
 }
 """Label, colour and text colour of each field of `PeakMemory`, from left to right."""
 LABEL_SHARE = 0.1
-"""Least width of a part with its size written in it, as a fraction of the longest bar."""
+"""Minimum width, as a fraction of the longest bar, of a part in which the part's size is written."""
 BAR_INCHES = 0.5
 DEVICE_MARGIN = 3.0
 """Maximum ratio of the device's memory to the longest bar for which the device's memory is drawn. Above this ratio, the

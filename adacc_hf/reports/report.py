@@ -53,9 +53,9 @@ def policy_report(
     Args:
         profile: profile that the policy was solved from.
         history: events of a run, `AdaccCallback.history`. Each event is a record with `step` and `event`. If events
-            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. Its
-            phases must be the memory simulator's. Outliers, errors, step times and peaks are drawn in
-            timeline.png.
+            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. The
+            phases must have the names of the memory simulator's phases. Outliers, errors, step times and peaks are
+            drawn in timeline.png.
         first_steps: times of the run's first steps, `AdaccSession.first_steps`.
         comparison: rows of a table of methods, one record per method. All records have the same columns.
         remarks: paragraphs at the beginning of the report, for example the settings of the run.
@@ -127,7 +127,7 @@ def write_report(
 
 
 class SimulatedStep(NamedTuple):
-    """Simulated step with the profile and the blocks' plans that it was simulated from."""
+    """Simulated step, with the profile and the blocks' plans from which the step was simulated."""
 
     profile: Profile
     plans: list[Plan]

@@ -66,7 +66,7 @@ class BlockExecutor:
     """Strategy that runs the calls of one block under its plan.
 
     `known_shapes` and `earlier` (execution plans) come from the executor of the block's previous plan. For the block's
-    first plan, both arguments have their defaults.
+    first plan, `known_shapes` and `earlier` have their defaults.
     """
 
     def __init__(

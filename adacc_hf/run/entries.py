@@ -282,7 +282,7 @@ def _codec_at_size(codec: Codec, value: int, base: ExecutionPlan, sized: Executi
     """Return the codec of `value` for the size of the plan `sized`, or None if the codec does not support this size.
 
     `codec` is the codec for the plan `base`. If both sizes have the same number of channels, `codec` itself is
-    returned, with the outlier channels that it has chosen.
+    returned, with the outlier channels that the codec has chosen.
     """
     size, dtype = sized.encode_views[value].geometry[0], sized.encode_views[value].dtype
     if not codec.supports(size, dtype):

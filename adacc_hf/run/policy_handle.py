@@ -276,7 +276,7 @@ def apply_policy(model: nn.Module, policy: Policy, config: AdaccConfig | None = 
 
 
 def remove_policy(model: nn.Module) -> bool:
-    """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on it.
+    """Remove the policy that `apply_policy` applied to `model`, or the AdaccSession that was started on `model`.
 
     Return False if the model has neither a policy nor a session.
     """

@@ -80,7 +80,10 @@ class TapePosition:
                 self._casts[id(parameter), self.values[operator.results()[0]].ref.dtype] = operator.results()[0]
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape's next slot. Return True if they match."""
+        """Compare the next tensor that autograd saves with the tape's next slot.
+
+        Return True if tensor and slot match.
+        """
         slot = self.num_saved
         self.num_saved += 1
         if slot >= len(self._slots) or not self.is_ref(self._slots[slot], local_of(tensor)):

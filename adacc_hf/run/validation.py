@@ -99,7 +99,10 @@ class Validator(TorchDispatchMode):
         self._position.begin(block, args, kwargs)
 
     def saves(self, tensor: torch.Tensor) -> bool:
-        """Compare the next tensor that autograd saves with the tape's next slot. Return True if they match."""
+        """Compare the next tensor that autograd saves with the tape's next slot.
+
+        Return True if tensor and slot match.
+        """
         if self.has_diverged:
             return False
         is_expected = self._position.saves(tensor)

@@ -1,13 +1,13 @@
 """Frontier of plans for each kind of block: the lower convex hull of stored bytes and time.
 
-The plans on a frontier are ordered from all RETAIN (most bytes, least time) to the fewest bytes. They are called
-frontier plans. A mixture of frontier plans gives each block of a kind one of these plans.
+The plans on a frontier are ordered from all RETAIN (most bytes, least time) to the fewest bytes. The plans on a
+frontier are called frontier plans. A mixture of frontier plans gives each block of a kind one of these plans.
 
 If memory has a price of w ms per byte, the best plan of a block minimises ms + w * bytes. Over all w, the best plans
-are the corners of the lower convex hull of (bytes, ms). At a fixed price the integer program is a closure problem. Its
-linear relaxation has integer solutions, except for the constraints on values that must not be recomputed from lossily
-stored values. A corner therefore usually takes one run of the simplex method, which starts from the basis of the last
-corner. If the solution of the relaxation is fractional, the integer program is solved.
+are the corners of the lower convex hull of (bytes, ms). At a fixed price the integer program is a closure problem. The
+linear relaxation of this program has integer solutions, except for the constraints on values that must not be
+recomputed from lossily stored values. A corner therefore usually takes one run of the simplex method, which starts from
+the basis of the last corner. If the solution of the relaxation is fractional, the integer program is solved.
 """
 
 from __future__ import annotations

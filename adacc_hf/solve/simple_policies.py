@@ -37,7 +37,7 @@ def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, An
 
 
 def uniform_policy(profile: Profile, action: Action | str, codec: str | None = None) -> Policy:
-    """Return the policy with `action` for every activation that allows the action, and RETAIN for the others.
+    """Return the policy with `action` for every activation that allows the action, and RETAIN for the rest.
 
     With RECOMPUTE, torch's checkpoint runs blocks that cannot be replayed. A value that cannot be recomputed (a mask
     drawn from a user's own generator) is stored with a lossless codec if the profile has such a codec for the value.

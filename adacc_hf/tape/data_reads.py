@@ -140,8 +140,8 @@ def data_of(tensor: Any) -> Data | None:
 
     Return None for floats, large tensors and tensors sharded among ranks.
 
-    Other elements of the storage are left out, because they may be uninitialized: `unique` allocates for the worst
-    case.
+    Other elements of the storage are left out, because other elements may be uninitialized: `unique` allocates for the
+    worst case.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None

@@ -29,7 +29,7 @@ from adacc_hf.torch_glue.tensors import PLAIN, local_of
 
 @dataclass(slots=True)
 class Slot:
-    """Instructions for one saved tensor of a tape under a plan, the same for all batch sizes."""
+    """Instructions for one saved tensor of a tape under a plan. The instructions are the same for all batch sizes."""
 
     value: int
     """The value that the tensor views."""
@@ -156,7 +156,7 @@ class ExecutionPlan:
         """Return True if the block's own tensors exist in this call, with the layout that they have on the tape.
 
         `externals` are (value, tensor) for `self.externals` in this call. `find` returns the tensor at a source. The
-        layout of arguments is not checked, because it is part of the call's key.
+        layout of arguments is not checked, because this layout is part of the call's key.
         """
         for place, size, stride, offset, dtype, device in self._layouts:
             tensor = externals[place][1]
@@ -277,7 +277,7 @@ class ExecutionPlan:
 
 
 def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
-    """Return the storage of the values of `tape` that replay can read without recomputing them."""
+    """Return a map of the values of `tape` that replay can read without recomputation, by kind of storage."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}

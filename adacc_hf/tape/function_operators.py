@@ -250,7 +250,7 @@ _num_classes: Counter[str] = Counter()
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
     """Describe a Function's call that is about to run: its class, `requires_grad` flags and autocast state.
 
-    The fields `data` and `results` are empty, because they are known only after the call.
+    The fields `data` and `results` are empty, because these fields are known only after the call.
     """
     autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)]
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]

@@ -61,7 +61,7 @@ MOST_SHORT_LIVES = 8
 compare a value that changes at every call, such as a counter."""
 INERT_ARGUMENTS = frozenset({"num_items_in_batch"})
 """Keyword arguments that Transformers passes through blocks to the loss. The values differ at every step, and no
-operator of a block depends on them."""
+operator of a block depends on these values."""
 
 
 class TracedPath:

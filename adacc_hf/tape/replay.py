@@ -196,8 +196,8 @@ class StorageMap:
     persistent: frozenset[int]
     """Parameters, buffers, attached tensors and shared inputs, which always exist."""
     retained: frozenset[int]
-    """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times only the
-    slots that need the tensor own it."""
+    """Values stored as tensors until backward. A tensor is fetched for one unpack at a time. At other times, only the
+    slots that need the tensor refer to the tensor."""
     compressed: frozenset[int]
     """Values stored as payloads until backward. A payload is decoded when an unpack needs the value. The decoded tensor
     is kept if another unpack needs the value soon."""

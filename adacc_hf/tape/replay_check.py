@@ -17,9 +17,9 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     """Replay the whole tape, and return the values for which replay gave the recorded bits (rule R7).
 
     `bases` contains the recorded tensors, indexed by value. If replay of a value gives different bits, the next
-    operators read the recorded tensor instead. If an in-place operator has overwritten that tensor, values that depend
-    on it are not recomputable. An overwritten version is compared only in the parts that autograd saved. If autograd
-    saved no part, only the values that depend on the version are compared.
+    operators read the recorded tensor instead. If an in-place operator has overwritten the recorded tensor, values that
+    depend on this tensor are not recomputable. An overwritten version is compared only in the parts that autograd
+    saved. If autograd saved no part, only the values that depend on the version are compared.
     """
     environment: Environment = [None] * len(tape.values)
     for tape_value in tape.values:

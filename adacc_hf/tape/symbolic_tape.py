@@ -6,10 +6,10 @@ different symbolic tapes. No guard shows how an operator uses a size internally.
 whether a mask's last dimension is a multiple of 16, so multiples of 16 have a separate symbolic tape there.
 
 The polynomials are fitted to recorded tapes. Each call is validated against its tape operator by operator
-(run/validation.py) if it is the first at one of the first AGREED new sizes, at a few later sizes, or at a size outside
-the range of the sizes so far. One of the blocks that share the symbolic tape runs the validation. Every call compares
-the tensors that autograd saves (rule R8). If records of one path have different operators, each size is recorded.
-Replay is compared bit for bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
+(run/validation.py) if the call is the first at one of the first AGREED new sizes, at a few later sizes, or at a size
+outside the range of the sizes so far. One of the blocks that share the symbolic tape runs the validation. Every call
+compares the tensors that autograd saves (rule R8). If records of one path have different operators, each size is
+recorded. Replay is compared bit for bit at the 1st, 2nd, 4th, 8th ... new size (rule R7).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from adacc_hf.tape.tape import BITS, Tape
 from adacc_hf.tape.tape_template import TapeNumbers, TapeTemplate
 
 ENOUGH_RECORDS = 3
-"""Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, a third checks
-it."""
+"""Number of recorded tapes needed to fit a symbolic tape. Two sizes determine a number's polynomial, and a third size
+checks the polynomial."""
 MOST_RECORDS = 8
 """Maximum number of recorded tapes that polynomials are fitted to. A number that still has no fit, such as a length
 rounded up to a multiple of a window, follows no polynomial."""

@@ -147,7 +147,7 @@ class TapeOperator:
 
     @property
     def is_attention(self) -> bool:
-        """True for fused attention. The dropout inside it depends only on sizes."""
+        """True for fused attention, whose random draws for dropout depend only on sizes."""
         return self.short_name.startswith("scaled_dot_product")
 
     @property

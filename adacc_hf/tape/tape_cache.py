@@ -1,4 +1,4 @@
-"""Cache of a model's tapes and of the execution plans built for them."""
+"""Cache of a model's tapes and of the execution plans built for these tapes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ _OTHER_MODE = (
 
 
 class TapeCache:
-    """Cache of a model's tapes, and of the execution plans built for them. Blocks with equal tapes share one tape
-    object.
+    """Cache of a model's tapes, and of the execution plans built for these tapes.
 
-    A tape is freed when all blocks have dropped the call keys that map to the tape. Tapes recorded by a profile stay
-    alive (`profiled_tapes`).
+    Blocks with equal tapes share one tape object. A tape is freed when all blocks have dropped the call keys that map
+    to the tape. Tapes recorded by a profile stay alive (`profiled_tapes`).
     """
 
     def __init__(self, verify: Callable[[Tape, list[torch.Tensor]], frozenset[int]] = verify) -> None:

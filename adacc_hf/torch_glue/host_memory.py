@@ -10,7 +10,7 @@ import torch
 from adacc_hf.torch_glue.distributed import num_ranks
 
 UNIFIED_NAMES = ("GB10",)
-"""Parts of the names of GPUs that share the host's memory, in case the driver does not report them as integrated."""
+"""Parts of the names of GPUs that share the host's memory, for drivers that do not report such GPUs as integrated."""
 CGROUP = Path("/sys/fs/cgroup")
 """Folder with the limits of a container."""
 

@@ -94,7 +94,10 @@ class MemoryPoint:
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Context manager that measures the live bytes of one device at marks and between them. `points` is set on exit."""
+    """Context manager that measures the live bytes of one device at marks and between marks.
+
+    `points` is set on exit.
+    """
 
     points: list[MemoryPoint]
     is_open = False
