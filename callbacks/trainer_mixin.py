@@ -53,12 +53,16 @@ class AdaccTrainerMixin(_Base):
         adacc_policy: PolicySource | None = None,
         **kwargs: Any,
     ) -> None:
-        """ Args:     args: arguments of the Trainer's class.     adacc_config: settings.
+        """
+        Args:
+            args: arguments of the Trainer's class.
+            adacc_config: settings. None means the defaults, with `memory_budget="auto"`.
+            adacc_policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The
+                policy is used instead of the solver, and never changes during the run.
+            kwargs: keyword arguments of the Trainer's class.
 
-        None means the defaults, with `memory_budget="auto"`.     adacc_policy: a Policy, the path of a policy file, or
-        a function that makes a Policy of a Profile. The         policy is used instead of the solver, and never changes
-        during the run.     kwargs: keyword arguments of the Trainer's class. Raises TypeError for another type of
-        `adacc_config` or `adacc_policy`, and ValueError if `callbacks` has an AdaccCallback.
+        Raises TypeError for another type of `adacc_config` or `adacc_policy`, and ValueError if `callbacks` has an
+        AdaccCallback.
         """
         callback = AdaccCallback(adacc_config, policy=adacc_policy)
         super().__init__(*args, **kwargs)

@@ -94,21 +94,25 @@ class AdaccSession:
         loop: TrainingLoop | None = None,
         **overrides: Any,
     ) -> None:
-        """ Args:     model: the module that the loop calls.
+        """
+        Args:
+            model: the module that the loop calls. The module may be wrapped in DistributedDataParallel.
+            optimizer: the optimizer that the loop steps. The budget includes the optimizer's state, even before the
+                first step, and the temporary memory of the optimizer's step. None only if the adapter (`loop`) passes
+                the optimizer later.
+            config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The policy
+                is used instead of the solver, and never changes during the run.
+            compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if the model's
+                output has no `loss`, or if a step calls the model several times. Only profiling calls this function,
+                about 8 times, with the batch or parts of the batch passed to `step` or `micro_batch`: a mapping.
+            folder: the folder for the files that `adacc report` and `adacc explain` read. None writes no files.
+            loop: for adapters of other trainers, which send the events themselves. If None, the session registers hooks
+                on model and optimizer instead.
 
-        The module may be wrapped in DistributedDataParallel.     optimizer: the optimizer that the loop steps. The
-        budget includes its state, even before the first step, and         the temporary memory of its step. None only
-        if the adapter (`loop`) passes the optimizer later.     config: settings. Fields of AdaccConfig can also be
-        passed as keyword arguments, which override `config`.     policy: a Policy, the path of a policy file, or a
-        function that makes a Policy of a Profile. The policy is         used instead of the solver, and never changes
-        during the run.     compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if
-        the model's         output has no `loss`, or if a step calls the model several times. Only profiling calls this
-        function,         about 8 times, with the batch or parts of the batch passed to `step` or `micro_batch`: a
-        mapping.     folder: the folder for the files that `adacc report` and `adacc explain` read. None writes no
-        files.     loop: for adapters of other trainers, which send the events themselves. If None, the session
-        registers hooks         on model and optimizer instead. Raises TypeError if `config`, `optimizer` or `policy`
-        has another type, and ValueError for a setting out of its range, nn.DataParallel, or a device other than CPU and
-        CUDA. The first step raises ValueError if `policy` needs more than `memory_budget`.
+        Raises TypeError if `config`, `optimizer` or `policy` has another type, and ValueError for a setting out of its
+        range, nn.DataParallel, or a device other than CPU and CUDA. The first step raises ValueError if `policy` needs
+        more than `memory_budget`.
         """
         self.config = checked_config(type(self).__name__, config, policy, overrides)
         self._is_own = loop is None
@@ -295,7 +299,7 @@ class AdaccSession:
     def begin(self, saved: Saved | None = None, step: int = 0) -> None:
         """Begin the run, from the checkpoint's state `saved` if there is one. Otherwise the model will be profiled.
 
-        `step` is the number of finished steps. If no adapter has called this method before, the first step calls it.
+        `step` is the number of finished steps. The first step calls this method if no adapter has called it.
         """
         if self.is_closed:
             raise RuntimeError("this AdaccSession is closed: make a new AdaccSession for further steps")

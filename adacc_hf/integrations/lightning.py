@@ -52,9 +52,8 @@ class AdaccLightningCallback(SessionAdapter, Callback):
 
     The callback needs automatic optimization with one optimizer, on one device or with DDP. The callback logs
     AdaccCallback's metrics every `log_every_n_steps` steps. A checkpoint contains the policies and their state, and
-    `trainer.fit(ckpt_path=...)` resumes with these policies. When training ends or fails, the model is restored. If
-    memory runs out, the step is not repeated, because Lightning's optimizer step contains forward and backward. For
-    example:
+    `trainer.fit(ckpt_path=...)` resumes with them. When training ends or fails, the model is restored. If memory runs
+    out, the step is not repeated, because Lightning's optimizer step contains forward and backward. For example:
 
         trainer = lightning.Trainer(max_steps=100, callbacks=[AdaccLightningCallback(memory_budget="20GiB")])
         trainer.fit(module, loader)
@@ -68,14 +67,15 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         policy: PolicySource | None = None,
         **overrides: Any,
     ) -> None:
-        """ Args:     config: settings.
+        """
+        Args:
+            config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
+            model: the submodule that `training_step` calls with keyword arguments and that returns the loss. None means
+                the LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The policy
+                is used instead of the solver, and never changes during the run.
 
-        Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.     model: the submodule
-        that `training_step` calls with keyword arguments and that returns the loss. None means         the
-        LightningModule's only transformers.PreTrainedModel, or the peft.PeftModel around it.     policy: a Policy, the
-        path of a policy file, or a function that makes a Policy of a Profile. The policy is         used instead of the
-        solver, and never changes during the run. Raises TypeError if `config` or `policy` has another type, and
-        ValueError for a setting out of its range.
+        Raises TypeError if `config` or `policy` has another type, and ValueError for a setting out of its range.
         """
         super().__init__(config, policy, overrides)
         self._model = model
