@@ -156,9 +156,10 @@ _PRETRAINING_DEFAULTS = {
 
 
 def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArguments:
-    """Parse the command line, with the defaults of the chosen model. `docstring` is the recipe's, for `--help`.
+    """Parse the command line, with the defaults of the chosen model.
 
-    Raises ValueError for a setting out of range. If argparse cannot parse a setting, argparse exits with status 2.
+    `docstring` is the recipe's docstring, which `--help` prints. Raises ValueError for a setting out of range. If
+    argparse cannot parse a setting, argparse exits with status 2.
     """
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, MethodArguments, TrainingArguments), **parser_settings(docstring)

@@ -64,7 +64,7 @@ class OutliersTracked(Event):
     name = "tracking"
     reason: str
     num_outliers: dict[str, int]
-    """Outlier channels by activation."""
+    """Number of outlier channels by activation."""
     errors: dict[str, float]
     """Relative L2 round-trip error by compressed activation."""
     compression_rate: float

@@ -33,9 +33,10 @@ UNCERTAINTY = 0.25
 allocate memory that a profile does not see. A policy for these steps leaves as much of the budget free, if possible."""
 
 MIN_FREED = 0.01
-"""Memory that codecs must have saved since the last solver run for the solver to run again, as a fraction of the bytes
-that the policy stores. The overhead falls by one to three times the fraction by which memory grows, so a smaller
-saving cannot reach MIN_GAIN. A solver run takes as long as some steps of a small model."""
+"""Minimum memory that codecs save in addition to the savings at the last solver run, for the solver to run again. The
+minimum is a fraction of the bytes that the policy stores. If memory grows by a fraction, the overhead falls by one to
+three times this fraction, so a smaller saving cannot reach MIN_GAIN. A solver run takes as long as some steps of a
+small model."""
 
 HEADROOM = 0.005
 """Fraction of the budget that policies solved during a run leave free if possible. The number of outlier channels

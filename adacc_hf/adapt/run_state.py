@@ -1,4 +1,4 @@
-"""RunState: state and files of one training run. Phase: base class of the run's phases, which handle its events."""
+"""RunState: state and files of one training run. Phase: base class of the phases, which handle the run's events."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ class AdaccSession:
         return result
 
     def end_micro_batch(self) -> None:
-        """Tell the current phase of the run that the micro-batch's forward and backward have ended."""
+        """Notify the current phase of the run that the micro-batch's forward and backward have ended."""
         self.hooks.is_on = False
         with self._detaching():
             self.phase.end_micro_batch()

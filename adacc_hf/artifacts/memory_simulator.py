@@ -81,7 +81,7 @@ class EarlierBlocks(NamedTuple):
     """Shared tensors that the blocks' replays read."""
 
     def with_block(self, outcome: BlockOutcome) -> EarlierBlocks:
-        """Return the sums with the next block added. `outcome` is the outcome of that block."""
+        """Return the sums with the next block added. `outcome` is the outcome of the next block."""
         return EarlierBlocks(
             self.stored_bytes + outcome.stored_bytes,
             self.live_bytes + outcome.live_bytes,
@@ -89,7 +89,8 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes live in (forward, backward) of block `index`, the next block, without that block's bytes."""
+        """Return the bytes live in (forward, backward) of block `index`, the next block, without the bytes of the next
+        block itself."""
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)

@@ -89,8 +89,8 @@ class CompiledPolicy:
     """Plans of all regions that a run with torch.compile has compiled so far, and the budget of these plans."""
 
     share: float | None
-    """Fraction of `plain_bytes` that each region may store. None means that `budget_bytes` applies instead. If both are
-    None, each region stores the least possible."""
+    """Fraction of `plain_bytes` that each region may store. None means that `budget_bytes` applies instead. If `share`
+    and `budget_bytes` are None, each region stores the least possible."""
     budget_bytes: int | None = None
     """Bytes that each region may hold for its backward, if the budget was given in bytes."""
     settled_for: str | float | int | None = None

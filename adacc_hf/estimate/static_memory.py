@@ -4,7 +4,7 @@ The module imports torch only to compute sizes. Wrong options are therefore refu
 
 Dtypes by precision, the same as with the Trainer and Accelerate:
 
-- fp32, bf16: parameters, gradients and optimizer state all have that dtype.
+- fp32, bf16: parameters, gradients and optimizer state all have this dtype.
 - bf16-amp, fp16-amp: float32 parameters, gradients and state, and autocast. The precision has no separate master
   weights.
 - bf16-amp and fp16-amp with --zero: DeepSpeed's own mixed precision. Parameters and gradients have 16 bits, and the
@@ -91,8 +91,8 @@ class StaticMemory:
     """Bytes of the optimizer's state, including DeepSpeed's float32 master weights."""
     buffers_bytes: int
     unsharded_bytes: int
-    """Bytes of gathered parameters: the parameters outside the blocks, the running block's and one prefetched block's.
-    0 if parameters are not sharded."""
+    """Bytes of gathered parameters: the parameters outside the blocks, of the running block and of one prefetched
+    block. 0 if parameters are not sharded."""
     buckets_bytes: int
     """Bytes of gradient buckets that are never freed. DDP's buckets are a second copy of the gradients. ZeRO-3 has one
     bucket."""

@@ -104,7 +104,7 @@ class ModelRecording:
     def set_full_recompute_strategies(
         self, functions: Mapping[str, BlockFunction | LaterCall], watched_names: Collection[str]
     ) -> list[SlotProbe]:
-        """Set the strategy of every block call: a probe for `watched_names`, full recomputation for the others.
+        """Set the strategy of every block call: a probe for `watched_names`, full recomputation for all other calls.
 
         Return the probes. A call in `watched_names` whose operators cannot be replayed has no probe, and recomputes
         too.

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have that unit."""
+"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have the unit bytes or
+milliseconds."""
 
 TITLE = "Adacc report"
 ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")

@@ -91,7 +91,8 @@ class TapeTemplate:
     def __init__(self, tape: Tape, places: list[int]) -> None:
         self._numbers = iter(places)
         self._refs: dict[tuple[Any, ...], int] = {}
-        """Index of each distinct (value, dtype, places of size, of stride, of offset)."""
+        """Index of each distinct tensor reference, by (value, dtype, places of the size, places of the stride, place of
+        the offset)."""
         self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
