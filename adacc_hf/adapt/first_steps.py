@@ -1,4 +1,4 @@
-"""FirstSteps: how long each of a run's first steps took, and what training waited for. Reports show these times."""
+"""FirstSteps: times of a run's first steps, and of the work that training waited for, for reports."""
 
 from __future__ import annotations
 

@@ -130,10 +130,10 @@ class LastBatch:
         self._num_calls, self._counts_per_batch = 0, True
 
     def note_loss_call(self, inputs: Any, compute_loss: ComputeLoss | None, is_certain: bool = False) -> None:
-        """Record that `compute_loss` is about to be called with `inputs`. None means that the model computes the loss.
+        """Record that `compute_loss` is about to be called with `inputs`.
 
-        If `is_certain` is True, a profile needs `compute_loss`. Otherwise `note_loss` decides, because the result may
-        be the model's own loss, scaled.
+        If `compute_loss` is None, the model computes the loss. If `is_certain` is True, a profile needs `compute_loss`.
+        Otherwise `note_loss` decides, because the result may be the model's own loss, scaled.
         """
         if not isinstance(inputs, Mapping) or compute_loss is None:
             return

@@ -143,7 +143,10 @@ class RunProfiler:
         return profile_resized(sizes, batch, shapes, model, profile)
 
     def with_advice(self, error: torch.OutOfMemoryError, batch: dict[str, Any]) -> torch.OutOfMemoryError:
-        """Return an out-of-memory error with the message of `error`, raised while profiling `batch`, and advice."""
+        """Return an out-of-memory error with the message of `error`, extended by advice.
+
+        `error` was raised while profiling `batch`.
+        """
         return type(error)(
             f"{as_sentence(error)} Adacc was profiling a batch of {describe(batch_shapes(batch))}, which takes the "
             f"activations of one block on top of full recomputation: use a smaller batch or shorter sequences"

@@ -78,7 +78,10 @@ def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]
 
 
 def _allocate(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return new tensors of `nbytes` in total. Each tensor has the size of `parameter`, but the last may be smaller."""
+    """Return new tensors of `nbytes` in total.
+
+    Each tensor has the size of `parameter`, but the last tensor may be smaller.
+    """
     sizes = [min(_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _nbytes(parameter))]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 

@@ -221,8 +221,10 @@ def _is_within(needs: _Needs, others: _Needs) -> bool:
 
 
 def least_bound(profile: Profile, frontiers: Sequence[Sequence[PricedPlan]]) -> int:
-    """Return a lower bound on the peak of all policies: the bytes that are always live, plus the fewest bytes that
-    blocks can store."""
+    """Return a lower bound on the peak of all policies.
+
+    The bound is the sum of the bytes that are always live and of the fewest bytes that blocks can store.
+    """
     least = [least_outcome(kind, frontier[-1].nbytes) for kind, frontier in zip(profile.kinds, frontiers, strict=True)]
     return step_peak_bytes(profile, [least[block.kind] for block in profile.blocks])
 

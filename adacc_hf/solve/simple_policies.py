@@ -66,11 +66,11 @@ def random_policy(
     lossless: bool = False,
     whole_blocks: bool = False,
 ) -> Policy:
-    """Return a policy with a random action for every activation. The action is one of `actions` that the activation
-    allows.
+    """Return a policy with a random action for every activation.
 
-    With `lossless`, only lossless codecs are used. If `actions` has RECOMPUTE, torch's checkpoint runs each block that
-    cannot be replayed with probability 0.5, and, with `whole_blocks`, each other block with CHECKPOINTED_SHARE.
+    The action is one of `actions` that the activation allows. With `lossless`, only lossless codecs are used. If
+    `actions` has RECOMPUTE, each block that cannot be replayed runs under torch's checkpoint with probability 0.5. With
+    `whole_blocks`, each other block runs under torch's checkpoint with probability CHECKPOINTED_SHARE.
     """
     generator = random.Random(seed)
     allowed = [Action.parse(action) for action in actions]

@@ -222,7 +222,8 @@ class Tape:
     """Indices of the slots in the order in which backward unpacks the slots. None if no backward was observed."""
     due_check: str | None = None
     """The validation due at the next call: OPERATORS, BITS or None. None for a recorded tape. Also None for a tape
-    evaluated from a symbolic tape, after a call has passed or if enough calls at other sizes have passed."""
+    evaluated from a symbolic tape, after a call has passed the validation, or if enough calls at other sizes have
+    passed."""
     _consumers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
