@@ -1,4 +1,5 @@
-"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, check, measure."""
+"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, run checks and
+evaluations."""
 
 from __future__ import annotations
 
@@ -204,7 +205,7 @@ def _describe_files(markdown: Path) -> str:
 
 
 def _compiled_policy(path: Path) -> CompiledPolicy | None:
-    """Return the policy in a file if it is for compiled graphs, else None.
+    """Return the policy in a file if the policy is for compiled graphs, else None.
 
     For other policies, torch's compiler is not imported.
     """
@@ -274,7 +275,7 @@ RUNNERS = {
     "all": ("repository.run_all", "every runner above at the demo's scale, one after the other"),
 }
 """(module in `adacc_hf.eval`, description) of each runner, by the runner's name on the command line. Only a source
-checkout has the modules in `repository`, which measure the numbers on its pages."""
+checkout has the modules in `repository`, which measure the numbers on the repository's pages."""
 
 
 def _add_eval_parser(commands: Any) -> None:

@@ -1,8 +1,9 @@
-"""Pool of pinned host memory. Codecs can store payloads there instead of in the device's memory.
+"""Pool of pinned host memory. Codecs can store payloads in the pool instead of in the device's memory.
 
 NOTE [Order of copies]. All copies to and from the pool are ordered, also if they run on several streams: before each
-copy, its stream waits for the stream of the previous copy. A range of the pool can therefore be used again as soon as
-its block is deleted, although the copies of that block may still be pending. On one stream, no copy waits for the host.
+copy, the stream of the copy waits for the stream of the previous copy. A range of the pool can therefore be used again
+as soon as the block in the range is deleted, although copies of this block may still be pending. If all copies are on
+one stream, no copy waits.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ log = logging.getLogger(__name__)
 
 
 class _Arena:
-    """One range of host memory, and the parts of it that are free."""
+    """One range of host memory, with a list of the free parts of the range."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         memory = PinnedMemory(nbytes)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        """All of the memory. This tensor and its views keep the memory alive."""
+        """The whole range as one tensor. This tensor and its views keep the memory alive."""
         memory.pin(self.bytes.data_ptr())
         self.is_pinned = memory.is_pinned
         self.free = [(0, nbytes)]
         """(offset, bytes) of the free parts, in order. Neighbours are merged."""
         self.returned: deque[tuple[int, int]] = deque()
-        """(offset, bytes) of parts whose block was deleted, before they are merged into `free`. A deque, because blocks
-        may be deleted on any thread, and within any other call."""
+        """(offset, bytes) of parts whose block was deleted, before they are merged into `free`. The parts are in a
+        deque, because blocks may be deleted on any thread, and within any other call."""
 
     @property
     def live_bytes(self) -> int:
@@ -49,7 +50,10 @@ class _Arena:
         return self.nbytes - sum(nbytes for _, nbytes in self.free)
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of a free part of `nbytes`, which is then in use; None if there is none."""
+        """Mark a free part of `nbytes` as used, and return the part's offset.
+
+        Return None if no free part is large enough.
+        """
         self._collect()
         for place, (offset, size) in enumerate(self.free):
             if size >= nbytes:
@@ -71,7 +75,7 @@ class _Arena:
 
 
 class HostBlock:
-    """Tensors in the pool. Their memory is free again when this object is deleted."""
+    """Tensors in the pool, whose memory is freed when this object is deleted."""
 
     __slots__ = ("_arena", "_offset", "nbytes", "process", "tensors")
 

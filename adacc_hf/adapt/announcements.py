@@ -13,7 +13,7 @@ from adacc_hf.artifacts.units import format_bytes
 
 
 def describe_costs(policy: Policy, profile: Profile | None) -> str:
-    """Describe the actions of `policy` and, if there is a profile, memory and time relative to plain training."""
+    """Describe the actions of `policy` and, if a profile is given, memory and time relative to plain training."""
     if profile is None or not profile.plain_stored_bytes:
         return policy.summary()
     share = policy.predicted_stored_bytes / profile.plain_stored_bytes
@@ -31,7 +31,7 @@ def describe_costs(policy: Policy, profile: Profile | None) -> str:
 def describe_coverage(policy: Policy, profile: Profile | None, history: Sequence[Mapping[str, Any]]) -> str:
     """Describe how many block calls have an action for each activation, and how many steps followed `policy`.
 
-    If there is a profile, also give its reasons for the block calls under torch's checkpoint.
+    If a profile is given, also describe why block calls run under torch's checkpoint.
     """
     counts = policy.block_counts()
     parts = [

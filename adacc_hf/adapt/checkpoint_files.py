@@ -56,9 +56,10 @@ class SavedSizePolicy:
     memory_budget: str | float | int | None = None
     """Budget of new policies at this size. None, in older checkpoints, means the budget of the run."""
     prices: Profile | None = None
-    """Profile with the current prices. None if they are the prices in `profile`, from which the policy was made."""
+    """Profile with the current bytes, times and errors of codecs. None if these have not changed since the policy was
+    made from `profile`."""
     searched: Profile | None = None
-    """Profile for which the solver ran last. None if that was `profile`."""
+    """Profile for which the solver ran last. None if the solver ran last for `profile`."""
     is_provisional: bool = False
     """True if the policy has little memory, and is to be replaced once the memory of a step has been measured."""
     is_told: bool = False
@@ -75,7 +76,7 @@ class SavedSizePolicy:
     def load(cls, folder: Path, number: int, record: dict[str, Any]) -> SavedSizePolicy:
         """Load the size policy with this `number` from the checkpoint in `folder`.
 
-        `record` is the result of `to_json`. Keys that older checkpoints lack get their defaults.
+        `record` is the result of `to_json`. Fields that older checkpoints lack get their defaults.
         """
         values: dict[str, Any] = {}
         for name, file in FILES.items():
@@ -115,7 +116,7 @@ class Saved:
     suspicion: str | None = None
     """Reason to check gradients in the next step (see `LossGuard.suspicion`)."""
     switched_off: list[SwitchedOff] = field(default_factory=list)
-    """Codecs that new policies must not use, because they degraded gradients."""
+    """Codecs that new policies must not use, because these codecs degraded gradients."""
     is_unproven: bool = False
     """True if codecs were switched off, and the next policy, which avoids these codecs, was not followed yet."""
     tracking_ms: float = 0.0
@@ -155,8 +156,10 @@ class Saved:
 
 @contextmanager
 def warn_on_write_error(folder: str | Path, consequence: str) -> Iterator[None]:
-    """Return a context for writing into `folder`. An OSError is not raised but logged as a warning, which contains
-    `consequence`."""
+    """Log an OSError inside the `with` block, which writes into `folder`, as a warning instead of raising the error.
+
+    The warning contains `consequence`.
+    """
     try:
         yield
     except OSError as error:
@@ -197,8 +200,8 @@ def save_first_steps(folder: str | Path, records: list[dict[str, Any]]) -> None:
 def save_in_checkpoint(folder: Path, saved: Saved) -> None:
     """Write the state into `folder`, a checkpoint without files of an earlier run (see `drop_files`).
 
-    The file of the first policy is written last. Without this file a resumed run reads no other file, so an incomplete
-    state is never read.
+    The file of the first policy is written last. If this file is missing, a resumed run reads no other file, so an
+    incomplete state is never read.
     """
     if not folder.is_dir():
         log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run will profile again", folder)

@@ -5,8 +5,8 @@ NOTE [Phases of a run]
 |---|---|---|---|
 | Phase | nothing | before and after a run | `AdaccSession.begin` |
 | WarmUpPhase | torch's checkpoint | a run without a policy | the first policy: before a forward, or after a step |
-| FixedPolicyPhase | the user's policy, unchanged | such a policy, or its checkpoint | the run's end |
-| AdaptivePhase | policies that follow the data | the first solved policy, or its checkpoint | the run's end |
+| FixedPolicyPhase | the user's policy, unchanged | a policy that is passed in, or its checkpoint | the run's end |
+| AdaptivePhase | policies that follow the data | the first solved policy, or a checkpoint with one | the run's end |
 | Compiled | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
 """
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 MOST_STEPS = 64
 """Maximum number of steps to wait for a batch that calls every block. After these steps, an error is raised.
 
-If one batch in eight has an image, no image comes in 64 steps with a probability of 1 in 5,000."""
+If one batch in eight has an image, the probability that 64 steps have no image is 1 in 5,000."""
 
 
 class WarmUpPhase(Phase):
@@ -218,7 +218,10 @@ class WarmUpPhase(Phase):
 
 
 class FullRecompute(Installation):
-    """Installation of torch's own checkpoint in every block. The head is chunked if the config allows no other head."""
+    """Installation of torch's own checkpoint in every block.
+
+    The model's head is chunked if the config allows no other head.
+    """
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
         self._head = ChunkedHead(model) if config.heads == ("chunked",) else None
@@ -240,8 +243,8 @@ class FullRecompute(Installation):
     def skipped_blocks(self) -> list[str]:
         """Return the blocks that the most recent batch did not call.
 
-        If other blocks were trained, a block that ran without gradients counts as called, because it has nothing to
-        store.
+        If other blocks were trained, a block that ran without gradients counts as called, because such a block has
+        nothing to store.
         """
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):

@@ -57,12 +57,12 @@ class PolicyBuilder:
     def before_first_step(
         self, batch: dict[str, Any], compute_loss: ComputeLoss | None
     ) -> tuple[Profile, Policy] | None:
-        """Return (profile, policy) for the first batch, before any step. The result is the same on all ranks.
+        """Return (profile, policy) for the first batch, before the first step. The result is the same on all ranks.
 
-        If the budget is a limit on peak memory, the policy is plain training if that fits, else a policy with little
-        memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch leaves
-        blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may run
-        different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        If the budget is a limit on peak memory, the policy is plain training if plain training fits, else a policy with
+        little memory (`provisional_policy`), which is replaced after the first measured step. Return None if the batch
+        leaves blocks out or has no loss on some rank. Also return None if a forward has collectives, because ranks may
+        run different numbers of parts. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         model, optimizer = self._run.model, self._run.optimizer
         if forward_needs_all_ranks(model):
@@ -106,8 +106,8 @@ class PolicyBuilder:
         """Return (profile, policy, is_provisional) for the most recent batch, after steps under torch's checkpoint.
 
         If an optimizer steps within the backward and the budget is a limit on peak memory, a profile cannot predict the
-        peak. Then `is_provisional` is True: the policy has the least memory, and is replaced after the first measured
-        step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
+        peak. In this case, `is_provisional` is True: the policy has the least memory, and is replaced after the first
+        measured step. Raises InfeasibleBudgetError and torch.OutOfMemoryError.
         """
         try:
             profile = self._profiler.measure(self._run.model, self._run.optimizer, batch, compute_loss)
@@ -168,7 +168,10 @@ class PolicyBuilder:
 
     @contextmanager
     def _refusing_size(self) -> Iterator[None]:
-        """Return a context for profiling. If the batch leaves blocks out or memory runs out, raise RefusedSizeError."""
+        """Convert errors of profiling in the `with` block to RefusedSizeError.
+
+        The converted errors are running out of memory, and a batch that leaves blocks out.
+        """
         try:
             yield
         except UncalledBlocksError as error:

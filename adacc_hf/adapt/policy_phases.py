@@ -2,11 +2,12 @@
 
 NOTE [Timetable of a step]. All ranks do the same at the same step. A normal step has only part 2.
 1. Step begins: a tracking step measures outliers and gradients. The memory of the next normal step is measured.
-2. Micro-batch: the policy for its size is applied (policy_choice.py). If the micro-batch runs out of memory, it runs
-   again under a tighter policy.
-3. Step ends: a) measurements change the prices (tracking_steps.py, peak_check.py); b) results of solver runs that began
-   `takeover_steps` steps ago are applied; c) solver runs start where prices have changed (replanning.py); d) sizes
-   that occurred often, and batches that train more blocks, are requested for a profile (profile_requests.py).
+2. Micro-batch: the policy for the micro-batch's size is applied (policy_choice.py). If memory runs out, the micro-batch
+   runs again under a tighter policy.
+3. Step ends: a) measurements change the predictions of profiles (tracking_steps.py, peak_check.py); b) results of
+   solver runs that began `takeover_steps` steps ago are applied; c) solver runs start where predictions have changed
+   (replanning.py); d) sizes that occurred often, and batches that train more blocks, are requested for a profile
+   (profile_requests.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from adacc_hf.torch_glue.progress import SlowReport, announce
 log = logging.getLogger(__name__)
 
 LOOK_STEPS = 16
-"""Interval, in steps, at which all ranks decide together whether to profile a batch. The decision takes collectives."""
+"""Number of steps between decisions of all ranks whether to profile a batch. A decision takes collectives."""
 
 
 TASKS = {
@@ -66,7 +67,7 @@ class FixedPolicyPhase(Phase):
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Call `run`, which trains on the micro-batch, and return its result.
 
-        There is no retry, because the policy is fixed.
+        After an error, `run` is not called again, because the policy is fixed.
         """
         with memory_reported(self._run.memory_report):
             return run()
@@ -74,7 +75,7 @@ class FixedPolicyPhase(Phase):
     def begin_after_step(self, profile: Profile, policy: Policy, is_provisional: bool) -> None:
         """Begin to follow `policy`, made for `profile`, at the end of a step.
 
-        If `is_provisional`, the policy is replaced as soon as the memory of a step has been measured.
+        If `is_provisional` is True, the policy is replaced as soon as the memory of a step has been measured.
         """
         self._run.stats.estimate_early_overheads(profile, None)
 
@@ -358,7 +359,10 @@ class AdaptivePhase(FixedPolicyPhase):
         return self._requests.num_tries > 0 and self._restart(step)
 
     def _add_size(self, sizes: BatchShapes, step: int) -> bool:
-        """Profile the step's batch, resized to `sizes`, and add a policy for this size. Return False if that failed."""
+        """Profile the step's batch, resized to `sizes`, and add a policy for this size.
+
+        Return False after a failure.
+        """
         self._profiler.all_sizes = True
         try:
             with self.handle.suspend():
@@ -378,7 +382,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _restart(self, step: int) -> bool:
-        """Profile the step's batch, and replace all policies by one for this batch. Return False if that failed.
+        """Profile the step's batch, and replace all policies by one for this batch. Return False after a failure.
 
         The replaced policies were made for the operators and the trained blocks of earlier batches.
         """
@@ -414,7 +418,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._run.note(MemoryNoted(step=step, reason=reason))
 
     def _shapes_of(self, profile: Profile) -> BatchShapes | None:
-        """Return the sizes of the batch that was profiled, or None if they are unknown.
+        """Return the sizes of the batch that was profiled, or None if the sizes are unknown.
 
         All ranks use the first rank's profile, and therefore the first rank's sizes.
         """

@@ -1,7 +1,7 @@
 """AdaccSession: keeps a user's own training loop within a memory budget.
 
-AdaccCallback uses a session too, and passes the Trainer's events on to it. The run's current phase handles each event
-(phases.py).
+AdaccCallback uses a session too, and passes the Trainer's events to the session. The run's current phase handles each
+event (phases.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ NO_FORWARD = (
 )
 TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 MANY = 2
-"""Number of micro-batches assumed in the first step if there may be several: with 2 or more, gradients accumulate."""
+"""Number of micro-batches assumed in the first step if the step may have several. With 2 or more, gradients
+accumulate."""
 RETRY = (
     "Adacc: out of memory within session.step(batch), which cannot repeat a step. Write forward, backward and the "
     "optimizer's step as a function step(batch), and call session.run(step, batch): if memory runs out, the function "
@@ -96,11 +97,12 @@ class AdaccSession:
         """
         Args:
             model: the module that the loop calls. The module may be wrapped in DistributedDataParallel.
-            optimizer: the optimizer that the loop steps. The budget includes its state, even before the first step, and
-                the temporary memory of its step. None only if the adapter (`loop`) passes the optimizer later.
+            optimizer: the optimizer that the loop steps. The budget includes the optimizer's state, even before the
+                first step, and the temporary memory of the optimizer's step. None only if the adapter (`loop`) passes
+                the optimizer later.
             config: settings. Fields of AdaccConfig can also be passed as keyword arguments, which override `config`.
-            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. It is used
-                instead of the solver, and never changes during the run.
+            policy: a Policy, the path of a policy file, or a function that makes a Policy of a Profile. The policy
+                is used instead of the solver, and never changes during the run.
             compute_loss: `compute_loss(model, batch)` calls the model and returns the loss. Needed if the model's
                 output has no `loss`, or if a step calls the model several times. Only profiling calls this function,
                 about 8 times, with the batch or parts of the batch passed to `step` or `micro_batch`: a mapping.
@@ -139,7 +141,7 @@ class AdaccSession:
 
     @property
     def policy(self) -> Policy | None:
-        """The current policy, or None before there is one."""
+        """The current policy, or None before the first policy is set."""
         return self.state.policy
 
     @property
@@ -173,11 +175,11 @@ class AdaccSession:
         return self.state.phase
 
     def metrics(self, logs: dict[str, float] | None = None) -> dict[str, float]:
-        """Return metrics of the policy and of the steps since the last call. Empty before there is a policy.
+        """Return a dict with metrics of the policy and of the steps since the last call.
 
-        The keys are the same as in AdaccCallback's logs. `logs` are the loop's own metrics: in `loss` and `grad_norm`,
-        the accuracy guard looks for spikes, which codecs may have caused. All ranks must call this method at the same
-        steps.
+        The dict is empty before the run has a policy. The keys are the same as in AdaccCallback's logs. `logs` are the
+        loop's own metrics: in `loss` and `grad_norm`, the accuracy guard looks for spikes, which codecs may have
+        caused. All ranks must call this method at the same steps.
         """
         return self.phase.figures(logs or {}, is_on_all_ranks=True)
 
@@ -185,10 +187,11 @@ class AdaccSession:
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one optimizer step: forward, backward and the optimizer's step.
+        """Run one optimizer step in the `with` block: forward, backward and the optimizer's step.
 
-        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has the micro-batches that run
-        `with micro_batch(...)` inside. A step without a forward in train mode and with gradients on is not counted.
+        With a `batch`, the step has this one micro-batch. Without a `batch`, the step has one micro-batch for each
+        `with micro_batch(...)` in the block. A step without a forward in train mode and with gradients on is not
+        counted.
         """
         if self._is_explicit or self.hooks.is_on:
             raise RuntimeError("session.step(...) within another one: leave its context first")
@@ -208,10 +211,10 @@ class AdaccSession:
 
     @contextmanager
     def micro_batch(self, batch: Any = None) -> Iterator[None]:
-        """Return the context of one micro-batch: forward and backward.
+        """Run one micro-batch in the `with` block: forward and backward.
 
-        The optimizer's step belongs in the context of a step's last micro-batch, or right after this context. `batch`
-        is needed only with a `compute_loss`.
+        The optimizer's step belongs in the `with` block of a step's last micro-batch, or right after this block.
+        `batch` is needed only with a `compute_loss`.
         """
         if self.hooks.is_on:
             raise RuntimeError("session.micro_batch(...) within another one: leave its context first")
@@ -246,7 +249,7 @@ class AdaccSession:
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` needs to resume into `folder`. Only the first rank writes.
 
-        The folder may be the loop's own checkpoint folder. Before there is a policy, no file is written.
+        The folder may be the loop's own checkpoint folder. If the run has no policy yet, no file is written.
         """
         folder = Path(folder)
         if self.state.loop.is_first_rank:
@@ -327,7 +330,7 @@ class AdaccSession:
         self._has_begun, self.state.phase = True, phase
 
     def begin_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count them.
+        """Begin a step. `step` is the number of finished steps, or None if the training loop does not count steps.
 
         `optimizer` replaces the session's optimizer, unless None.
         """
@@ -355,7 +358,7 @@ class AdaccSession:
         return result
 
     def end_micro_batch(self) -> None:
-        """Tell the current phase of the run that the micro-batch's forward and backward have ended."""
+        """Notify the current phase of the run that the micro-batch's forward and backward have ended."""
         self.hooks.is_on = False
         with self._detaching():
             self.phase.end_micro_batch()
@@ -366,9 +369,9 @@ class AdaccSession:
         self.phase.begin_optimizer_step()
 
     def end_step(self, step: int | None = None, optimizer: Any = None) -> None:
-        """End a step. This may profile the model, solve a policy, or apply a new policy.
+        """End a step. The model may be profiled, a policy solved, or a new policy applied.
 
-        `step` is the number of finished steps, or None if the training loop does not count them. `optimizer` replaces
+        `step` is the number of finished steps, or None if the training loop does not count steps. `optimizer` replaces
         the session's optimizer, unless None.
         """
         if optimizer is not None:
@@ -428,13 +431,16 @@ class AdaccSession:
         self.phase.begin_micro_batch(None)  # the tensors' sizes are read when the model is called
 
     def _end_last_step(self) -> None:
-        """End the previous step if it is still open, as when the optimizer stepped after the last micro-batch."""
+        """End the previous step if it is still open.
+
+        The step stays open, for example, if the optimizer stepped after the last micro-batch.
+        """
         if self._is_in_step:
             self.end_step()
 
     @contextmanager
     def _detaching(self) -> Iterator[None]:
-        """Return a context that restores the model if an UncoveredBlockError ends the run, and raises it again."""
+        """Restore the model if an UncoveredBlockError is raised inside the `with` block, and raise the error again."""
         try:
             yield
         except UncoveredBlockError:
@@ -443,7 +449,7 @@ class AdaccSession:
 
     @contextmanager
     def _breaking_off(self, may_try: bool = True) -> Iterator[None]:
-        """Return a context that abandons the current step if an error is raised in it. The error is raised again.
+        """Abandon the current step if an error is raised inside the `with` block. Raise the error again.
 
         If memory runs out and `may_try` is True, a logged message recommends `run`, which can repeat a step.
         """

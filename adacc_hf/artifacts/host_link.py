@@ -21,7 +21,8 @@ class HostLink:
     copy_ms: float
     """Time of a small copy, added to the time of each copy."""
     limit_bytes: int | None = None
-    """Most bytes that a block may store in host memory. None if only the limit of all blocks together applies."""
+    """Maximum number of bytes that a block may store in host memory. None if only the limit of all blocks together
+    applies."""
 
     def moved(self, option: CodecOption) -> CodecOption:
         """Return the codec `option` with its payload in host memory. Times of copies are added to the codec's times.

@@ -52,8 +52,8 @@ def write_compiled_report(
 ) -> Path:
     """Write report.md, report.html and their pictures into `folder`. Return the path of report.md.
 
-    The arguments are those of `compiled_report`. Before anything is written, raises NotADirectoryError if `folder` is a
-    file, and ImportError without matplotlib.
+    The arguments are the same as for `compiled_report`. Before anything is written, raises NotADirectoryError if
+    `folder` is a file, and ImportError without matplotlib.
     """
     return compiled_report(policy=policy, history=history, first_steps=first_steps).save(folder)
 
@@ -111,7 +111,7 @@ def _map(policy: CompiledPolicy) -> list[Part]:
 
 
 def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
-    """Return, for each block or other module and each region, the bytes of its tensors by action, in forward order.
+    """Return the bytes of the tensors by action, for each block or other module and each region, in forward order.
 
     Tensors without a module, such as inputs, share one entry per region.
     """
@@ -198,7 +198,10 @@ def describe_allowed(policy: CompiledPolicy) -> str:
 
 
 def describe_calls(plan: RegionPlan) -> str:
-    """Return the region's number of calls as a suffix. Return "" for one call or if the calls were not counted."""
+    """Return the region's number of calls as a suffix of a line.
+
+    Return "" for one call, and if the calls were not counted.
+    """
     if plan.calls in (None, 1):
         return ""
     return "; no longer called" if plan.calls == 0 else f"; called {plan.calls} times"

@@ -43,7 +43,7 @@ _NOT_PLANNED = {
     "--cp": "ring attention is not supported by policies: use --sp N, where N devices share each sequence by Ulysses",
     "--tp": "tensor parallelism is not planned: use --fsdp N or --zero 3 N, which divide weights, not activations",
 }
-"""Options of `adacc plan` that are refused, each with the reason and what to do instead."""
+"""Options of `adacc plan` that are refused, each with the reason and the remedy."""
 
 
 def add_parser(commands: Any) -> None:
@@ -170,7 +170,7 @@ def _torchao_imported_silently() -> Iterator[None]:
 
 @contextmanager
 def _progress_on_stderr() -> Iterator[None]:
-    """Print the planner's log on stderr, with the seconds since the start, while the context is open."""
+    """Print the planner's log on stderr, with the seconds since the start, inside the `with` block."""
     start = time.monotonic()
 
     class Handler(logging.Handler):
@@ -202,8 +202,10 @@ class _Options:
 
 
 def _check(arguments: argparse.Namespace) -> _Options:
-    """Check all options, and convert the options that `_Options` contains. Raises ValueError for the first invalid
-    option."""
+    """Check all options, and convert the options that are fields of `_Options`.
+
+    Raises ValueError for the first invalid option.
+    """
     for option, reason in _NOT_PLANNED.items():
         if getattr(arguments, _dest(option)) is not None:
             raise ValueError(f"{option}: {reason}")

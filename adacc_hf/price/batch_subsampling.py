@@ -22,9 +22,10 @@ from adacc_hf.torch_glue.batch_shapes import (
 from adacc_hf.torch_glue.memory import batch_bytes
 
 LEAST_TOKENS = 8
-"""Sequences of fewer tokens are not cut."""
+"""Minimum length in tokens of sequences that are cut."""
 FEW_TOKENS = 16
-"""Length of the sequences in the smallest part, in tokens, unless a quarter of the batch's length is less."""
+"""Length in tokens of the sequences in the smallest part. If a quarter of the batch's length is less, the quarter is
+used."""
 ALIGNED = 16
 """Alignment of sequence lengths on a GPU: multiples of this number and other lengths have separate tapes (see
 `symbolic_tape.CallSizes`)."""
@@ -33,12 +34,12 @@ MEDIA = ("image", "video", "audio", "speech")
 """Words in the names of config settings that hold the id of an image or audio token."""
 
 UNSUPPORTED_BATCH_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError)
-"""Errors that models raise on a part of a batch whose tensors do not fit together."""
+"""Errors that models raise if the tensors in a part of a batch do not fit together."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The keyword arguments of a model's forward, labels included, with their sizes."""
+    """The keyword arguments of a model's forward, labels included, and the sizes of the tensors among the arguments."""
 
     tensors: Mapping[str, Any]
 
@@ -71,12 +72,13 @@ class Batch:
         return sorted({shape.size[1] for shape in self.shapes if len(shape.size) == 2})
 
     def resized(self, shapes: Sequence[TensorShape]) -> Batch:
-        """Return the batch cut or repeated to `shapes`. Masks with masked positions, and rows of several documents, are
-        preserved.
+        """Return the batch cut or repeated to `shapes`.
+
+        Masks keep some masked positions, and rows of several documents stay rows of several documents.
 
         If no position of a cut mask is masked, an eighth of its positions are masked, because models drop a mask
-        without masked positions. A single position may not be enough: one position of audio input is shorter than one
-        of its features.
+        without masked positions. A single position may not be enough, because one position of audio input is shorter
+        than an audio feature.
         """
         tensors = resize_batch(self.tensors, self.shapes, tuple(shapes))
         for shape in self.shapes:
@@ -127,11 +129,11 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     tokens, a batch of fewer than four samples has no parts. Otherwise, the parts differ in the number of samples (a
     quarter of the batch, and one more) and in length. With `has_pairs`, or if the labels' length differs from the
     inputs', the second sequence's length varies independently. The first `uncut_tokens` tokens of each sequence are
-    never cut, and do not count in the limit of a half.
+    never cut, and are left out of the limit of a half.
 
     Later lists are alternatives if the first list's parts take too much memory, or if the model runs different
-    operators on one sample. For sequences these are parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the larger
-    of two sums is predicted less accurately from these parts.
+    operators on one sample. For sequences, a later list has parts of 2/8, 3/8 and 4/8 of the tokens. A peak that is the
+    larger of two sums is predicted less accurately from these parts.
     """
     shapes, num_samples = batch.shapes, batch.num_samples
     lengths = {shape.name: shape.size[1] for shape in shapes if len(shape.size) == 2}
@@ -222,8 +224,8 @@ def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
     """Return about `eighths` / 8 of `length`.
 
     If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
-    suit a value mostly stay the same too, because they depend on multiples of eight. Short sequences are cut to
-    distinct lengths of at least 3 tokens.
+    suit a value mostly stay the same too, because a codec's support depends on multiples of eight. Short sequences are
+    cut to distinct lengths of at least 3 tokens.
     """
     if eighths == 8:
         return length
@@ -245,8 +247,8 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     tokens.
 
     If `is_pair`, the model is an encoder-decoder, and a third copy has half of the encoder's sequence and few tokens of
-    the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the batch has
-    no more than two samples either, yield nothing.
+    the decoder's sequence. If the sequences are too short to be cut, yield one copy with two samples. If the sequences
+    are too short and the batch has at most two samples, yield nothing.
     """
     num_samples, few_samples = batch.num_samples, min(2, batch.num_samples)
     if not _can_be_shorter(batch.lengths, is_pair):
@@ -314,10 +316,11 @@ def _shorter(length: int, target: int) -> int:
 
 
 def _keep_documents(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return `part`, positions cut from `whole`. If rows of `whole` hold several documents, rows of the result do too.
+    """Return `part`, positions cut from `whole`.
 
-    A document begins where positions do not increase. If `part` holds one document per row, a second document is
-    started in each row, because a model masks other documents only in rows with several documents.
+    If rows of `whole` hold several documents, rows of the result hold several documents too. A document begins where
+    positions do not increase. If `part` holds one document per row, a second document is started in each row, because a
+    model masks other documents only in rows with several documents.
     """
 
     def has_documents(positions: torch.Tensor) -> bool:

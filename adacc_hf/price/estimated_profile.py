@@ -34,7 +34,8 @@ from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.progress import announce
 
 RECORDING_PASSES = 1.5
-"""Time to record a part of the batch, and of its forward whose memory is measured, in forwards and backwards."""
+"""Time to record a part of the batch and to measure the memory of its forward, as a multiple of the time of one forward
+and backward."""
 
 
 def estimate_profile(
@@ -44,7 +45,7 @@ def estimate_profile(
     step: TrainingStep | None = None,
     measurement: Measurement | None = None,
 ) -> Profile:
-    """Estimate the profile of `batch` from the profiles of a few small parts of it.
+    """Estimate the profile of `batch` from the profiles of a few small parts of the batch.
 
     Prices come from the smallest part, because recording and pricing together take the most memory. Times are scaled by
     the bytes that operators access, and gradient errors of codecs are taken unchanged. Bytes are extrapolated by
@@ -98,7 +99,7 @@ def estimate_profile(
 
 
 def predict_duration(parts: Sequence[Batch], whole: Batch, first: Profile, first_seconds: float) -> tuple[float, float]:
-    """Predict (seconds, number of plain steps on the batch `whole` that take as long) of profiling `parts`.
+    """Predict the time to profile `parts`, as (seconds, number of plain steps on the batch `whole` that take as long).
 
     `first` is the profile of the first part, which took `first_seconds`. The times of its profiled step and of its
     plain step are scaled by the elements of the batch. The profiled step takes longer than a plain step, because it

@@ -35,7 +35,7 @@ class ActivationRow:
 
     value: Value
     label: str
-    """Name of the value, numbered if several values of the block have this name."""
+    """Name of the value, with a number if several values of the block have the same name."""
     choice: Choice
     option: CodecOption | None
     """Codec that compresses the activation, with its cost. None if the activation is not compressed."""
@@ -43,13 +43,13 @@ class ActivationRow:
     """Codecs that may compress the activation, with their costs."""
     replay_ms: float | None
     """Time to recompute the activation from the values that the plan stores. None if recomputation is impossible. An
-    operator that two rows need counts in both rows, although it runs once."""
+    operator that two rows need counts in both rows, although the operator runs once."""
     twin: str | None = None
     """Label of an earlier activation with the same bits, which backward reads instead of recomputing this activation.
     None if there is no such activation."""
     needs_exact_inputs: bool = False
-    """True if the activation must not be recomputed, because the recomputation would read values stored with loss and
-    must be exact."""
+    """True if the activation must not be recomputed, because the activation must be exact and the recomputation would
+    read values stored with loss."""
     is_checkpointed: bool = False
     """True if torch's checkpoint runs the whole block."""
 
@@ -169,8 +169,10 @@ def explain_policy(policy: Policy, profile: Profile, columns: int | None = None)
 
 
 def describe_host(policy: Policy, profile: Profile) -> list[str]:
-    """Return a list with one sentence on the host memory that the policy uses, and the rates of copies. Return [] if
-    payloads must stay on the device."""
+    """Return a list with one sentence on the host memory that the policy uses, and on the rates of copies.
+
+    The list is empty if payloads must stay on the device.
+    """
     link = next((kind.host_link for kind in profile.kinds if kind.host_link is not None), None)
     if link is None:
         return []

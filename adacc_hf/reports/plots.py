@@ -35,10 +35,11 @@ Span = tuple[float, float]
 
 HEAD = "head and loss"
 SECTIONS = {HEAD: "head\nand loss", "before or after the blocks": "outside\nthe blocks", "optimizer": "optimizer"}
-"""Labels of the sections of a step outside the blocks' forward and backward. The head's section has both its forward
-and its backward."""
+"""Labels of the sections of a step outside the blocks' forward and backward. The section of the head contains the
+head's forward and backward."""
 SECTION_SHARE = 0.15
-"""Minimum width of a section of SECTIONS, as a fraction of all blocks' width. A label then has 0.9 inches or more."""
+"""Minimum width of a section of SECTIONS, as a fraction of all blocks' width. With this minimum, a label has 0.9 inches
+or more."""
 WIDTH_INCHES = 10.0
 DPI = 160  # 1600 pixels: sharp on a page 1000 pixels wide at double density
 ROW_INCHES = 0.24  # height of a line of text

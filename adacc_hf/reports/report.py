@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have that unit."""
+"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` have the unit bytes or
+milliseconds."""
 
 TITLE = "Adacc report"
 ACTION_HEADERS = ("activation", "shape", "bytes", "action", "replay ms", "codec", "payload", "codec ms", "error")
@@ -54,9 +55,9 @@ def policy_report(
     Args:
         profile: profile that the policy was solved from.
         history: events of a run, `AdaccCallback.history`. Each event is a record with `step` and `event`. If events
-            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. Its
-            phases must be the memory simulator's. Outliers, errors, step times and peaks are drawn in
-            timeline.png.
+            have a `timeline`, a list of (phase, live bytes), the last timeline is drawn as the measured memory. The
+            phases must have the names of the memory simulator's phases. Outliers, errors, step times and peaks are
+            drawn in timeline.png.
         first_steps: times of the run's first steps, `AdaccSession.first_steps`.
         comparison: rows of a table of methods, one record per method. All records have the same columns.
         remarks: paragraphs at the beginning of the report, for example the settings of the run.
@@ -128,7 +129,7 @@ def write_report(
 
 
 class SimulatedStep(NamedTuple):
-    """Simulated step with the profile and the blocks' plans that it was simulated from."""
+    """Simulated step, with the profile and the blocks' plans from which the step was simulated."""
 
     profile: Profile
     plans: list[Plan]

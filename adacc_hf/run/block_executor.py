@@ -46,7 +46,7 @@ this key run under torch's checkpoint."""
 
 
 class Observer(Protocol):
-    """Object that runs the next call of a block in the executor's place, to measure the call."""
+    """Object that runs the next call of a block in place of the executor, to measure the call."""
 
     def run(
         self,
@@ -66,7 +66,8 @@ class Observer(Protocol):
 class BlockExecutor:
     """Strategy that runs the calls of one block under its plan.
 
-    `known_shapes` and `earlier` (execution plans) come from the executor of the block's previous plan, if there is one.
+    `known_shapes` and `earlier` (execution plans) come from the executor of the block's previous plan. For the block's
+    first plan, `known_shapes` and `earlier` have their defaults.
     """
 
     def __init__(
@@ -199,8 +200,8 @@ class BlockExecutor:
     ) -> Any:
         """Run a call in which the block's own tensors differ from the tape.
 
-        If the layout of these tensors changed, the call gets another key. If the tensors are gone, for example because
-        an adapter was merged for this call, the call runs without a tape.
+        If the layout of the block's tensors changed, the call gets another key. If tensors are missing, for example
+        because an adapter was merged for this call, the call runs without a tape.
         """
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key and not self.known_shapes.has_unstable_layout:
@@ -217,7 +218,7 @@ class BlockExecutor:
         """Run a call for which no tape can be used: under torch's checkpoint, or plainly if the block has collectives.
 
         torch's checkpoint would run collectives again in backward. A rank that has a tape for its call would not run
-        them again, and the ranks would wait for each other (rule R13).
+        these collectives again, and the ranks would wait for each other (rule R13).
         """
         return fn(*args) if has_collectives else CheckpointStrategy().run(block, fn, args, kwargs)
 
@@ -290,7 +291,7 @@ class BlockExecutor:
         }
 
     def _learn_order(self, entry: Entry) -> None:
-        """Tell the tape cache in which order the last backward unpacked slots."""
+        """Pass the order in which the last backward unpacked slots to the tape cache."""
         if entry.unpacked_slots:
             self.tape_cache.learn_order(entry.plan.tape, entry.unpacked_slots)
             entry.unpacked_slots = None
@@ -349,8 +350,8 @@ class BlockExecutor:
     def _is_too_large_to_record(self, key: CallKey) -> bool:
         """Return True if the budget has no room to record the call. Recording keeps all intermediates of a block alive.
 
-        Return False for calls that must always be recorded. These are the first call of a block, calls at a size that a
-        symbolic tape covers (rule R7), and calls of a block with collectives (rule R13).
+        Return False for calls that must always be recorded: the first call of a block, calls at a size that a symbolic
+        tape covers (rule R7), and calls of a block with collectives (rule R13).
         """
         tapes = self.tapes.values()
         if not tapes or any(tape.has_collectives for tape in tapes) or self.tape_cache.symbolic_tape_at(key, self.name):
@@ -375,7 +376,7 @@ class BlockExecutor:
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
     """Return True if every plan must run a block with this tape under torch's checkpoint (rule R13).
 
-    This holds for untrusted tapes with collectives, because other ranks may have another plan.
+    Untrusted tapes with collectives require the checkpoint, because other ranks may have another plan.
     """
     return tape.untrusted is not None and tape.has_collectives
 
@@ -388,8 +389,8 @@ def is_being_captured() -> bool:
 def is_checked_call(num_calls: int) -> bool:
     """Return True if call number `num_calls` of a call key is validated again, to detect varying operators (rule R8).
 
-    These are the 2nd call, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because tracking steps,
-    which take additional time too, are at powers of two.
+    The validated calls are the 2nd call, and then the 24th, 48th, 96th and so on. Powers of two are avoided, because
+    tracking steps, which take additional time too, are at powers of two.
     """
     thirds, rest = divmod(num_calls, 3)
     return num_calls == 2 or (rest == 0 and thirds >= 8 and thirds & (thirds - 1) == 0)

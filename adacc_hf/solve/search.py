@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Fits = Callable[[list[PricedPlan]], bool]
 
 NUM_REFINEMENTS = 4
-"""Number of caps on the stored bytes between two neighbouring policies of the chain, which differ in one block.
+"""Number of caps (limits on stored bytes) between two neighbouring policies of the chain, which differ in one block.
 
 The integer program is solved once per cap (10 to 30 ms). The caps are the same for every budget between the two
 policies, so a larger budget never gives a slower policy."""
@@ -98,15 +98,15 @@ class PolicySearch:
         self.num_blocks = [blocks[kind] for kind in range(len(self.models))]
         """Number of blocks of each kind."""
         self.head_ms = profile.head_overhead_ms
-        """Extra time of the profile's head compared to the plain head."""
+        """Extra time in ms of the profile's head compared to the plain head."""
         self._proven_ms: float | None = None
 
     def within(self, budget: Budget, incumbent_ms: float = math.inf) -> list[PricedPlan] | None:
         """Return the plans of the fastest policy within the budget, one plan per block.
 
         `incumbent_ms` is the time of the best policy found so far with another output head. If no policy within the
-        budget is faster than that, return None or a slower policy within the budget. If no policy fits the budget,
-        raise InfeasibleBudgetError. Return None instead if a bound has already shown that no policy is faster.
+        budget is faster than `incumbent_ms`, return None or a slower policy within the budget. If no policy fits the
+        budget, raise InfeasibleBudgetError. Return None instead if a bound has already shown that no policy is faster.
         """
         find = self._within_peak if budget.limits_peak else self._within_stored
         policies = find(budget, incumbent_ms)
@@ -224,9 +224,9 @@ class PolicySearch:
         return self._least_peak(self.kinds.frontiers, self.trail[-1])
 
     def _least_peak(self, frontiers: Sequence[Sequence[PricedPlan]], policy: list[PricedPlan]) -> list[PricedPlan]:
-        """Search from `policy` for policies with a peak at least one byte lower, until none is found.
+        """Search repeatedly for a policy with a lower peak, starting from `policy`.
 
-        Return the policy with the lowest peak.
+        Return the policy with the lowest peak found.
         """
         while True:
             nbytes = self.oracle.peak_bytes(policy) - 1
@@ -264,8 +264,10 @@ class PolicySearch:
         return all(self.models[block.kind].fits_host(plan.host_bytes) for block, plan in blocks)
 
     def _reachable_budget(self, frontiers: Sequence[Sequence[PricedPlan]]) -> Budget:
-        """Return a budget that some policy of frontier plans fits. The budget is quick to compute, but not the
-        smallest."""
+        """Return a budget that some policy of frontier plans fits.
+
+        The budget is quick to compute, but is not the smallest budget that a policy fits.
+        """
         backs = range(1, NUM_FRONTIER_ENDS + 1)
         ends = ([frontier[max(-back, -len(frontier))] for frontier in frontiers] for back in backs)
         policies = ([end[block.kind] for block in self.profile.blocks] for end in ends)
@@ -320,7 +322,10 @@ class PolicySearch:
         return budget.nbytes - max(EarlierBlocks(live_bytes=-cast_bytes).head_peaks(self.profile))
 
     def _greedy(self, fits: Fits, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return the first policy of the greedy rule that fits and is faster than `incumbent_ms`, or []."""
+        """Return a list with the first policy of the greedy rule that fits and is faster than `incumbent_ms`.
+
+        The list is empty if there is no such policy.
+        """
         policies = greedy_policies(self.profile, self.models)
         faster = itertools.takewhile(lambda policy: self.rank(policy)[0] < incumbent_ms, policies)
         return list(itertools.islice(filter(fits, faster), 1))
@@ -335,8 +340,9 @@ class PolicySearch:
     ) -> list[list[PricedPlan]]:
         """Return the fastest policy of the chain that fits, and fitting policies that store a little more.
 
-        These store less than the next faster policy of the chain, which does not fit. If `with_uniform`, add policies
-        with one plan per kind. If no policy of the chain fits, return only the policies with one plan per kind.
+        The additional policies store less than the next faster policy of the chain, which does not fit. If
+        `with_uniform`, add policies with one plan per kind. If no policy of the chain fits, return only the policies
+        with one plan per kind.
         """
         before = self.plain
         for policy in self._chain(frontiers):
@@ -364,11 +370,11 @@ class PolicySearch:
         fits: Fits,
         incumbent_ms: float,
     ) -> list[list[PricedPlan]]:
-        """Return the fastest policy that fits and stores between `low` and `high`, or [] if there is none.
+        """Return a list with the fastest policy that fits and stores between `low` and `high`.
 
-        `low` and `high` differ in one block. Only blocks of this block's kind change, because varying more kinds takes
-        more time than it gains. The largest caps are tried first. A cap above the budget's limit gives either a policy
-        that does not fit or the same policy as the limit itself.
+        The list is empty if none fits. `low` and `high` differ in one block. Only blocks of this block's kind change,
+        because varying more kinds takes more time than it gains. The largest caps are tried first. A cap above the
+        budget's limit gives either a policy that does not fit or the same policy as the limit itself.
         """
         index = next(i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a is not b)
         kind = self.profile.blocks[index].kind
@@ -388,9 +394,10 @@ class PolicySearch:
     ) -> Iterator[list[PricedPlan]]:
         """Yield the fastest policies with one plan per kind that fit, for growing caps on the stored bytes.
 
-        The caps are every percent of plain training's stored bytes from `low` to `high`, and beyond until `MAX_MISSES`
-        policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are skipped. If kinds
-        have few blocks, these policies may be faster than mixtures, or need less memory while a block's backward runs.
+        The caps are spaced by one percent of plain training's stored bytes, from `low` to `high`. Larger caps follow
+        until `MAX_MISSES` policies in a row do not fit. Caps whose policies cannot be faster than `incumbent_ms` are
+        skipped. If kinds have few blocks, policies with one plan per kind may be faster than mixtures, or need less
+        memory while a block's backward runs.
         """
         plain_bytes = self.kinds.plain_stored_bytes
         first, last = -(-100 * self._stored_bytes(low) // plain_bytes), 100 * self._stored_bytes(high) // plain_bytes
@@ -421,9 +428,9 @@ class PolicySearch:
         return [cap for cap in caps[: num_within + 1] if self._least_ms(min(limit, cap - outside)) < incumbent_ms]
 
     def _fastest(self, program: MixtureProgram, cap_bytes: int, incumbent_ms: float) -> list[list[PricedPlan]]:
-        """Return the fastest policy of `program` that stores at most `cap_bytes`.
+        """Return a list with the fastest policy of `program` that stores at most `cap_bytes`.
 
-        Return [] if no policy within `incumbent_ms` is found.
+        The list is empty if no policy within `incumbent_ms` is found.
         """
         policy = program.least_ms(cap_bytes, incumbent_ms - self.head_ms)
         return [] if policy is None else [policy]
@@ -433,7 +440,7 @@ class PolicySearch:
     ) -> list[list[PricedPlan]]:
         """Return the frontiers with only the plans that `policy` uses. For `kind`, neighbouring plans are included too.
 
-        Plans farther along the frontier of `kind` are too expensive for the bytes they free.
+        Plans farther along the frontier of `kind` take too much time for the bytes that they free.
         """
         used: list[set[PricedPlan]] = [set() for _ in frontiers]
         for block, plan in zip(self.profile.blocks, policy, strict=True):
@@ -452,7 +459,7 @@ class PolicySearch:
 
     @cached_property
     def uniform_program(self) -> MixtureProgram:
-        """Integer program that chooses one plan per kind of block. The plan is not limited to the frontier."""
+        """Integer program that chooses one plan per kind of block. The chosen plans need not be on the frontier."""
         return MixtureProgram(self.profile, self.models, [[]] * len(self.models), self.num_blocks, self.log)
 
     def _stored_bytes(self, policy: Sequence[PricedPlan]) -> int:

@@ -1,4 +1,4 @@
-"""Memory of the host next to a device: whether they are separate, and the free bytes for this process."""
+"""Memory of the host next to a device: a check for separate memory, and the free bytes for this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from adacc_hf.torch_glue.distributed import num_ranks
 
 UNIFIED_NAMES = ("GB10",)
-"""Parts of the names of GPUs that share the host's memory, in case the driver does not report them as integrated."""
+"""Parts of the names of GPUs that share the host's memory, for drivers that do not report such GPUs as integrated."""
 CGROUP = Path("/sys/fs/cgroup")
 """Folder of the cgroups, which limit the memory of containers and of jobs."""
 OWN_CGROUPS = Path("/proc/self/cgroup")

@@ -1,8 +1,8 @@
 """Messages on the progress of a run, shown on stderr even if the program does not configure logging.
 
 Python shows only warnings of a library. The logger `adacc_hf.progress` shows a few lines of information too: when
-profiling starts, when a policy is set or changed, how much of the run followed it, and why training stands still for
-more than a few seconds. To switch them off, set the logger's level:
+profiling starts, when a policy is set or changed, how much of the run followed the policy, and why training stands
+still for more than a few seconds. To switch these messages off, set the logger's level:
 `logging.getLogger("adacc_hf.progress").setLevel(logging.WARNING)`.
 """
 
@@ -26,13 +26,13 @@ progress = logging.getLogger("adacc_hf.progress")
 SLOW_SECONDS = 3.0
 """Time after which a phase that interrupts training is reported. A shorter interruption needs no explanation."""
 GROWTH = 4
-"""Factor between the times of two reports of one phase, so that a long phase has few of them."""
+"""Factor between the times of two reports of one phase, so that a long phase has few reports."""
 
 
 PROFILING, SOLVING = "profiling", "solving"
-"""Kinds of interruptions. A wait for the solver is a kind of solving."""
+"""Kinds of interruptions. A wait for the solver counts as SOLVING."""
 MAX_INTERRUPTIONS = 64
-"""Number of latest interruptions that a thread remembers. A step has fewer."""
+"""Number of latest interruptions that a thread remembers. A step has fewer interruptions."""
 
 
 class Interruption(NamedTuple):
@@ -44,7 +44,7 @@ class Interruption(NamedTuple):
 
 
 class _Remembered(threading.local):
-    """Latest interruptions, stored per thread: a solver on another thread does not interrupt training."""
+    """Latest interruptions, stored per thread, because a solver on another thread does not interrupt training."""
 
     def __init__(self) -> None:
         self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
@@ -73,7 +73,7 @@ def announce(text: str, *details: Any) -> None:
 
 @contextmanager
 def interruption(kind: str, phase: str) -> Iterator[None]:
-    """Return a context manager for work that training waits for. If the work is slow, it is reported as `phase`.
+    """Time the work in the `with` block, for which training waits. If the work is slow, report the work as `phase`.
 
     `kind` is PROFILING or SOLVING. `interruptions_since` returns how long the work took.
     """
