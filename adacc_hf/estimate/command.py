@@ -135,7 +135,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Compute the prediction that `arguments` describe, and return text or JSON. Progress is printed on stderr."""
     options = _check(arguments)
-    with _progress_on_stderr(), _torchao_imported_silently():
+    with _progress_on_stderr(), torchao_imported_silently():
         log.info("loading torch and Transformers")
         from adacc_hf.estimate.plan_report import to_json, to_text
         from adacc_hf.estimate.planning import plan
@@ -152,7 +152,7 @@ if it is installed. The messages do not concern a plan, which runs nothing of to
 
 
 @contextmanager
-def _torchao_imported_silently() -> Iterator[None]:
+def torchao_imported_silently() -> Iterator[None]:
     """Drop the messages in `_OF_TORCHAO` while the context is open. All other messages are logged."""
 
     def is_kept(record: logging.LogRecord) -> bool:

@@ -156,7 +156,7 @@ def test_torchao_is_imported_silently_and_other_warnings_are_logged(name, own_me
     logger, records = logging.getLogger(name), []
     monkeypatch.setattr(logger, "callHandlers", records.append)
     arguments = ["Kind"] if "%s" in own_message else []
-    with command._torchao_imported_silently():
+    with command.torchao_imported_silently():
         logger.warning(own_message, *arguments)
         logger.warning(other_message, *arguments)
     logger.warning(own_message, *arguments)
