@@ -37,7 +37,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
         else:
             child.send_signal(number)
 
-    with _handler(forward):
+    with _signal_handler(forward):
         child = subprocess.Popen(command, env=environment)
         for number in early_signals:
             child.send_signal(number)
@@ -46,7 +46,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 @contextmanager
-def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _signal_handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Return a context in which `handle` is called for the signals in FORWARDED.
 
     Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored. The child ignores them too. Handlers

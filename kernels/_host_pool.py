@@ -69,7 +69,7 @@ def _clear_cuda_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-class _Arena:
+class _HostArena:
     """One range of host memory, and the parts of it that are free."""
 
     def __init__(self, nbytes: int) -> None:
@@ -117,7 +117,7 @@ class HostBlock:
 
     __slots__ = ("_arena", "_offset", "nbytes", "tensors")
 
-    def __init__(self, arena: _Arena, offset: int, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, arena: _HostArena, offset: int, tensors: Sequence[Tensor]) -> None:
         self._arena, self._offset = arena, offset
         self.nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         begin, views = offset, []
@@ -139,7 +139,7 @@ class HostPool:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._arena: _Arena | None = None
+        self._arena: _HostArena | None = None
         self._reservations: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._reserved_bytes = 0
         self._last_stream: torch.cuda.Stream | None = None
@@ -180,7 +180,7 @@ class HostPool:
         """Allocate the reserved bytes, unless the pool has them or payloads are live."""
         if self._reserved_bytes > self.nbytes and not self.live_bytes:
             self._arena = None  # free the memory before more is allocated
-            self._arena = _Arena(self._reserved_bytes)
+            self._arena = _HostArena(self._reserved_bytes)
             self._has_warned = False
 
     def release(self, user: object) -> None:

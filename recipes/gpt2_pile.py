@@ -61,15 +61,15 @@ def command_line() -> int:
     try:
         run = prepare_run(parse_settings(sys.argv[1:]))
     except (ValueError, OSError) as error:
-        return _print_error(error)
+        return _print_recipe_error(error)
     try:
         train(run)
     except AdaccError as error:  # for example: no policy fits the budget, or the model has no blocks
-        return _print_error(error)
+        return _print_recipe_error(error)
     return 0
 
 
-def _print_error(error: Exception) -> int:
+def _print_recipe_error(error: Exception) -> int:
     print(f"gpt2_pile.py: error: {error}", file=sys.stderr)
     return 2
 

@@ -34,7 +34,7 @@ def load_text_data(
     """
     with main_process_first(desc="preparing the data"):
         train, validation, text_key = _split_documents(args)
-        tokenizer = _tokenizer(args, train, text_key)
+        tokenizer = _recipe_tokenizer(args, train, text_key)
         cache_dir = str(Path(args.cache_dir) / "sequences")
         packed_train = pack_documents(encode_documents(train, tokenizer), seq_len, cache_dir, "training")
         packed_validation = pack_documents(encode_documents(validation, tokenizer), seq_len, cache_dir, "validation")
@@ -54,7 +54,7 @@ def _split_documents(
     return train, validation, f"{digest} without {args.validation_fraction}"
 
 
-def _tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
+def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
     if args.tokenizer != "train":
         return load_tokenizer(args.tokenizer)
     return trained_tokenizer(train, text_key, args.vocab_size, args.tokenizer_documents, Path(args.cache_dir))

@@ -71,10 +71,10 @@ def _jsonl_documents(path: str) -> Iterator[str]:
     """Yield the "text" of each row. Rows have the Pile's schema, {"text": str, ...}. Blank lines are allowed."""
     for number, line in _text_lines(path):
         if line.strip():
-            yield _text_of_row(line, f"--dataset={path}, line {number}")
+            yield _text_of_json_line(line, f"--dataset={path}, line {number}")
 
 
-def _text_of_row(line: str, where: str) -> str:
+def _text_of_json_line(line: str, where: str) -> str:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -87,7 +87,7 @@ def _text_of_row(line: str, where: str) -> str:
 
 def _text_lines(path: str) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line) with the newline included and CR LF converted to LF."""
-    lines = _zst_lines(path) if path.endswith(".zst") else _plain_lines(path)
+    lines = _lines_of_zst_file(path) if path.endswith(".zst") else _lines_of_file(path)
     for number, line in enumerate(lines, start=1):
         try:
             yield number, line.decode("utf-8").replace("\r\n", "\n")
@@ -97,12 +97,12 @@ def _text_lines(path: str) -> Iterator[tuple[int, str]]:
             ) from None
 
 
-def _plain_lines(path: str) -> Iterator[bytes]:
+def _lines_of_file(path: str) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from file
 
 
-def _zst_lines(path: str) -> Iterator[bytes]:
+def _lines_of_zst_file(path: str) -> Iterator[bytes]:
     rest = b""
     for chunk in _zst_chunks(path):
         *lines, rest = (rest + chunk).split(b"\n")

@@ -21,7 +21,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--tokenizer={name} could not be loaded: {_first_line(error)} "
+            f"--tokenizer={name} could not be loaded: {_first_error_line(error)} "
             "Pass a hub id (with network access), a folder with a saved tokenizer, or --tokenizer train."
         ) from error
 
@@ -41,7 +41,7 @@ def trained_tokenizer(
     settings = f"{text_key} {num_documents} {vocab_size} {END_OF_TEXT} {tokenizers.__version__}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     if not folder.is_dir():
-        _save_atomically(_train_bpe(_first_texts(documents, num_documents), vocab_size), folder)
+        _save_atomically(_train_bpe(_first_dataset_texts(documents, num_documents), vocab_size), folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -74,10 +74,10 @@ def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _first_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
+def _first_dataset_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
     for batch in documents.take(num_documents).iter(batch_size=256):
         yield from batch["text"]
 
 
-def _first_line(error: Exception) -> str:
+def _first_error_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]

@@ -149,7 +149,11 @@ class LastBatch:
         `compute_loss` for a profile.
         """
         loss = result[0] if isinstance(result, tuple) else result
-        if self._loss_call is not None and self._own_node is not None and not _leads_to(loss.grad_fn, self._own_node):
+        if (
+            self._loss_call is not None
+            and self._own_node is not None
+            and not _loss_leads_to(loss.grad_fn, self._own_node)
+        ):
             self.batch, self.compute_loss = self._loss_call
         self._own_node = None
 
@@ -167,7 +171,7 @@ class LastBatch:
             self.batch, self.compute_loss = by_name(module, args, kwargs) if is_single_call else None, None
 
 
-def _leads_to(node: Node | None, target: Node) -> bool:
+def _loss_leads_to(node: Node | None, target: Node) -> bool:
     """Return True if `target` is reached from `node` along nodes with one input each, as in a scaled loss."""
     while node is not None and node is not target:
         following = [child for child, _ in node.next_functions if child is not None]

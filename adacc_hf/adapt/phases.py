@@ -7,7 +7,7 @@ NOTE [Phases of a run]
 | WarmUpPhase | torch's checkpoint | a run without a policy | the first policy: before a forward, or after a step |
 | FixedPolicyPhase | the user's policy, unchanged | such a policy, or its checkpoint | the run's end |
 | AdaptivePhase | policies that follow the data | the first solved policy, or its checkpoint | the run's end |
-| Compiled | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
+| CompiledPhase | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
 """
 
 from __future__ import annotations

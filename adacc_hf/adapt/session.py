@@ -262,7 +262,7 @@ class AdaccSession:
         if self._has_begun:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
-        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config))
+        saved = broadcast_from_first_rank(lambda: _loaded_session_state(folder, self.config))
         if saved is not None:
             self.begin(saved, saved.step or 0)
         return saved is not None
@@ -439,7 +439,7 @@ class AdaccSession:
             raise
 
 
-def _loaded(folder: str | Path, config: AdaccConfig) -> Saved | None:
+def _loaded_session_state(folder: str | Path, config: AdaccConfig) -> Saved | None:
     """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.

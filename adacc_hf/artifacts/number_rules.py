@@ -94,7 +94,7 @@ class RuleFit:
         """Return the rule of a neighbouring column plus a polynomial with as few terms as possible."""
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
-        for neighbour in _neighbours(columns, place):
+        for neighbour in _neighbour_columns(columns, place):
             if neighbour not in rules:
                 continue
             difference = self._difference(tuple(a - b for a, b in zip(column, neighbour, strict=True)))
@@ -102,7 +102,7 @@ class RuleFit:
                 best = rules[neighbour], difference
                 if len(difference.terms) <= 1:
                     break
-        return None if best is None else _sum_of(*best, column[0])
+        return None if best is None else _rule_plus(*best, column[0])
 
     def _difference(self, column: Column) -> Polynomial | None:
         if column not in self._differences:
@@ -110,7 +110,7 @@ class RuleFit:
         return self._differences[column]
 
 
-def _neighbours(columns: Sequence[Column], place: int) -> Iterator[Column]:
+def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
     """Yield the columns near `place`, the nearest first."""
     for distance in range(1, NEIGHBOURS + 1):
         if distance <= place:
@@ -119,7 +119,7 @@ def _neighbours(columns: Sequence[Column], place: int) -> Iterator[Column]:
             yield columns[place + distance]
 
 
-def _sum_of(rule: Rule, difference: Polynomial, measured: int) -> Rule:
+def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
     if isinstance(rule, Exact):
         return Exact(rule.polynomial + difference, measured)
     if isinstance(rule, Difference):

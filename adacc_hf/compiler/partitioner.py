@@ -87,7 +87,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._store = store
         self._example_sizes = example_sizes
         self._recorded_plans = {plan.digest: plan for plan in self._initial_policy.regions}
-        self._graphs: list[_Graph] = []
+        self._graphs: list[_RegionGraph] = []
         """Graph of each plan in `policy`, in the same order."""
         self._num_split: Counter[str] = Counter()
         """Number of graphs partitioned so far in each compilation, which can split a function into several graphs."""
@@ -133,7 +133,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         """
         self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
 
-    def _update(self, change: Callable[[RegionPlan, _Graph], RegionPlan]) -> None:
+    def _update(self, change: Callable[[RegionPlan, _RegionGraph], RegionPlan]) -> None:
         regions = tuple(map(change, self.policy.regions, self._graphs))
         self.policy = replace(self.policy, regions=regions)
 
@@ -174,7 +174,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         stored = plan_for(joint, plan)
         saved = [joint.nodes[value] for value in stored]
         forward, backward = functorch.extract(gm, info, [*held_inputs, *saved], num_outputs)
-        compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
+        compress_saved(forward, backward, _codecs_of_nodes(joint, stored), num_outputs)
         prevent_addmm_fusion(backward)
         self._note_graphs(plan, forward.graph, backward.graph, elsewhere)
         return forward, backward
@@ -254,7 +254,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._graphs[-1].backward = graph_inputs(backward, inputs - elsewhere)
 
     def _note(self, plan: RegionPlan) -> None:
-        self._graphs.append(_Graph(functorch.graph_number()))
+        self._graphs.append(_RegionGraph(functorch.graph_number()))
         self.policy = replace(self.policy, regions=(*self.policy.regions, plan))
         log.info("Adacc: %s", plan.summary())
 
@@ -312,7 +312,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
 
 @dataclass
-class _Graph:
+class _RegionGraph:
     """Number, inputs and compiled code of a region's graph, for counting calls and measuring memory."""
 
     number: int | None
@@ -352,7 +352,7 @@ def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
     )
 
 
-def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
+def _codecs_of_nodes(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
     return {
         joint.nodes[value].name: codec_of(choice)
         for value, choice in stored.items()

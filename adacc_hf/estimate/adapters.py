@@ -71,11 +71,11 @@ def lora_model(
                     parameter.data = parameter.data.to(getattr(torch, adapters.dtype))
         if quantization is not None:
             follow_bitsandbytes(adapted)
-    _from_meta(adapted)
+    _materialize_fake_model(adapted)
     return cast("PreTrainedModel", adapted)  # PeftModel forwards missing attributes to the model
 
 
-def _from_meta(model: nn.Module) -> None:
+def _materialize_fake_model(model: nn.Module) -> None:
     """Replace every parameter and buffer on meta by a new tensor on the default device. Shared tensors stay shared."""
     replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -166,11 +166,11 @@ class _FusedAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is scaled_dot_product_attention and args[0].device.type == "cuda":
-            return _attention(*args, **(kwargs or {}))
+            return _gpu_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _attention(
+def _gpu_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -187,15 +187,15 @@ def _attention(
         if attn_mask is not None and attn_mask.dtype is not torch.bool:
             attn_mask = attn_mask.to(dtype)
     if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_HEAD_DIM:
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+        return _flash_attention(query, key, value, dropout_p, is_causal, scale)
     if not enable_gqa or query.shape[1] == key.shape[1]:
-        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _efficient_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return attention_operator("math")(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
 
 
-def _flash(
+def _flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -210,7 +210,7 @@ def _flash(
     return kernel(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :width]
 
 
-def _efficient(
+def _efficient_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -322,7 +322,7 @@ class _StorageObserver(TorchDispatchMode):
         if func.namespace == "prim" or func.is_view:
             return result
         input_keys: set[int] | None = None
-        for tensor in _tensors_in((result,)):
+        for tensor in _operator_tensors((result,)):
             # Tensors on meta take no memory on a real device either.
             if tensor.device.type == "meta":
                 continue
@@ -331,17 +331,17 @@ class _StorageObserver(TorchDispatchMode):
             if self._meter.has(key):
                 continue
             if input_keys is None:
-                inputs = (*_tensors_in(args), *_tensors_in(tuple(kwargs.values())))
+                inputs = (*_operator_tensors(args), *_operator_tensors(tuple(kwargs.values())))
                 input_keys = {storage_key(each.untyped_storage()) for each in inputs}
             if key not in input_keys:
                 self._meter.add(storage)
         return result
 
 
-def _tensors_in(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def _operator_tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     """Yield the tensors in an operator's arguments or results. Operators nest tensors in lists and tuples only."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
         elif isinstance(argument, (list, tuple)):
-            yield from _tensors_in(tuple(argument))
+            yield from _operator_tensors(tuple(argument))

@@ -116,7 +116,7 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     `plan`.
     """
     with fake_model(request.workload) as model:
-        planner = _Planner(request, model)
+        planner = _TrainingPlanner(request, model)
         return planner.static, planner.profile()
 
 
@@ -137,7 +137,7 @@ def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
     batch is 0 if no batch fits. Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
-        return _Planner(request, model).largest_batches(methods)
+        return _TrainingPlanner(request, model).largest_batches(methods)
 
 
 def plan(request: Request) -> TrainingPlan:
@@ -148,10 +148,10 @@ def plan(request: Request) -> TrainingPlan:
     """
     log.info("building %s without memory", request.model)
     with fake_model(request.workload) as model:
-        return _Planner(request, model).plan()
+        return _TrainingPlanner(request, model).plan()
 
 
-class _Planner:
+class _TrainingPlanner:
     """Predictions for one request, with the fake model and the profiles of the batch shapes traced so far."""
 
     def __init__(self, request: Request, model: FakeModel) -> None:
@@ -176,7 +176,7 @@ class _Planner:
         )
         profile = self.profile()
         log.info("solving for a policy within %s", format_bytes(request.budget))
-        policy, peak_bytes, bound_bytes = _solve(profile, request.budget, request.workload.adacc)
+        policy, peak_bytes, bound_bytes = _solve_forecast(profile, request.budget, request.workload.adacc)
         log.info("simulating torch's allocator")
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
@@ -190,7 +190,7 @@ class _Planner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
-            phases=_phases(_fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
+            phases=_phase_peaks(_fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
         )
 
     def _add_traced(self, profile: Profile) -> None:
@@ -405,7 +405,7 @@ def _check_profile(request: Request, model: FakeModel) -> None:
         )
 
 
-def _solve(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
+def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
     """Return (policy, peak of the policy, None) for a policy within `budget`.
 
     If no policy fits, return (None, smallest feasible budget, lower bound of all peaks).
@@ -425,7 +425,7 @@ def plain_ms(profile: Profile) -> float:
     return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 
 
-def _phases(outcome: Outcome) -> dict[str, int]:
+def _phase_peaks(outcome: Outcome) -> dict[str, int]:
     """Return the peak of live bytes in each phase of the step."""
     phases: dict[str, int] = {}
     for label, live in outcome.timeline:

@@ -97,7 +97,7 @@ def codec_options(
         suitable_codecs = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
         if config.codecs is None:
             suitable_codecs = [_most_accurate(codec, role_of(tape, value), tensor, config) for codec in suitable_codecs]
-        options[value] = tuple(_price(codec, tensor, resource) for codec in suitable_codecs)
+        options[value] = tuple(_price_codec(codec, tensor, resource) for codec in suitable_codecs)
     return options
 
 
@@ -121,7 +121,7 @@ def precise_codec_options(
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
         if codec.supports(tuple(tensor.shape), tensor.dtype):
-            options[value] = (_price(codec, tensor, resource),)
+            options[value] = (_price_codec(codec, tensor, resource),)
     return options
 
 
@@ -142,7 +142,7 @@ def with_outliers(
     )
 
 
-def _price(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
+def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
     codec.fit(tensor)
     payload = codec.encode(tensor)
     return CodecOption(
@@ -183,7 +183,7 @@ def role_of(tape: Tape, value: int) -> str:
         return "generator"
     if record.ref.dtype is torch.bool or _is_random_draw(tape, value):
         return MASK
-    if _is_softmax(tape, value):
+    if _is_softmax_value(tape, value):
         return "softmax"
     readers = [tape.operators[index] for index in tape.consumers(value)]
     if any(reader.short_name.startswith(_ATTENTION) and _is_activation_product(tape, reader) for reader in readers):
@@ -208,7 +208,7 @@ def _is_random_draw(tape: Tape, value: int) -> bool:
     return is_scaled and _is_random_draw(tape, operator.inputs()[0])
 
 
-def _is_softmax(tape: Tape, value: int) -> bool:
+def _is_softmax_value(tape: Tape, value: int) -> bool:
     """Return True if a value is a softmax, with or without dropout applied (the paper's score)."""
     producer = tape.values[value].producer
     if producer is None:
@@ -217,7 +217,7 @@ def _is_softmax(tape: Tape, value: int) -> bool:
     if "softmax" in operator.short_name:
         return True
     keeps_role = operator.short_name in ("mul", "native_dropout_backward", "clone", "to_copy")
-    return keeps_role and any(_is_softmax(tape, read) for read in operator.inputs())
+    return keeps_role and any(_is_softmax_value(tape, read) for read in operator.inputs())
 
 
 def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:

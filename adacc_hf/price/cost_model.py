@@ -66,7 +66,7 @@ def measure_gradient_errors(
     If no codec is accurate enough for a value, a more precise codec is timed and added to `prices`. Measuring takes
     memory on top of the recording. If this memory is not available, the errors are empty, and a warning is logged.
     """
-    codecs = _lossy(prices.codecs)
+    codecs = _lossy_codecs(prices.codecs)
     if not any(codecs.values()):
         return GradientErrors()
     try:
@@ -79,7 +79,7 @@ def measure_gradient_errors(
             if not precise_options:
                 return errors
             prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in precise_options.items()}
-            return gradient_errors(tape, bases, _lossy(prices.codecs))
+            return gradient_errors(tape, bases, _lossy_codecs(prices.codecs))
     except torch.OutOfMemoryError:
         log.warning(
             "Adacc: not enough memory to measure how codecs change the gradients of %s: only the tracking steps of the "
@@ -89,7 +89,7 @@ def measure_gradient_errors(
         return GradientErrors()
 
 
-def _lossy(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
+def _lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
     """Return the lossy codecs of each value, the coarsest first."""
     codecs = {}
     for value, value_options in options.items():
@@ -147,7 +147,7 @@ def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
     Operators that replace a recorded tensor's storage take negligible time, and are not run.
     """
     timings = [Timing(0.0, 0.0)] * len(tape.operators)
-    for index, run in _runs(tape, bases):
+    for index, run in _timed_operators(tape, bases):
         timings[index] = time_of(run, tape.values[tape.operators[index].results()[0]].device)
     return timings
 
@@ -161,7 +161,7 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
     """
     workspaces = [0] * len(tape.operators)
     with MemoryMeter.for_device(bases[0].device) as meter:
-        for index, run in _runs(tape, bases):
+        for index, run in _timed_operators(tape, bases):
             meter.mark(("runs", index))
             run()
             meter.mark(("ran", index))
@@ -173,7 +173,7 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
     return workspaces
 
 
-def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
+def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
     """Yield the operators that may run again, in order, each with a function that runs the operator any number of times
     before the next one."""
     is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]

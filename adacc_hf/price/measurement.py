@@ -157,10 +157,10 @@ def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
 
     One warm-up run comes first, because a GPU loads a kernel at its first run, and may choose among several.
     """
-    return median_ms(lambda: _gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
+    return median_ms(lambda: _head_gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
 
-def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
+def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
     """Return the gradients of the output layer's inputs and parameters, computed on detached copies."""
     detached_loss = detach_inputs(loss)
     with torch.enable_grad():
@@ -172,10 +172,12 @@ def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[T
 def detach_inputs(loss: LossCall) -> LossCall:
     """Return a copy of `loss` on detached leaf tensors. Backward of the copy ends at the output layer's inputs."""
     bias = loss.call.bias
-    return loss.on(_leaf(loss.rows), _leaf(loss.call.weight), None if bias is None else _leaf(bias))
+    return loss.on(
+        _detached_leaf(loss.rows), _detached_leaf(loss.call.weight), None if bias is None else _detached_leaf(bias)
+    )
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _detached_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -31,7 +31,7 @@ ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 def precision_sensitive_values(tape: Tape) -> set[int]:
     """Return the values that must not be compressed with a lossy codec."""
     summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
-    return summaries | _exponents(tape) | _attention_biases(tape) | _divisors(tape)
+    return summaries | _exponent_values(tape) | _attention_biases(tape) | _divisor_values(tape)
 
 
 def _is_summary(tape: Tape, value: int) -> bool:
@@ -54,7 +54,7 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
     return len(size) < len(source) and math.prod(size) * SUMMARY_RATIO <= math.prod(source)
 
 
-def _exponents(tape: Tape) -> set[int]:
+def _exponent_values(tape: Tape) -> set[int]:
     """Return the values that backward exponentiates or uses as angles."""
     operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
     return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
@@ -86,7 +86,7 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def _divisors(tape: Tape) -> set[int]:
+def _divisor_values(tape: Tape) -> set[int]:
     """Return the values that backward divides by, and the values from which replay computes these divisors
     elementwise."""
     return divisors(
@@ -118,12 +118,12 @@ def _operator_divisors(operator: TapeOperator) -> list[int]:
     name = operator.short_name
     if name == "pow":
         base, exponent = operator.args[:2]
-        return [] if isinstance(exponent, (int, float)) and exponent >= 1 else _values(base)
+        return [] if isinstance(exponent, (int, float)) and exponent >= 1 else _values_read(base)
     if name not in DIVISORS:
         return []
     place = DIVISORS[name]
-    return [*operator.inputs(), *operator.results()] if place is None else _values(operator.args[place])
+    return [*operator.inputs(), *operator.results()] if place is None else _values_read(operator.args[place])
 
 
-def _values(argument: object) -> list[int]:
+def _values_read(argument: object) -> list[int]:
     return [ref.value for ref in tensor_refs(argument)]

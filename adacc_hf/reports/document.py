@@ -85,7 +85,7 @@ def to_html(title: str, parts: Sequence[Part]) -> str:
     """Return the document as one HTML page without external files, for light and dark screens."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_body(parts)}\n</body>\n"
+        f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_html_body(parts)}\n</body>\n"
         f"</html>\n"
     )
 
@@ -120,9 +120,9 @@ class Report:
             raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for figure in self.figures:
-            _write(folder / figure.file_name, figure.png)
-        _write(folder / "report.html", to_html(self.title, self.parts).encode())
-        _write(folder / "report.md", to_markdown(self.parts).encode())
+            _write_atomically(folder / figure.file_name, figure.png)
+        _write_atomically(folder / "report.html", to_html(self.title, self.parts).encode())
+        _write_atomically(folder / "report.md", to_markdown(self.parts).encode())
         return folder / "report.md"
 
     def __str__(self) -> str:
@@ -134,12 +134,12 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the document as HTML for a notebook's cell, in the colours of the notebook."""
         return (
-            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_body(self.overview)}\n'
-            f"<details><summary>Every activation and event</summary>\n{_body(self.details)}\n</details></div>"
+            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_html_body(self.overview)}\n'
+            f"<details><summary>Every activation and event</summary>\n{_html_body(self.details)}\n</details></div>"
         )
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically: a reader sees the old or the new content, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
@@ -154,7 +154,7 @@ def _content_style(selector: str) -> str:
     return f"{_CONTENT_STYLE}{colors}".replace("SCOPE", selector)
 
 
-def _body(parts: Sequence[Part]) -> str:
+def _html_body(parts: Sequence[Part]) -> str:
     return "\n".join(_part_to_html(part) for part in parts)
 
 

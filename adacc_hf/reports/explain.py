@@ -130,7 +130,7 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
     groups = []
     for index, plan in enumerate(policy.plans):
         members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
-        groups.append((_in_runs(names, members), kinds[members[0]], plan))
+        groups.append((_names_in_runs(names, members), kinds[members[0]], plan))
     return groups
 
 
@@ -159,7 +159,7 @@ def explain_policy(policy: Policy, profile: Profile) -> str:
             lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
         lines += [f"  {note}" for note in describe_block(kind, plan)]
-        lines += [_aligned(line, widths) for line in cells]
+        lines += [_aligned_explanation(line, widths) for line in cells]
     return "\n".join(lines)
 
 
@@ -235,7 +235,7 @@ def format_shape(value: Value) -> str:
     return f"{value.dtype.removeprefix('torch.')}{list(value.shape)}"
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _aligned_explanation(cells: Sequence[str], widths: Sequence[int]) -> str:
     name, shape, nbytes, action, reason = cells
     return f"  {name:{widths[0]}}  {shape:{widths[1]}}  {nbytes:>{widths[2]}}  {action:{widths[3]}}  {reason}"
 
@@ -257,7 +257,7 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
 
     def reads(index: int) -> tuple[int, ...] | None:
         source = kind.values[index]
-        if source is not value and _is_stored(source, choices):
+        if source is not value and _is_stored_value(source, choices):
             return None
         if source.equal_to is not None:
             return (source.equal_to,)
@@ -270,13 +270,13 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
     return sum(kind.operators[index].ms for index in {v.producer for v in recomputed if v.producer is not None})
 
 
-def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:
+def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE
 
 
-def _in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
+def _names_in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
     """Return the names at `positions` as text. Consecutive positions are combined: "h.0 to h.4 (5 blocks), h.7"."""
     runs: list[list[int]] = []
     for position in positions:

@@ -52,7 +52,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
 
     Raises ValueError if `history` has none of these numbers.
     """
-    panels = [panel for panel in _panels(history) if any(panel[1].values())]
+    panels = [panel for panel in _timeline_panels(history) if any(panel[1].values())]
     if not panels:
         raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
     with matplotlib_module().rc_context(FONT):
@@ -73,7 +73,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
         return to_png(figure)
 
 
-def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
+def _timeline_panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
     """Return (label of the vertical axis, curves by name) for each panel of the picture."""
     peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
     scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
@@ -85,21 +85,21 @@ def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
             "relative error",
             {
                 "worst round trip": worst,
-                "gradient of a sampled block": _curve(tracking, "gradient_error"),
+                "gradient of a sampled block": _record_curve(tracking, "gradient_error"),
             },
         ),
         (
             "step [ms]",
             {
-                "measured": _curve(history, "step_ms"),
-                "predicted": _curve(history, "predicted_step_ms"),
+                "measured": _record_curve(history, "step_ms"),
+                "predicted": _record_curve(history, "predicted_step_ms"),
             },
         ),
         (
             f"peak [{unit}]",
             {
-                "measured": _curve(history, "measured_peak_bytes", scale),
-                "predicted": _curve(history, "peak_bytes", scale),
+                "measured": _record_curve(history, "measured_peak_bytes", scale),
+                "predicted": _record_curve(history, "peak_bytes", scale),
             },
         ),
     ]
@@ -119,7 +119,7 @@ def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
     return {name: curves[name] for name in sorted(curves, key=movement, reverse=True)[:MAX_CURVES]}
 
 
-def _curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
+def _record_curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
     return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
 
 

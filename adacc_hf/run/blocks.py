@@ -215,7 +215,7 @@ class BlockFunction:
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, (self.name,)
+        return _inert_function, (self.name,)
 
 
 def _describe_hooks(block: str, hooks: Any) -> str:
@@ -234,7 +234,7 @@ def _describe_hooks(block: str, hooks: Any) -> str:
     )
 
 
-def _inert(name: str) -> BlockFunction:
+def _inert_function(name: str) -> BlockFunction:
     function = BlockFunction(name, nn.Identity(), PlainStrategy())
     function.block = None
     return function

@@ -103,7 +103,7 @@ class SymbolicTape:
     Create it with `SymbolicTape.of`.
     """
 
-    def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
+    def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
         self.tapes_by_size: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         """Evaluated tapes by `CallSizes.dimensions`, the latest last. At most MOST_SIZES."""
@@ -138,7 +138,7 @@ class SymbolicTape:
             return None
         tape_numbers = [TapeNumbers(tape) for tape in tapes]
         size_numbers = [record.sizes.dimensions + record.sizes.layout for record in records]
-        expressions = _Expressions.of(symbols, calls, size_numbers, [numbers.numbers for numbers in tape_numbers])
+        expressions = _TapePolynomials.of(symbols, calls, size_numbers, [numbers.numbers for numbers in tape_numbers])
         return None if expressions is None else cls(records, expressions, TapeTemplate(tapes[0], expressions.places))
 
     def forget_sizes(self) -> None:
@@ -213,7 +213,7 @@ class SymbolicTape:
         self.forget_sizes()
 
 
-class _Expressions:
+class _TapePolynomials:
     """The polynomials of a symbolic tape: one for each dimension and stride of a call, and for each number of the tape.
 
     The variables of the polynomials, the symbols, are a few of the dimensions, which determine the other dimensions.
@@ -238,7 +238,7 @@ class _Expressions:
         calls: Sequence[tuple[int, ...]],
         size_numbers: Sequence[tuple[int, ...]],
         numbers: Sequence[list[int]],
-    ) -> _Expressions | None:
+    ) -> _TapePolynomials | None:
         basis = Basis([tuple(call[p] for p in symbols) for call in calls])
         fitted: dict[Column, Polynomial] = {}
         size_columns = list(zip(*size_numbers, strict=True))

@@ -230,10 +230,10 @@ class Tape:
 
         The key consists of digests joined by "-": structure, sizes, identity, and inputs.
         """
-        sizes = _digest([value.nbytes for value in self.values])
+        sizes = _tape_digest([value.nbytes for value in self.values])
         input_values = [value for value in self.values if self.is_block_input(value.index)]
         reads = sorted((repr(path), data) for path, data in self.reads.items())
-        inputs = _digest([(str(value.source), value.ref) for value in input_values] + reads)
+        inputs = _tape_digest([(str(value.source), value.ref) for value in input_values] + reads)
         return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{inputs[:8]}"
 
     @property
@@ -288,13 +288,13 @@ class Tape:
 
     def seal(self, identity: list[Any]) -> None:
         """Compute the digests of a complete tape. `identity` describes the block in addition to its class."""
-        self.identity = _digest([self.block_class, *identity])
-        self.structure = _digest([self.identity, self._wiring()])
+        self.identity = _tape_digest([self.block_class, *identity])
+        self.structure = _tape_digest([self.identity, self._wiring()])
         constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
         outside = [repr(value.ref) for value in self.values if value.source is not None and value.source.path]
         sharing = [(value, str(source), geometry) for value, source, geometry in self.sharing]
-        self.digest = _digest([self.structure, constants, slots, outside, sharing, *reads])
+        self.digest = _tape_digest([self.structure, constants, slots, outside, sharing, *reads])
 
     def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
         """Return a copy of the tape for a call that runs the same operators, but reads the data `reads` into Python."""
@@ -353,17 +353,17 @@ def leaves(*trees: Any) -> list[Any]:
     in a registry.
     """
     items: list[Any] = []
-    _collect(trees, items)
+    _collect_leaves(trees, items)
     return items
 
 
-def _collect(trees: Iterable[Any], items: list[Any]) -> None:
+def _collect_leaves(trees: Iterable[Any], items: list[Any]) -> None:
     """Append the leaves of `trees` to `items`."""
     for tree in trees:
         if isinstance(tree, (tuple, list)):
-            _collect(tree, items)
+            _collect_leaves(tree, items)
         elif isinstance(tree, dict):
-            _collect(tree.values(), items)
+            _collect_leaves(tree.values(), items)
         else:
             items.append(tree)
 
@@ -392,5 +392,5 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-def _digest(parts: list[Any]) -> str:
+def _tape_digest(parts: list[Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()

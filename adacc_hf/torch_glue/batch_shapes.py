@@ -90,10 +90,10 @@ def has_same_tensors(shapes: BatchShapes, other: BatchShapes) -> bool:
 
     Sizes may differ, except the number of images or channels (`_fixed_dimension`).
     """
-    return [_signature(shape) for shape in shapes] == [_signature(shape) for shape in other]
+    return [_shape_signature(shape) for shape in shapes] == [_shape_signature(shape) for shape in other]
 
 
-def _signature(shape: TensorShape) -> tuple[str, int, int | None]:
+def _shape_signature(shape: TensorShape) -> tuple[str, int, int | None]:
     fixed = _fixed_dimension(shape.size)
     return shape.name, len(shape.size), None if fixed is None else shape.size[fixed]
 

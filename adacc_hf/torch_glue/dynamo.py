@@ -42,7 +42,9 @@ class TracedGuards:
     """Dynamo's guards for one traced call of a block. `numbers` and `tensors` get the graph inputs that no guard
     compares."""
 
-    def __init__(self, manager: Any, global_scope: dict[str, Any], inputs: _Inputs, dead_objects: _DeadObjects) -> None:
+    def __init__(
+        self, manager: Any, global_scope: dict[str, Any], inputs: _UnguardedInputs, dead_objects: _DeadObjects
+    ) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
         self.numbers = _compile_getter(inputs.numbers, variables)
@@ -98,12 +100,12 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
             f"Dynamo of torch {torch.__version__} does not guard all values that a block reads: install torch "
             f"{OLDEST_TORCH} or newer"
         )
-    dynamo = _dynamo()
-    inputs = _Inputs()
+    dynamo = _dynamo_namespace()
+    inputs = _UnguardedInputs()
 
     def backend(graph: Any, example_inputs: Any) -> Callable[..., Any]:
         inputs.record_inputs(graph)
-        return _stop
+        return _stop_trace
 
     # Each trace has its own code object, because Dynamo keeps a limited number of traces for each one.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
@@ -142,7 +144,7 @@ the calling conventions of forward hooks. Calling conventions matter only for ex
 guards."""
 
 
-def _messages() -> Iterator[Callable[..., Any]]:
+def _message_functions() -> Iterator[Callable[..., Any]]:
     """Yield the functions that log or warn, which traces leave out.
 
     The functions are looked up at each trace, because Transformers adds some methods to loggers when it is imported.
@@ -159,7 +161,7 @@ class _NotTracedError(Exception):
     """Exception that the traced function raises if Python runs it. Dynamo has then not traced the function."""
 
 
-def _stop(*_: Any) -> Any:
+def _stop_trace(*_: Any) -> Any:
     raise _StoppedError
 
 
@@ -199,7 +201,7 @@ _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\]
 _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
-class _Inputs:
+class _UnguardedInputs:
     """Dynamo's source expressions of the graph inputs that no guard compares, for one traced graph."""
 
     def __init__(self) -> None:
@@ -276,7 +278,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 @cache
-def _dynamo() -> Any:
+def _dynamo_namespace() -> Any:
     """Import Dynamo, and return a namespace of the functions that `trace` needs: `tracing`, `is_traced`,
     `cache_entries`."""
     import torch._dynamo
@@ -306,7 +308,7 @@ def _dynamo() -> Any:
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}
 
     @contextmanager
-    def tracing(ignored: Iterable[Callable[..., Any]], inputs: _Inputs) -> Iterator[list[Any]]:
+    def tracing(ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs) -> Iterator[list[Any]]:
         """Change Dynamo's settings for `trace` inside the `with` block.
 
         Yield a list. Some guards compare the address of an object. When one of these objects dies, a weak reference to
@@ -322,10 +324,10 @@ def _dynamo() -> Any:
         states = tracing_state_functions()
         before = dict(states)
         with ExitStack() as stack:
-            stack.enter_context(config.patch(settings | {_IGNORED: {*_messages(), *ignored}}))
+            stack.enter_context(config.patch(settings | {_IGNORED: {*_message_functions(), *ignored}}))
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
-            stack.enter_context(_quiet())
+            stack.enter_context(_quiet_dynamo())
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(grouped_products_of_any_dtype())
             stack.enter_context(guard_identities(inputs.numbers))
@@ -372,7 +374,7 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_dynamo() -> Iterator[None]:
     """While open, silence Dynamo's logs and all warnings, for example about `.grad` of non-leaf tensors."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]

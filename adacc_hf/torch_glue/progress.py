@@ -43,17 +43,17 @@ class Interruption(NamedTuple):
     seconds: float
 
 
-class _Remembered(threading.local):
+class _LatestInterruptions(threading.local):
     """Latest interruptions, stored per thread: a solver on another thread does not interrupt training."""
 
     def __init__(self) -> None:
         self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
 
 
-_remembered = _Remembered()
+_remembered = _LatestInterruptions()
 
 
-class _Fallback(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Handler that writes to stderr, unless the root logger or the logger "adacc_hf" has a handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -62,7 +62,7 @@ class _Fallback(logging.Handler):
 
 
 progress.setLevel(logging.INFO)
-progress.addHandler(_Fallback())
+progress.addHandler(_StderrHandler())
 
 
 def announce(text: str, *details: Any) -> None:
@@ -103,7 +103,7 @@ def reported_if_slow(phase: str, normal_seconds: float = 0.0) -> Iterator[None]:
     started, ended = time.monotonic(), threading.Event()
     reports: list[float] = []
     first = max(SLOW_SECONDS, normal_seconds)
-    thread = threading.Thread(target=_report, args=(phase, started, first, ended, reports), daemon=True)
+    thread = threading.Thread(target=_report_progress, args=(phase, started, first, ended, reports), daemon=True)
     thread.start()
     try:
         yield
@@ -114,7 +114,7 @@ def reported_if_slow(phase: str, normal_seconds: float = 0.0) -> Iterator[None]:
         progress.info("Adacc: %s: done after %.0f s", phase, time.monotonic() - started)
 
 
-def _report(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
+def _report_progress(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
     """Report that `phase` is running: `first` seconds after `started`, and then at growing intervals until `ended` is
     set.
 

@@ -32,12 +32,12 @@ class Kind(NamedTuple):
     put: Callable[[Any, Any], None]
 
 
-def _same_items(now: Any, before: Any) -> bool:
+def _has_same_items(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return _same_items(now.values(), before.values()) and list(now) == list(before)
+def _has_same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return _has_same_items(now.values(), before.values()) and list(now) == list(before)
 
 
 def _put_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -125,7 +125,7 @@ def _refuse_change(tensor: torch.Tensor, before: int) -> None:
     )
 
 
-def _position(iterator: Any) -> Any:
+def _iterator_position(iterator: Any) -> Any:
     """Return a value that changes when the iterator advances. Some iterators advance without a visible change."""
     if isinstance(iterator, itertools.count):
         return repr(iterator)
@@ -137,7 +137,7 @@ def _position(iterator: Any) -> Any:
     return frame.f_lasti, list(map(id, frame.f_locals.values())), length_hint(inner, -1)
 
 
-def _refuse_advance(iterator: Any, before: Any) -> None:
+def _refuse_iterator_advance(iterator: Any, before: Any) -> None:
     raise UnrestorableError(
         f"forward advances {iterator!r:.80}, which cannot be undone: use a number, or a list with an index, instead of "
         f"this iterator, or train without adacc_hf"
@@ -156,7 +156,7 @@ def _put_numpy_state(generator: Any, before: bytes) -> None:
         generator.set_state(pickle.loads(before))
 
 
-def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
+def _local_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a sharded module, without parameters and views of parameters.
 
     FSDP sets and removes these around each forward.
@@ -168,20 +168,24 @@ def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _put_local(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    for name in _local(now).keys() - before.keys():
+def _put_local_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    for name in _local_entries(now).keys() - before.keys():
         del now[name]
     now.update(before)
 
 
-ENTRIES = Kind(dict, _same_entries, _put_entries)
-LOCAL_ENTRIES = Kind(_local, lambda now, before: _same_entries(_local(now), before), _put_local)
+ENTRIES = Kind(dict, _has_same_entries, _put_entries)
+LOCAL_ENTRIES = Kind(
+    _local_entries, lambda now, before: _has_same_entries(_local_entries(now), before), _put_local_entries
+)
 """Kind for entries of modules with sharded parameters. Parameters are left out."""
-ITEMS = Kind(list, _same_items, _put_items)
+ITEMS = Kind(list, _has_same_items, _put_items)
 SET = Kind(set, lambda now, before: now == before, _put_items)
 CELL = Kind(cell_content, lambda cell, before: cell_content(cell) is before, _put_cell)
-ATTRIBUTES = Kind(own_attributes, lambda owner, before: _same_entries(own_attributes(owner), before), _put_attributes)
-NAMES = Kind(Globals.values, lambda names, before: _same_items(names.values(), before), Globals.put)
+ATTRIBUTES = Kind(
+    own_attributes, lambda owner, before: _has_same_entries(own_attributes(owner), before), _put_attributes
+)
+NAMES = Kind(Globals.values, lambda names, before: _has_same_items(names.values(), before), Globals.put)
 CONTENT = Kind(lambda tensor: tensor.detach().clone(), torch.equal, _put_content)
 VERSION = Kind(version_of, lambda tensor, before: version_of(tensor) == before, _refuse_change)
 ARRAY = Kind(
@@ -197,7 +201,7 @@ PYTHON_GENERATOR = Kind(
     random.Random.getstate, lambda now, before: now.getstate() == before, lambda now, before: now.setstate(before)
 )
 NUMPY_GENERATOR = Kind(_numpy_state, lambda now, before: _numpy_state(now) == before, _put_numpy_state)
-ITERATOR = Kind(_position, lambda now, before: _position(now) == before, _refuse_advance)
+ITERATOR = Kind(_iterator_position, lambda now, before: _iterator_position(now) == before, _refuse_iterator_advance)
 UNRESTORABLE = (VERSION, ITERATOR)
 """Kinds of state whose changes are detected but cannot be undone. `put` of these kinds raises UnrestorableError."""
 
