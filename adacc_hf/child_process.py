@@ -47,7 +47,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def _signal_handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called for the signals in FORWARDED.
+    """Return a context in which `handle` is called for the signals that `adacc run` forwards (FORWARDED).
 
     Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored. The child ignores them too. Handlers
     that were not set by Python (None) stay too, because Python could not restore them.

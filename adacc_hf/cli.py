@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_output(text: str) -> None:
-    """Print `text`. If stdout cannot encode a character, for example of a path, escape it with a backslash."""
+    """Print a command's `text`. If stdout cannot encode a character of a path, escape it with a backslash."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError as error:
@@ -58,11 +58,13 @@ def _print_output(text: str) -> None:
 
 
 def _print_command_error(command: str, error: Exception) -> int:
+    """Print the error of an `adacc` command in one line. Return the exit status."""
     print(f"adacc {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return USER_ERROR
 
 
 def _command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the `adacc` command line, with all subcommands."""
     parser = argparse.ArgumentParser(prog="adacc", description=__doc__)
     parser.add_argument("--version", action="version", version=f"adacc_hf {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -131,6 +133,7 @@ def _add_policy_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc explain`."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     if compiled is not None:
@@ -160,6 +163,7 @@ def _fallback_lines(policy: Path) -> list[str]:
 
 
 def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
+    """Handle `adacc explain` for the policy of a run with torch.compile."""
     from adacc_hf.compiler.graph_report import explain_compiled
 
     if arguments.profile is not None:
@@ -175,6 +179,7 @@ def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namesp
 
 
 def _report_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc report`."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     folder = arguments.output or path.parent
@@ -249,6 +254,7 @@ def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
 
 
 def _is_history_event(record: Any) -> bool:
+    """Return True if `record` has the form of an event in a run's history file."""
     return isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("event"), str)
 
 
@@ -348,6 +354,7 @@ def _profile_cache() -> ProfileCache:
 
 
 def _list_profiles_command(_: argparse.Namespace) -> str:
+    """Handle `adacc profiles list`."""
     store = _profile_cache()
     rows = store.list()
     if not rows:
@@ -364,6 +371,7 @@ LIST_HEADER = (
 
 
 def _profile_line(row: Row) -> str:
+    """Return a cached profile's line in the output of `adacc profiles list`."""
     operators = row.prices["operators"]
     total_ms = sum(operator["ms"] for operator in operators)
     return (
@@ -373,6 +381,7 @@ def _profile_line(row: Row) -> str:
 
 
 def _show_profile_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc profiles show`."""
     row = _profile_cache().find(arguments.name)
     lines = [
         LIST_HEADER,
@@ -393,6 +402,7 @@ def _show_profile_command(arguments: argparse.Namespace) -> str:
 
 
 def _clear_profiles_command(_: argparse.Namespace) -> str:
+    """Handle `adacc profiles clear`."""
     store = _profile_cache()
     return f"removed {store.clear()} profiles from {store.folder}"
 

@@ -46,6 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _doctor_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc doctor`."""
     findings = [*examine(), *(() if arguments.folder is None else examine_blocks(arguments.folder))]
     width = max(len(finding.subject) for finding in findings)
     lines = []
@@ -128,6 +129,7 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def examine_gpu(device: Any) -> Iterator[Finding]:
+    """Check the GPU and its kernels for `adacc doctor`."""
     import torch
 
     from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
@@ -162,6 +164,7 @@ def examine_gpu(device: Any) -> Iterator[Finding]:
 
 
 def _check_cpu() -> Iterator[Finding]:
+    """Check the CPU and the C++ kernels of the codecs for `adacc doctor`."""
     import torch
 
     from adacc_hf.kernels import _cpu
@@ -214,6 +217,7 @@ def _profile_folder() -> Finding:
 
 
 def _check_plotting() -> Finding:
+    """Check that matplotlib is installed, which draws the pictures of `adacc report`."""
     has_matplotlib = find_spec("matplotlib") is not None
     return Finding(
         "pictures",

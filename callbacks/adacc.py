@@ -139,7 +139,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         refuse_offload(args)
         warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
-        if checkpoint is not None and not self._is_solved:
+        if checkpoint is not None and not self._is_policy_given:
             # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
             budget, host_limit = self.config.memory_budget, self.config.host_limit(free_host_bytes())
             saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, budget, host_limit))

@@ -89,7 +89,7 @@ def is_usable(tensor: Tensor) -> bool:
 
 
 def _processor_flags() -> str:
-    """Return a description of the processor. Code compiled with -march=native depends on it."""
+    """Return a description of the processor, on which the compiled codec kernels depend (-march=native)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -98,10 +98,12 @@ def _processor_flags() -> str:
 
 
 def _threads(num_bytes: int) -> int:
+    """Return the number of threads for a C++ codec kernel that handles `num_bytes`."""
     return min(torch.get_num_threads(), 1 + num_bytes // BYTES_PER_THREAD)
 
 
 def _data_pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's data, as an argument of a C++ codec kernel."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -70,7 +70,7 @@ def _clear_cuda_error() -> None:
 
 
 class _HostArena:
-    """One range of host memory, and the parts of it that are free."""
+    """One range of the pool's pinned host memory, and the parts of it that are free."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

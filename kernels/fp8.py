@@ -81,7 +81,7 @@ def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor
 
 
 def _missing_elements(columns: int, group_size: int) -> int:
-    """Return the number of elements by which the last group of a row is too short."""
+    """Return the number of elements by which the codec's last group of a row is too short."""
     return -columns % group_size
 
 

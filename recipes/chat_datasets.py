@@ -32,6 +32,7 @@ def load_splits(
 
 
 def _dataset_split(splits: Any, setting: str, name: str) -> Any:
+    """Return the split `name` of a chat dataset. Raises ValueError if it does not exist."""
     if name not in splits:
         raise ValueError(f"{setting}={name} is not a split of the data, which has {', '.join(splits)}")
     return splits[name]

@@ -27,7 +27,7 @@ class TextData:
 def load_text_data(
     args: DataArguments, seq_len: int, main_process_first: Callable[..., AbstractContextManager[None]]
 ) -> TextData:
-    """Load the data in `args`, in sequences of `seq_len` tokens.
+    """Load the text dataset in `args`, in sequences of `seq_len` tokens.
 
     If there are several processes, the first one fills the caches (`TrainingArguments.main_process_first`). Raises
     ValueError or FileNotFoundError that names the invalid setting.
@@ -55,12 +55,14 @@ def _split_documents(
 
 
 def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
+    """Load the recipe's tokenizer, or train one on the training texts."""
     if args.tokenizer != "train":
         return load_tokenizer(args.tokenizer)
     return trained_tokenizer(train, text_key, args.vocab_size, args.tokenizer_documents, Path(args.cache_dir))
 
 
 def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
-    """Return the first sequences. Load a stream's sequences into memory, because evaluation needs a fixed length."""
+    """Return the first sequences of a dataset. Load a stream's sequences into memory, because evaluation needs a fixed
+    length."""
     first = sequences.take(num_sequences)
     return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

@@ -46,6 +46,7 @@ def trained_tokenizer(
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on `texts`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -61,7 +62,8 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write into a temporary folder and rename it to `folder`, so that `folder` is either complete or absent."""
+    """Write a tokenizer into a temporary folder and rename it to `folder`, so that `folder` is either complete or
+    absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
@@ -75,9 +77,11 @@ def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _first_dataset_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
+    """Yield the texts of the dataset's first documents, to train a tokenizer."""
     for batch in documents.take(num_documents).iter(batch_size=256):
         yield from batch["text"]
 
 
 def _first_error_line(error: Exception) -> str:
+    """Return the first line of an error from loading a tokenizer."""
     return str(error).strip().partition("\n")[0]

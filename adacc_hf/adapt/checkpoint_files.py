@@ -244,11 +244,12 @@ def load_from_checkpoint(
 
 
 def _record_fields(record: Any, *excluded: str) -> list[str]:
-    """Return the names of a dataclass's fields that are not `excluded`."""
+    """Return the names of the fields of a checkpoint's record that are not `excluded`."""
     return [field.name for field in fields(record) if field.name not in excluded]
 
 
 def _load_run_state(folder: Path) -> Saved:
+    """Load the state of a run from a checkpoint, or only the policy if the folder has no file for resuming."""
     if not (folder / STATE_FILE).is_file():
         return Saved(size_policies=[SavedSizePolicy.load(folder, 1, {})])
     record = read_json(folder / STATE_FILE, AdaccError, "state")
@@ -261,6 +262,7 @@ def _load_run_state(folder: Path) -> Saved:
 
 
 def _switched_off_codecs(record: dict[str, Any], size_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
+    """Return the codecs that the run of a checkpoint has switched off."""
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
     # Older checkpoints list blocks instead. All lossy codecs were switched off for the kinds of these blocks.

@@ -186,7 +186,7 @@ class _FreedGraphError(Exception):
 
 
 def _detached_arguments(tree: Any) -> Any:
-    """Return a copy of the arguments whose tensors are detached from the graph."""
+    """Return a copy of the sampled call's arguments whose tensors are detached from the graph."""
 
     def detach(leaf: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

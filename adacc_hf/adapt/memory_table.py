@@ -127,6 +127,7 @@ def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | Non
 
 
 def _policy_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, int]]:
+    """Return the rows of the out-of-memory table with the memory that the current policy predicts."""
     rows = [
         ("planned: peak", policy.predicted_peak_bytes),
         ("planned: stored activations of blocks", policy.predicted_stored_bytes),
@@ -157,7 +158,7 @@ def _new_storages(
 
 
 def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of `tensor`. Empty if it has no storage, as within torch.func."""
+    """Return the tensors that hold the memory of `tensor`, for the out-of-memory table. Empty without a storage."""
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]
@@ -221,7 +222,7 @@ def _what_would_fit(limit: int, profile: Profile) -> str | None:
 
 
 def _resized_batch(shapes: Shapes, dim: int, before: int, after: int) -> Shapes:
-    """Return `shapes` with the size `after` in place of `before`.
+    """Return the `shapes` of a batch with the size `after` in place of `before`, for the out-of-memory table.
 
     If `dim` is 0, the number of samples (dimension 0) is replaced, else the sequence length (all later dimensions).
     """

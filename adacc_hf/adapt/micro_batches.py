@@ -158,6 +158,7 @@ class LastBatch:
         self._own_node = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Keep the batch of a model call for a later profile, with `compute_loss` if the model has no own loss."""
         if not module.training or not torch.is_grad_enabled() or self._is_certain:
             return
         self._num_calls += 1
@@ -172,7 +173,7 @@ class LastBatch:
 
 
 def _loss_leads_to(node: Node | None, target: Node) -> bool:
-    """Return True if `target` is reached from `node` along nodes with one input each, as in a scaled loss."""
+    """Return True if the loss's `node` reaches `target` along nodes with one input each, as a scaled loss does."""
     while node is not None and node is not target:
         following = [child for child, _ in node.next_functions if child is not None]
         node = following[0] if len(following) == 1 else None

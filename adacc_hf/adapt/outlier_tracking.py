@@ -105,7 +105,7 @@ class Observation:
 
 
 def _tracked_activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]]]:
-    """Yield (indices, names) of each activation of each block."""
+    """Yield (indices, names) of each activation of each block, for a tracking step."""
     for block in profile.blocks:
         kind = profile.kinds[block.kind]
         for value, name in zip(kind.values, kind.names, strict=True):
@@ -160,6 +160,7 @@ class Measurements:
 
 
 def _add_tracked_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
+    """Add an error that a tracking step has measured. Only the largest error of each key is kept."""
     errors[key] = torch.maximum(errors[key], error) if key in errors else error
 
 

@@ -115,6 +115,7 @@ def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, con
 
 
 def _replan_result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
+    """Return the result of replanning: the policy to change to, or None if `choice` equals the current policy."""
     is_same = (choice.plans, choice.blocks, choice.head) == (policy.plans, policy.blocks, policy.head)
     return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
 
@@ -153,6 +154,7 @@ def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
 
 
 def _freed_by_new_codecs(before: KindProfile, after: KindProfile, bound: float | None) -> int:
+    """Return the bytes that one block may free after measurements during the run have changed its codecs."""
     freed = 0
     for old, new in zip(before.values, after.values, strict=True):
         old_bytes = {option.codec: option.nbytes for option in old.codecs if _is_within_error_bound(option, bound)}
@@ -195,6 +197,7 @@ def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[st
 
 
 def _may_use_codec(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
+    """Return True if the current policy may still use `codec`: the codec is an option, and its error is in bounds."""
     option = next((option for option in options if option.codec == codec), None)
     return option is not None and _is_within_error_bound(option, bound)
 

@@ -120,6 +120,7 @@ def profile_html(profile: Profile) -> str:
 
 
 def paragraph(text: str) -> str:
+    """Return a paragraph of HTML for a notebook."""
     return f"<p>{escape(text)}</p>"
 
 
@@ -131,4 +132,5 @@ def describe_names(names: Sequence[str]) -> str:
 
 
 def _notebook_cell(tag: str, side: str, content: str) -> str:
+    """Return a cell of a record's HTML table in a notebook."""
     return f'<{tag} style="{CELL.format(side=side)}">{content}</{tag}>'

@@ -111,7 +111,7 @@ class RuleFit:
 
 
 def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
-    """Yield the columns near `place`, the nearest first."""
+    """Yield the columns of a profile's numbers near `place`, the nearest first."""
     for distance in range(1, NEIGHBOURS + 1):
         if distance <= place:
             yield columns[place - distance]
@@ -120,6 +120,7 @@ def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column
 
 
 def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
+    """Return the rule of a profile's number that is another number's `rule` plus the polynomial `difference`."""
     if isinstance(rule, Exact):
         return Exact(rule.polynomial + difference, measured)
     if isinstance(rule, Difference):

@@ -178,6 +178,7 @@ def _round_size(size: int, reference: int) -> int:
 
 
 def _batch_dimensions(shapes: Shapes) -> tuple[int, ...]:
+    """Return the sizes of all dimensions of a batch's tensors."""
     return tuple(n for _, size in shapes for n in size)
 
 
@@ -211,6 +212,7 @@ def _map_numbers(profile: Profile, change: NumberMap) -> Profile:
 
 
 def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
+    """Return a copy of a profile's `kind` with each number that depends on the batch's sizes changed by `change`."""
     return replace(
         kind,
         values=tuple(_map_value(value, change) for value in kind.values),
@@ -224,11 +226,13 @@ def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
 
 
 def _map_value(value: Value, change: NumberMap) -> Value:
+    """Return a copy of a profile's `value` with shapes and bytes changed by `change`."""
     shape, encoded = tuple(map(change, value.shape)), tuple(map(change, value.encoded_shape))
     return replace(value, shape=shape, encoded_shape=encoded, nbytes=change(value.nbytes))
 
 
 def _map_head(head: Head, change: NumberMap) -> Head:
+    """Return a copy of a profile's `head` with its bytes changed by `change`."""
     return replace(
         head,
         outside_stored_bytes=change(head.outside_stored_bytes),
@@ -254,6 +258,7 @@ def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
 
 
 def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
+    """Return the profiled kind `after` with times predicted from `before`, the same kind at another batch size."""
     launch_ms = min((op.ms for op in before.operators if op.ms > 0), default=0.0)
     operators = tuple(_timed_operator(op, before, after, launch_ms) for op in after.operators)
     return replace(after, operators=operators, forward_ms=sum(op.ms for op in operators))
@@ -273,8 +278,10 @@ def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile,
 
 
 def _scaled_ms(ms: float, ratio: float, min_ms: float) -> float:
+    """Return an operator's time at another batch size, limited below by the time to launch a kernel."""
     return max(ms * ratio, min(ms, min_ms))
 
 
 def _growth_ratio(before: int, after: int) -> float:
+    """Return the ratio of an operator's bytes at two batch sizes, or 1.0 if the operator has none."""
     return after / before if before else 1.0

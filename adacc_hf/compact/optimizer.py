@@ -280,11 +280,13 @@ def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:
 
 
 def _is_quantized_weight(weight: Tensor) -> bool:
+    """Return True if `weight` is quantized, so that CompAct cannot train its layer."""
     is_wrapped = hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "to_local")
     return not weight.is_floating_point() or is_wrapped or hasattr(weight, "quant_state")
 
 
 def _num_layer_inputs(layer: Plain) -> int:
+    """Return the number of inputs of a layer that becomes a compact layer."""
     return layer.weight.shape[1 if isinstance(layer, nn.Linear) else 0]
 
 

@@ -246,7 +246,7 @@ def must_be_saved(node: fx.Node) -> bool:
 
 
 def must_run_in_forward(node: fx.Node) -> bool:
-    """Return True if forward must run the node even if only backward reads the result."""
+    """Return True if the compiled forward must run the node even if only backward reads the result."""
     return must_be_saved(node) and node.meta.get("partitioner_tag") == "is_forward"
 
 

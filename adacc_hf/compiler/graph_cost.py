@@ -212,7 +212,8 @@ def function_ms(function: Any, device: torch.device) -> float:
 
 
 def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of the fastest of several runs. Other load on the machine only makes runs slower."""
+    """Return the milliseconds of a compiled operator's fastest run of several. Other load on the machine only makes
+    runs slower."""
     return min(median_ms(run, device, repeats=1) for _ in range(TIMING_REPEATS))
 
 
@@ -301,10 +302,12 @@ class _ExampleTensor:
 
 
 def _hinted_sizes(sizes: Any) -> tuple[int, ...]:
+    """Return a graph tensor's sizes as integers, with hints in place of symbolic sizes."""
     return tuple(hint(size) for size in sizes)
 
 
 def _measured_operator_ms(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
+    """Measure the time of a graph's operator on sample tensors."""
     with no_dispatch(), torch.no_grad():
         args, kwargs = tree_map_only(_ExampleTensor, _ExampleTensor.make, (args, kwargs))
         return least_replay_ms(lambda: target(*args, **kwargs), device)

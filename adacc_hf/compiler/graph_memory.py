@@ -181,7 +181,8 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _IdleKernel:
-    """Replacement for a generated kernel. Does nothing, both when called directly and through Triton's `run`."""
+    """Replacement for a kernel that Inductor generated. Does nothing, both when called directly and through Triton's
+    `run`."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None
@@ -190,9 +191,11 @@ class _IdleKernel:
 
 
 def _idle_kernels(names: Iterable[str]) -> dict[str, Any]:
+    """Return replacements for the kernels and allocations that Inductor's generated code calls, by name."""
     idle = {name: _IdleKernel() for name in names if name.startswith(KERNELS) or name in CHECKS}
     return {**idle, **{name: _empty_on_meta for name in names if name.startswith(ALLOCATION)}}
 
 
 def _empty_on_meta(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate a buffer of Inductor's generated code on meta, without memory."""
     return torch.empty_strided(size, stride, dtype=dtype, device="meta")

@@ -205,7 +205,8 @@ def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
 
 
 def _graph_choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
-    """Return the choice that stores each value of `forms` in the given form. Values that nothing reads are left out."""
+    """Return the choice that stores each graph value of `forms` in the given form. Values that nothing reads are left
+    out."""
     model = graph.model
     runs: set[int] = set()
 
@@ -332,7 +333,8 @@ def _local_minima(live_bytes: Sequence[int]) -> list[int]:
 def _cheapest_boundaries(
     positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """Return the boundaries with the least bytes, such that no segment exceeds `limit`. Return None if impossible.
+    """Return the boundaries between segments of the compiled graph with the least bytes, such that no segment exceeds
+    `limit`. Return None if impossible.
 
     `positions` are the possible boundaries, `live_bytes` the bytes stored at each of them, and `cumulative` the bytes
     of all operators before each position.
@@ -362,5 +364,6 @@ def _cheapest_boundaries(
 
 
 def _largest_segment(boundaries: Sequence[int], cumulative: Sequence[int]) -> int:
+    """Return the bytes of the largest segment of a compiled graph that is cut at `boundaries`."""
     edges = [0, *(position + 1 for position in boundaries), len(cumulative) - 1]
     return max(cumulative[end] - cumulative[start] for start, end in pairwise(edges))

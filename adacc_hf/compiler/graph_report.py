@@ -125,7 +125,7 @@ def _module_groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
 
 
 def _block_of_module(module: str) -> str:
-    """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0".
+    """Return the block that the path of a compiled module belongs to: "transformer.h.0.mlp" -> "transformer.h.0".
 
     For a path without a number, which is not in a block, return the first name of the path.
     """
@@ -219,4 +219,5 @@ def _graph_tensor_cells(tensor: GraphTensor) -> tuple[str, ...]:
 
 
 def _aligned_graph_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return one line of a compiled region's table as aligned text."""
     return "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

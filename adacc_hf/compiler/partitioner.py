@@ -205,7 +205,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
-        """Return `plan`, completed with the solver's choice or with the reason why torch's own partition is used.
+        """Return the region's `plan`, completed with the choice of the graph's integer program or with the reason why
+        torch's own partition is used.
 
         `plain` contains the values of the joint graph that torch's own partition would save. This partition may also
         save tensors that are not values of the joint graph. `plain_sources` contains `plain`, and the values from which
@@ -279,7 +280,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return SolverLog(gap=self.config.solver_gap, seconds=self.config.solver_seconds)
 
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
-        """Return the fastest choice within `allowed_bytes`.
+        """Return the fastest choice for a region's graph within `allowed_bytes`.
 
         If no choice fits a budget in bytes, raise InfeasibleBudgetError. If no choice fits a fraction, warn and return
         the choice with the least bytes. The region of the loss, for example, stores little and often cannot store less.
@@ -337,7 +338,7 @@ class _RegionGraph:
 
 
 def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
-    """Return a policy without regions for the budget of `config`. Raises ValueError for "auto"."""
+    """Return a policy without compiled regions for the budget of `config`. Raises ValueError for "auto"."""
     budget = config.memory_budget
     if budget == "auto":
         raise ValueError(

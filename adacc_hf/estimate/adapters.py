@@ -76,7 +76,8 @@ def lora_model(
 
 
 def _materialize_fake_model(model: nn.Module) -> None:
-    """Replace every parameter and buffer on meta by a new tensor on the default device. Shared tensors stay shared."""
+    """Replace a fake model's parameters and buffers on meta by new tensors on the default device. Shared tensors stay
+    shared."""
     replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

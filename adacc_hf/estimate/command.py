@@ -312,10 +312,12 @@ def _plan_adapters(arguments: argparse.Namespace) -> Any:
 
 
 def _option_names(names: list[str] | None) -> tuple[str, ...] | None:
+    """Return the names passed to an option of `adacc plan`, or None without the option."""
     return None if names is None else tuple(names)
 
 
 def _option_rank(text: str | None) -> float | int:
+    """Return the rank passed to `adacc plan --rank`."""
     from adacc_hf.compact import parse_rank
 
     try:

@@ -206,6 +206,7 @@ def measure_cpu() -> Device:
 
 
 def _measured_cpu_flops(dtype: torch.dtype) -> float:
+    """Measure the floating-point rate of this CPU, for predictions of `adacc plan`."""
     import torch
 
     from adacc_hf.price.timing import median_ms

@@ -115,6 +115,7 @@ class _FakeBackwardPass:
 
 
 def _node_key(node: Any) -> EdgeKey:
+    """Return the key of an autograd node of the fake backward."""
     variable = getattr(node, "variable", None)
     return ("node", sequence_number(node)) if variable is None else ("leaf", id(variable))
 
@@ -144,6 +145,7 @@ def _apply_node(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.T
 
 
 def _zero_gradient(metadata: Any) -> torch.Tensor:
+    """Return zeros for an undefined gradient of the fake backward."""
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
@@ -155,19 +157,20 @@ def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
 
 
 def _gradient_sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients. Add in place if no other tensor uses the storage of `earlier`."""
+    """Return the sum of two fake gradients. Add in place if no other tensor uses the storage of `earlier`."""
     if _is_sole_owner(earlier):
         return earlier.add_(later)
     return earlier + later
 
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:
+    """Return True if no other fake tensor uses the storage of `tensor`, so that a gradient may be added in place."""
     storage = tensor.untyped_storage()
     return tensor.is_contiguous() and storage_use_count(storage) <= _SOLE_USE_COUNT
 
 
 def _accumulate_gradient(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add `gradient` to `variable.grad`. The first gradient is assigned, without a copy if the strides match."""
+    """Add a fake `gradient` to `variable.grad`. The first gradient is assigned, without a copy if the strides match."""
     if gradient is None:
         return
     if variable.grad is not None:
@@ -179,6 +182,7 @@ def _accumulate_gradient(variable: torch.Tensor, gradient: torch.Tensor | None) 
 
 
 def _sole_use_count() -> int:
+    """Return the use count of a storage that only one tensor uses, as the limit for adding fake gradients in place."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return storage_use_count(storage)

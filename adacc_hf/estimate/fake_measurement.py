@@ -236,7 +236,8 @@ class SumOfTimes(TorchDispatchMode):
 
 
 def _estimated_workspace(operator: TapeOperator) -> int:
-    """Return the temporary bytes that a replay of the operator takes, in addition to the operator's results."""
+    """Return the temporary bytes that a replay of the operator on the device would take, in addition to the operator's
+    results."""
     # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
     blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
     return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)
@@ -248,6 +249,7 @@ def _has_number_argument(operator: TapeOperator) -> bool:
 
 
 def _is_known_external(place: str, overwritten: bool) -> bool:
+    """Return True if replay could read a value that existed before the recorded call, judged without real data."""
     return place != "unknown" and not overwritten
 
 
@@ -281,6 +283,7 @@ def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:
 
 @cache
 def _codec_error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
+    """Return the codec's error on normally distributed numbers, an estimate for fake tensors."""
     with unset_fake_temporarily(), torch.device("cpu"):
         sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator("cpu").manual_seed(0))
         codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
@@ -304,7 +307,7 @@ def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
         return 0.0
     read_kwargs = {name: argument for name, argument in kwargs.items() if name != "out"}  # `out` is only written
-    tensors = [*_output_tensors((args, read_kwargs)), *_output_tensors(results)]
+    tensors = [*_operand_tensors((args, read_kwargs)), *_operand_tensors(results)]
     memory_ms = 1e3 * sum(map(_touched_bytes, tensors)) / device.bandwidth_bytes
     return max(memory_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
 
@@ -321,7 +324,7 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     formula = _grouped_operations if is_grouped else flop_registry.get(_flop_equivalent(target))
     if formula is None:
         return 0.0
-    factors = _output_tensors((args, kwargs))[1 if target.overloadpacket in _MULTIPLY_ADD else 0 :]
+    factors = _operand_tensors((args, kwargs))[1 if target.overloadpacket in _MULTIPLY_ADD else 0 :]
     rate = device.flops.get(str(factors[0].dtype).removeprefix("torch."), device.flops["float32"])
     formula_args = [argument for argument in _expand_kv_heads(target, args) if not isinstance(argument, torch.dtype)]
     operations = formula(*formula_args, **kwargs, out_val=results)
@@ -329,7 +332,7 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
         # Fused causal kernels skip the scores above the diagonal, except a strip whose share falls with the length.
         operations *= 0.5 if _operator_argument(target, args, kwargs, ("is_causal",)) else 1.0
         rate *= device.attention_share
-    elif any(map(_is_unaligned, [*factors, *_output_tensors(results)])):
+    elif any(map(_is_unaligned, [*factors, *_operand_tensors(results)])):
         rate *= device.unaligned_share
     return 1e3 * operations / rate
 
@@ -389,6 +392,7 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
     return math.prod(lengths) * tensor.dtype.itemsize if tensor.numel() else 0
 
 
-def _output_tensors(tree: Any) -> Sequence[torch.Tensor]:
+def _operand_tensors(tree: Any) -> Sequence[torch.Tensor]:
+    """Return the fake tensors among the arguments or results of an operator."""
     leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

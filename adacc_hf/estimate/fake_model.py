@@ -361,6 +361,7 @@ def _cached_bytes(profile: Profile, kind: int) -> int:
 
 
 def _parent_module(name: str) -> str:
+    """Return the path of the module that contains the fake model's block `name`."""
     return name.rpartition(".")[0]
 
 

@@ -148,6 +148,7 @@ def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
 
 
 def _best_method(plan: TrainingPlan) -> str:
+    """Return the method for which `adacc plan` predicts the memory in use."""
     return "plain" if plan.forecasts["plain"].fits else "adacc"
 
 
@@ -236,25 +237,31 @@ def _host_note(plan: TrainingPlan) -> str:
 
 
 def _plan_count(number: int | None) -> str:
+    """Return a number in the output of `adacc plan`, "-" if the number is not predicted."""
     return "-" if number is None else str(number)
 
 
 def _plan_length(number: int | None, limit: int | None) -> str:
+    """Return a predicted length in the output of `adacc plan`, marked if it equals the model's `limit`."""
     return f"{number} (the model's limit)" if number is not None and number == limit else _plan_count(number)
 
 
 def _plan_bytes(num_bytes: int | None) -> str:
+    """Return bytes in the output of `adacc plan`, "-" if the bytes are not predicted."""
     return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 def _plan_ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:
+    """Return a ratio of predicted times in the output of `adacc plan`, "-" without a prediction."""
     return "-" if ms is None or reference_ms is None else form.format(ms / reference_ms)
 
 
 def _plan_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return a table in the output of `adacc plan` as lines of aligned text."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(_plan_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
 
 
 def _plan_cell(column: int, text: str, width: int) -> str:
+    """Return a cell of a table in the output of `adacc plan`, padded to its column."""
     return f"{text:{width}}" if column == 0 else f"{text:>{width}}"

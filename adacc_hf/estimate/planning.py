@@ -369,6 +369,7 @@ def _fully_recomputed(profile: Profile) -> Outcome:
 
 
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
+    """Predict the memory that the caching allocator reserves on the GPU, or return None if that cannot be predicted."""
     if request.workload.sharding.method != "none" or request.workload.trace == "cpu" or request.profile is not None:
         return None
     return reserved_bytes(
@@ -406,7 +407,7 @@ def _check_profile(request: Request, model: FakeModel) -> None:
 
 
 def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
-    """Return (policy, peak of the policy, None) for a policy within `budget`.
+    """Return (policy, peak of the policy, None) for a policy of a fake model within `budget`.
 
     If no policy fits, return (None, smallest feasible budget, lower bound of all peaks).
     """
@@ -426,7 +427,7 @@ def plain_ms(profile: Profile) -> float:
 
 
 def _phase_peaks(outcome: Outcome) -> dict[str, int]:
-    """Return the peak of live bytes in each phase of the step."""
+    """Return the predicted peak of live bytes in each phase of the step."""
     phases: dict[str, int] = {}
     for label, live in outcome.timeline:
         name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
@@ -435,4 +436,5 @@ def _phase_peaks(outcome: Outcome) -> dict[str, int]:
 
 
 def _trained_bytes(module: nn.Module) -> int:
+    """Return the bytes of the trained parameters in a module of the fake model."""
     return distinct_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)

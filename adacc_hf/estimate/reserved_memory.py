@@ -84,6 +84,7 @@ def _allocate_state(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a fake tensor's elements."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
@@ -345,7 +346,7 @@ class CachingAllocator:
 
 
 def _merge_segment_blocks(first: _SegmentBlock, second: _SegmentBlock) -> _SegmentBlock:
-    """Merge block `second` into `first`, the adjacent block before `second`. Return `first`."""
+    """Merge the block `second` of a reserved segment into `first`, the adjacent block before. Return `first`."""
     first.size += second.size
     first.next = second.next
     if second.next is not None:

@@ -120,15 +120,19 @@ class StaticMemory:
 
 @dataclass(frozen=True)
 class _OptimizerBytes:
+    """Static memory of an optimizer, for predictions without a device."""
+
     state_bytes: Callable[[torch.Tensor], int]
     update_bytes: Callable[[Sequence[torch.Tensor]], int]
 
 
 def _state_nbytes(tensor: torch.Tensor) -> int:
+    """Return the predicted bytes of one optimizer state in the dtype of `tensor`."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def _int8_state_bytes(tensor: torch.Tensor) -> int:
+    """Return the predicted bytes of one optimizer state in bitsandbytes' 8 bits."""
     if tensor.numel() < _INT8_MIN_ELEMENTS:
         return FLOAT32_BYTES * tensor.numel()
     return tensor.numel() + FLOAT32_BYTES * -(-tensor.numel() // _INT8_BLOCK)
@@ -143,6 +147,7 @@ def _factored_bytes(tensor: torch.Tensor) -> int:
 
 
 def _no_state_bytes(_: Sequence[torch.Tensor]) -> int:
+    """Return 0, the temporary bytes in the step of an optimizer that needs none."""
     return 0
 
 
@@ -249,4 +254,5 @@ def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Mod
 
 
 def _shard_bytes(nbytes: int, num_shards: int) -> int:
+    """Return the predicted bytes of one rank's part of a sharded tensor."""
     return -(-nbytes // num_shards)

@@ -243,15 +243,17 @@ class _ComputedLogits(torch.autograd.Function):
 
 
 def _materialize(leaf: Any) -> Any:
+    """Compute the logits if `leaf` is lazy."""
     return leaf.materialize() if isinstance(leaf, LazyLogits) else leaf
 
 
 def _materialize_detached(leaf: Any) -> Any:
+    """Compute the logits if `leaf` is lazy, and detach them from the graph."""
     return leaf.materialize().detach() if isinstance(leaf, LazyLogits) else leaf
 
 
 def _is_hook_of_deepspeed(hook: Any) -> bool:
-    """Return True for the hook that DeepSpeed puts on a model's outputs.
+    """Return True for the hook that DeepSpeed puts on the outputs of a model, and that would compute lazy logits.
 
     The hook can be ignored, because DeepSpeed also puts the hook on the loss.
     """
@@ -259,6 +261,7 @@ def _is_hook_of_deepspeed(hook: Any) -> bool:
 
 
 def _not_lazy_logits(*args: Any, **kwargs: Any) -> Any:
+    """Return NotImplemented, for functions that need computed logits."""
     return NotImplemented
 
 

@@ -206,7 +206,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
 
 
 def _shortened_length(length: int, eighths: int, is_aligned: bool) -> int:
-    """Return about `eighths` / 8 of `length`.
+    """Return about `eighths` / 8 of a profiled sequence's `length`.
 
     If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
     suit a value mostly stay the same too, because they depend on multiples of eight. Short sequences are cut to
@@ -268,6 +268,7 @@ def _is_decoder_tensor(name: str) -> bool:
 
 
 def _can_shorten_sequences(lengths: list[int], is_pair: bool) -> bool:
+    """Return True if the profiled batch's sequences are long enough to record blocks on shorter parts."""
     return bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
 
 

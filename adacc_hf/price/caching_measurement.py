@@ -149,6 +149,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _processor_name() -> str:
+    """Return the processor's name, which is part of the key of cached prices."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -158,4 +159,5 @@ def _processor_name() -> str:
 
 
 def _price_key_digest(value: object) -> str:
+    """Return the digest of one part of the key of cached prices."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

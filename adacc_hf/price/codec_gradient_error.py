@@ -72,6 +72,7 @@ def is_accurate_enough(errors: Mapping[tuple[int, str], float], value: int, code
 def _measure_gradient_errors(
     tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]
 ) -> GradientErrors:
+    """Measure the gradient errors of codecs for each operator of the tape, once."""
     worst_errors = GradientErrors()
     stand_ins = _StandIns(tape, bases, codecs)
     for operator in tape.operators:
@@ -101,6 +102,7 @@ def _raise_errors(
 
 
 def _raise_gradient_error(errors: dict, key: object, error: float) -> None:
+    """Keep the larger of the error measured so far and `error`."""
     errors[key] = max(error, errors.get(key, 0.0))
 
 
@@ -177,12 +179,14 @@ class _StandIns:
 
 
 def _decoded_base(codec: Codec, tape: Tape, base: torch.Tensor, value: int) -> torch.Tensor:
+    """Return a value after the codec's round trip, to measure the codec's gradient error."""
     tensor = view(base, encode_view(tape, value))
     codec.fit(tensor)
     return view(codec.decode(codec.encode(tensor)), tape.values[value].ref)
 
 
 def _is_value_gone(tape: Tape, bases: Sequence[torch.Tensor], value: int) -> bool:
+    """Return True if a recorded value can no longer be read to measure codecs."""
     return tape.values[value].overwritten or is_freed(bases[value], tape.values[value])
 
 
@@ -287,11 +291,12 @@ class _OperatorBackward:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a recorded tensor's storage, which tells which value backward has saved."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _random_gradients(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a fixed random gradient for each output."""
+    """Yield a fixed random gradient for each output, to measure a codec's gradient error."""
     for output in outputs:
         generator = torch.Generator(output.device).manual_seed(0)
         yield torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)

@@ -40,6 +40,7 @@ def codec_candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
 
 
 def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool) -> list[str]:
+    """Return the names of the codecs to price for a recorded value."""
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
@@ -143,6 +144,7 @@ def with_outliers(
 
 
 def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
+    """Measure the price of a codec for `tensor`: bytes, times and error."""
     codec.fit(tensor)
     payload = codec.encode(tensor)
     return CodecOption(
@@ -157,6 +159,7 @@ def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> Co
 
 
 def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
+    """Measure the codec's relative error on `tensor`, as a part of its price."""
     return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
 
 
@@ -209,7 +212,7 @@ def _is_random_draw(tape: Tape, value: int) -> bool:
 
 
 def _is_softmax_value(tape: Tape, value: int) -> bool:
-    """Return True if a value is a softmax, with or without dropout applied (the paper's score)."""
+    """Return True if a recorded value is a softmax, with or without dropout applied (the paper's score)."""
     producer = tape.values[value].producer
     if producer is None:
         return False
@@ -221,7 +224,7 @@ def _is_softmax_value(tape: Tape, value: int) -> bool:
 
 
 def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
-    """Return True if a product's operands are activations and not parameters."""
+    """Return True if a recorded product's operands are activations and not parameters."""
     return not any(tape.is_module_state(value) for value in operator.inputs())
 
 

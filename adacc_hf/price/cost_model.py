@@ -136,6 +136,7 @@ def _drop_tensor(_: object) -> None:
 
 
 def _refuse_backward(_: object) -> torch.Tensor:
+    """Raise RuntimeError in place of a backward through a call that is run only to be timed."""
     raise RuntimeError("a call that is timed has no backward")
 
 
@@ -174,8 +175,8 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Yield the operators that may run again, in order, each with a function that runs the operator any number of times
-    before the next one."""
+    """Yield the operators to time, in order, each with a function that runs the operator any number of times before the
+    next one."""
     is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
     environment: Environment = [None if is_gone[value.index] else bases[value.index] for value in tape.values]
     for index, operator in enumerate(tape.operators):

@@ -103,5 +103,6 @@ def _losses_of_head(head: ChunkedHead, run_forward: Callable[[], object]) -> lis
 
 
 def _detached_loss(loss: LossCall) -> LossCall:
+    """Return a copy of a recorded loss whose rows are detached from the graph, to time the head."""
     rows = loss.rows.detach().requires_grad_(loss.rows.requires_grad)
     return loss.on(rows, loss.call.weight, loss.call.bias)

@@ -52,7 +52,7 @@ class Measurement:
     """True if at most one block retains its activations while memory is measured."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        """Return the values of `tape` that replay recomputes bit for bit (rule R7)."""
+        """Return the values of the profiled `tape` that replay recomputes bit for bit (rule R7)."""
         return verify(tape, bases)
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
@@ -161,7 +161,7 @@ def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
 
 
 def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of the output layer's inputs and parameters, computed on detached copies."""
+    """Return the gradients of the output layer's inputs and parameters, on detached copies, to time the head."""
     detached_loss = detach_inputs(loss)
     with torch.enable_grad():
         value = compute(detached_loss)
@@ -178,6 +178,7 @@ def detach_inputs(loss: LossCall) -> LossCall:
 
 
 def _detached_leaf(tensor: Tensor) -> Tensor:
+    """Return a detached copy of a tensor whose gradient is measured."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -221,6 +221,7 @@ def _bare_step(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -
 
 
 def _has_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
+    """Return True if the optimizer has created its state of `parameter`, so that its memory can be measured."""
     holder = group["params"][0] if isinstance(optimizer, torch.optim.LBFGS) else parameter
     if tensors_in(list(optimizer.state.get(holder, {}).values())):
         return True
@@ -228,6 +229,7 @@ def _has_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 
 def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    """Return the message of an error if the memory of the optimizer's state cannot be predicted."""
     reason = (str(error).strip().splitlines() or [""])[0]
     return (
         f"optimizer={type(optimizer).__name__}(...) has not created all of its state, whose size cannot be "

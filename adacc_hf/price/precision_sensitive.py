@@ -29,12 +29,13 @@ ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 
 
 def precision_sensitive_values(tape: Tape) -> set[int]:
-    """Return the values that must not be compressed with a lossy codec."""
+    """Return the values of a profiled tape that must not be compressed with a lossy codec."""
     summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
     return summaries | _exponent_values(tape) | _attention_biases(tape) | _divisor_values(tape)
 
 
 def _is_summary(tape: Tape, value: int) -> bool:
+    """Return True if a recorded value summarizes many elements, so that no lossy codec may store it."""
     record = tape.values[value]
     operator = None if record.producer is None else tape.operators[record.producer]
     reads = [] if operator is None else [ref.geometry[0] for ref in tensor_refs((operator.args, operator.kwargs))]
@@ -55,7 +56,7 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
 
 
 def _exponent_values(tape: Tape) -> set[int]:
-    """Return the values that backward exponentiates or uses as angles."""
+    """Return the precision-sensitive values that backward exponentiates or uses as angles."""
     operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
     return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
 
@@ -126,4 +127,5 @@ def _operator_divisors(operator: TapeOperator) -> list[int]:
 
 
 def _values_read(argument: object) -> list[int]:
+    """Return the tape's values among an operator's arguments."""
     return [ref.value for ref in tensor_refs(argument)]

@@ -87,12 +87,14 @@ def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
 
 
 def _whole_saved_value(block: RecordedBlock, nbytes: int) -> Value:
+    """Return a profiled value that stands for all tensors that a block saves."""
     value = _value_of_bytes(SAVED, "all that the block saves", nbytes, WHOLE, None)
     is_saved = bool(block.tape.slots)
     return replace(value, saved=is_saved, activation=is_saved)
 
 
 def _value_of_bytes(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
+    """Return a profiled value of `nbytes` bytes, without an operator that makes it."""
     return Value(
         index=index,
         name=name,

@@ -140,7 +140,7 @@ class Report:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader sees the old or the new content, never a part."""
+    """Write a report's file atomically: a reader sees the old or the new content, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)
@@ -155,6 +155,7 @@ def _content_style(selector: str) -> str:
 
 
 def _html_body(parts: Sequence[Part]) -> str:
+    """Return the parts of a report's document as HTML."""
     return "\n".join(_part_to_html(part) for part in parts)
 
 

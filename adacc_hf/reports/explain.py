@@ -236,6 +236,7 @@ def format_shape(value: Value) -> str:
 
 
 def _aligned_explanation(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return one row of a policy's explanation as aligned text."""
     name, shape, nbytes, action, reason = cells
     return f"  {name:{widths[0]}}  {shape:{widths[1]}}  {nbytes:>{widths[2]}}  {action:{widths[3]}}  {reason}"
 
@@ -277,7 +278,8 @@ def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
 
 
 def _names_in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
-    """Return the names at `positions` as text. Consecutive positions are combined: "h.0 to h.4 (5 blocks), h.7"."""
+    """Return the names of blocks at `positions` as text. Consecutive positions are combined: "h.0 to h.4 (5 blocks),
+    h.7"."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and position == runs[-1][-1] + 1:

@@ -290,6 +290,7 @@ def marks(profile: Profile, policy: Policy) -> list[Mark]:
 
 
 def _policy_point(policy: Policy) -> Point:
+    """Return the point of a policy in the picture: (peak memory, overhead)."""
     return policy.predicted_peak_bytes, policy.predicted_overhead_ms
 
 
@@ -335,8 +336,10 @@ def _draw_tradeoff(axis, curve: Sequence[Point], scale: float) -> None:
 
 
 def _overhead_percent(ms: np.ndarray, profile: Profile) -> np.ndarray:
+    """Convert an axis of the picture from ms to percent of a step."""
     return 100 * ms / profile.step_ms
 
 
 def _overhead_ms(percent: np.ndarray, profile: Profile) -> np.ndarray:
+    """Convert an axis of the picture from percent of a step to ms."""
     return percent * profile.step_ms / 100

@@ -215,6 +215,7 @@ def _solver_section(policy: Policy) -> list[Part]:
 
 
 def _capitalized(text: str) -> str:
+    """Return `text` as the begin of a sentence in the report."""
     return text[0].upper() + text[1:]
 
 
@@ -307,10 +308,12 @@ def _record_table(records: Sequence[Record]) -> Table:
 
 
 def _report_header(name: str) -> str:
+    """Return a column's header in a table of the report."""
     return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _report_cell(name: str, value: Any) -> str:
+    """Return a cell of a table in the report as text."""
     if value is None:
         return "-"
     if name.endswith("_bytes") and isinstance(value, int):

@@ -134,7 +134,8 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def _git_output(*arguments: str) -> str | None:
-    """Return git's output in the source checkout, or None without a checkout or without git."""
+    """Return git's output in the source checkout for the record of an experiment, or None without a checkout or without
+    git."""
     if not (ROOT / "setup.cfg").is_file():
         return None
     try:
@@ -146,7 +147,7 @@ def _git_output(*arguments: str) -> str | None:
 
 
 def _processor_description() -> str:
-    """Return the CPU's name and its number of cores."""
+    """Return the CPU's name and its number of cores, for the record of an experiment."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

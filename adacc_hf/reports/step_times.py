@@ -91,4 +91,5 @@ def part_seconds(record: Record) -> dict[str, float]:
 
 
 def _step_events(record: Record) -> str:
+    """Return the events of one of the first steps, for a table of the report."""
     return ", ".join(dict.fromkeys(EVENTS.get(event, event) for event in record["events"]))

@@ -235,6 +235,7 @@ def _describe_hooks(block: str, hooks: Any) -> str:
 
 
 def _inert_function(name: str) -> BlockFunction:
+    """Return the copy of a block's wrapping function in a pickled model: without the block, and without effect."""
     function = BlockFunction(name, nn.Identity(), PlainStrategy())
     function.block = None
     return function
@@ -412,6 +413,7 @@ class Reinstaller:
 
 
 def _bound_setter(model: Any, name: str) -> Any:
+    """Return the model class's own method `name`, bound to a model that is copied or loaded from a pickle."""
     return getattr(type(model), name).__get__(model)
 
 

@@ -89,7 +89,7 @@ class _RepeatableCall:
 
 
 def _argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the argument at `place` (a position or keyword) if it is a plain tensor, else None."""
+    """Return the block call's argument at `place` (a position or keyword) if it is a plain tensor, else None."""
     if len(place) != 1:
         return None
     arguments_by_place: dict[int | str, Any] = dict(enumerate(args))

@@ -350,6 +350,6 @@ def _copied_arguments(
 
 
 def _tensors_with_memory(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors in `trees` that own memory. A DTensor is represented by its local tensor."""
+    """Return the tensors of a validated call's `trees` that own memory. A DTensor is represented by its local part."""
     tensors = [local_of(leaf) for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if not tensor.is_meta and not is_fake(tensor) and has_storage(tensor)]

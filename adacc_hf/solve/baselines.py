@@ -72,10 +72,12 @@ def bandwidths(model: KindModel) -> list[Bandwidths]:
 
 
 def _freed_per_ms(nbytes: int, store: StoredForm) -> float:
+    """Return the bytes that storing a value in the form `store` frees per ms of overhead, for the greedy rule."""
     return _freed_bytes_per_ms(nbytes - store.nbytes, store.ms)
 
 
 def _freed_bytes_per_ms(nbytes: int, ms: float) -> float:
+    """Return freed bytes per ms of overhead, infinite for a form without overhead."""
     return nbytes / ms if ms else math.inf
 
 

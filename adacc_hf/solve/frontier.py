@@ -107,6 +107,7 @@ class _PricedMemory:
 
 
 def _is_integral_solution(solution: Sequence[float]) -> bool:
+    """Return True if all variables of the solver's solution are integers."""
     return not any(INTEGRALITY < value % 1 < 1 - INTEGRALITY for value in solution)
 
 

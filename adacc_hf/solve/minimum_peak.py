@@ -209,6 +209,7 @@ def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) ->
 
 
 def _needs_no_more(needs: _Needs, others: _Needs) -> bool:
+    """Return True if a plan's `needs` of memory are at most `others` in every size."""
     (sizes, shared), (other_sizes, other_shared) = needs, others
     return shared <= other_shared and all(size <= other for size, other in zip(sizes, other_sizes, strict=True))
 

@@ -73,5 +73,5 @@ def _attached_tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ..
 
 
 def _is_plain_tensor(item: Any) -> bool:
-    """Return True for a tensor that is not sparse, quantized or sharded."""
+    """Return True if `item` may be recorded as an attached tensor: not sparse, quantized or sharded."""
     return isinstance(item, torch.Tensor) and has_storage(item) and not runs_on_parts(type(item))

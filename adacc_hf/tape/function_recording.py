@@ -492,7 +492,7 @@ class FunctionRecorder:
 
 
 def _is_numpy_view(read: Read) -> bool:
-    """Return True if the read converted a tensor to a numpy array. Python may not have used the data."""
+    """Return True if the recorded read converted a tensor to a numpy array. Python may not have used the data."""
     return read.by == "Tensor.numpy"
 
 
@@ -505,11 +505,12 @@ def _parts_of_function(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, s
 
 
 def _argument_tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments of a recorded `autograd.Function`."""
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors have the same geometry, dtype and storage size."""
+    """Return True if two results of a Function have the same geometry, dtype and storage size."""
     return (geometry_of(first), first.dtype, first.untyped_storage().nbytes()) == (
         geometry_of(second),
         second.dtype,

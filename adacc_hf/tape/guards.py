@@ -224,6 +224,7 @@ def scope_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Scope:
 
 
 def _exact_number(number: Any) -> Hashable:
+    """Return the key of a number that a block's guards compare by type and bits."""
     if isinstance(number, np.ndarray | np.generic):
         return str(number.dtype), number.shape, number.tobytes()
     return type(number).__name__, repr(number)
@@ -270,11 +271,13 @@ def _module_description(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _code_name(code: Any) -> str:
+    """Return the qualified name of a hook or a class, for the key of an untraced call."""
     named_object = code if hasattr(code, "__qualname__") else type(code)
     return f"{named_object.__module__}.{named_object.__qualname__}"
 
 
 def _plain_arguments(value: Any) -> Any:
+    """Return the numbers and strings among a call's arguments, for the key of an untraced call."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain_arguments(item) for item in value)
     if isinstance(value, dict):

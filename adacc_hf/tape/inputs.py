@@ -36,7 +36,7 @@ def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ..
 
 
 def _argument_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Yield (path, tensor) of each tensor in nested tuples, lists and dicts."""
+    """Yield (path, tensor) of each tensor in a recorded call's nested tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, (tuple, list)):
@@ -122,12 +122,13 @@ def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
 
 @cache
 def _split_state_name(name: str) -> tuple[tuple[str, ...], str]:
-    """Return (("mlp", "c_fc"), "weight") for "mlp.c_fc.weight"."""
+    """Split the name of a block's parameter: "mlp.c_fc.weight" -> (("mlp", "c_fc"), "weight")."""
     *path, last = name.split(".")
     return tuple(path), last
 
 
 def _owner_module(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    """Return the submodule of the block that owns the parameter or buffer at `path`."""
     for step in path:
         block = modules_of(block)[step]
     return block

@@ -524,6 +524,7 @@ def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
 
 
 def _local_leaves(result: Any) -> list[Any]:
+    """Return the leaves of a recorded operator's result, with local tensors in place of DTensors."""
     return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
 
 

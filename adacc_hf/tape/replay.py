@@ -180,6 +180,7 @@ class ReplayStep:
 
 
 def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> bool:
+    """Return True if a replayed operator's result has the recorded layout and dtype."""
     tensor = results[position] if position < len(results) else None
     if not isinstance(tensor, torch.Tensor):
         return False
@@ -189,6 +190,7 @@ def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> 
 
 
 def _holds_tensor(tree: Any) -> bool:
+    """Return True if an argument of a recorded operator contains a reference to a tensor."""
     return next(tensor_refs(tree), None) is not None
 
 

@@ -94,7 +94,7 @@ def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes."""
+    """Return the whole storage of a tensor as bytes, to compare a replayed with the recorded storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -161,6 +161,7 @@ def _can_replay(operator: TapeOperator, tape: Tape, environment: Environment) ->
 
 
 def _is_buffer_value(tape: Tape, value: int) -> bool:
+    """Return True if the tape's value is a buffer of the block."""
     source = tape.values[value].source
     return source is not None and source.place == "buffer"
 
@@ -175,7 +176,8 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _element_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side."""
+    """Return the bytes of a replayed or recorded `tensor` in the order of its strides, without a copy if the elements
+    lie side by side."""
     in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return in_order.contiguous().reshape(-1).view(torch.uint8)
 
@@ -207,6 +209,7 @@ def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterabl
 
 
 def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: set[int]) -> bool:
+    """Return True if replay can read the tape's value: an existing, saved or recomputable tensor."""
     tape_value = tape.values[value]
     if tape_value.source is not None:
         return tape_value.source.place != "unknown" and not tape_value.overwritten
@@ -283,6 +286,7 @@ def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -
 
 
 def _value_layout(tape: Tape, value: int) -> Any:
+    """Return bytes, layout, dtype and device of a tape's value."""
     tape_value = tape.values[value]
     return tape_value.nbytes, tape_value.ref.geometry, tape_value.ref.dtype, tape_value.device
 
@@ -311,4 +315,5 @@ def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
 
 
 def _with_equal_values(tree: Any, equal: Mapping[int, int]) -> Any:
+    """Return an operator's arguments on the tape with values replaced by `equal` values."""
     return map_tensors(tree, TensorRef, lambda ref: replace(ref, value=equal.get(ref.value, ref.value)))

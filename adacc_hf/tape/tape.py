@@ -358,7 +358,7 @@ def leaves(*trees: Any) -> list[Any]:
 
 
 def _collect_leaves(trees: Iterable[Any], items: list[Any]) -> None:
-    """Append the leaves of `trees` to `items`."""
+    """Append the leaves of `trees`, arguments of a tape's operators, to `items`."""
     for tree in trees:
         if isinstance(tree, (tuple, list)):
             _collect_leaves(tree, items)
@@ -388,9 +388,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Return size, stride and offset of a tensor, as stored on a tape."""
     # torch's annotations include SymInt, which never appears here.
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
 def _tape_digest(parts: list[Any]) -> str:
+    """Return the digest of parts of a tape."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -407,6 +407,7 @@ class TapeCache:
 
 
 def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
+    """Return the sizes of a tape's block inputs."""
     return [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
 
 

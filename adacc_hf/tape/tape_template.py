@@ -53,6 +53,7 @@ class TapeNumbers:
 
 
 def _sorted_reads(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the data that a tape's call has read into Python, in a fixed order."""
     return sorted(reads.items(), key=repr)
 
 

@@ -1,1 +1,1 @@
-"""Interface to torch and Transformers: memory, state, ranks, autograd, Dynamo, private names, and their releases."""
+"""Interface to torch's internals: storages, dispatch, autograd nodes, Dynamo, state of modules and generators, ranks."""

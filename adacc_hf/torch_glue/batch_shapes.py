@@ -50,6 +50,7 @@ def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def _has_integers(tensor: torch.Tensor) -> bool:
+    """Return True if a batch's tensor has an integer dtype."""
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
@@ -185,4 +186,5 @@ def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
 
 
 def _power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`, to round a batch's sizes."""
     return 1 << (n - 1).bit_length() if n > 0 else 0

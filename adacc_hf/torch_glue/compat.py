@@ -330,7 +330,7 @@ def checkpoint_call(
 
 
 def _tensor_on_each_device(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return one empty tensor for each device of the tensors among a call's arguments, except the CPU.
+    """Return one empty tensor for each device of the tensors among the arguments of torch's checkpoint, except the CPU.
 
     The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
     """

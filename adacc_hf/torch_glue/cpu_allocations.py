@@ -58,6 +58,7 @@ def count_all_threads() -> Iterator[None]:
 
 @contextmanager
 def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
+    """While open, set a variable of torch's profiler to `value`."""
     before, variable.value = variable.value, value
     try:
         yield

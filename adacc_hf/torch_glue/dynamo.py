@@ -127,6 +127,7 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
 
 
 def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
+    """Return the global variables of the function that Dynamo traces."""
     return {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
 
 
@@ -162,10 +163,12 @@ class _NotTracedError(Exception):
 
 
 def _stop_trace(*_: Any) -> Any:
+    """Raise an exception in place of running the graph that Dynamo has traced."""
     raise _StoppedError
 
 
 def _probe(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `call`, and raise an exception if Dynamo does not trace this function. Dynamo traces copies of it."""
     if not is_traced():  # type: ignore[name-defined]  # noqa: F821  # a global that `trace` sets for each copy
         raise NotTraced  # type: ignore[name-defined]  # noqa: F821
     return call(*args, **kwargs)
@@ -273,6 +276,7 @@ def _may_equal_another(value: Any) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
+    """Return an error of Dynamo in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 

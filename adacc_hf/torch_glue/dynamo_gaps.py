@@ -205,7 +205,7 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While open, replace attributes, given as (owner, name, value). Skip attributes that do not exist."""
+    """While open, replace attributes of Dynamo, given as (owner, name, value). Skip attributes that do not exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:

@@ -365,6 +365,7 @@ def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.T
 
 
 def _is_frozen_model(model: Any) -> bool:
+    """Return True if no parameter of the model requires a gradient."""
     return isinstance(model, nn.Module) and not any(parameter.requires_grad for parameter in model.parameters())
 
 

@@ -92,7 +92,7 @@ _ATOMS = (
 
 
 class _StateSearch:
-    """Search for all mutable state that is reachable from the objects `roots`."""
+    """Search for all mutable state of modules and Python objects that is reachable from the objects `roots`."""
 
     def __init__(self, roots: Iterable[Any], largest_copy: int, excluded: Iterable[Any]) -> None:
         roots = list(roots)
@@ -282,6 +282,7 @@ def _names_in_code(code: CodeType) -> frozenset[str]:
 
 @cache
 def _is_library_module(module: Any) -> bool:
+    """Return True if `module`, the name of a module, belongs to a library, whose state is not searched."""
     # `__module__` of a Cython function is a descriptor instead of a name.
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
 
@@ -295,6 +296,7 @@ def _installed_package(module: Any) -> str | None:
 
 
 def _state_visitor(kind: Kind) -> Callable[[_StateSearch, Any], None]:
+    """Return a function that adds an object of the kind to a search of a model's state."""
     return lambda search, obj: search._add(kind, obj)
 
 

@@ -223,6 +223,7 @@ def is_profiling() -> bool:
 
 
 def _is_profiler_prepared(profiler: torch.profiler.profile) -> bool:
+    """Return True if torch's profiler has a session that still records or is in its warm-up."""
     session = profiler.profiler
     if session is None or not session.entered:
         return False

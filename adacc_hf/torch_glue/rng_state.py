@@ -156,4 +156,5 @@ def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _device_index(device: torch.device) -> int:
+    """Return the index of a CUDA device, to read its random generator."""
     return torch.cuda.current_device() if device.index is None else device.index

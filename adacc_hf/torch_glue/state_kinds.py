@@ -33,14 +33,17 @@ class Kind(NamedTuple):
 
 
 def _has_same_items(now: Any, before: Any) -> bool:
+    """Return True if a container of the model still holds the identical objects, in the same order."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _has_same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Return True if a model's dict still contains the identical values under the same keys in the same order."""
     return _has_same_items(now.values(), before.values()) and list(now) == list(before)
 
 
 def _put_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Restore the entries of a model's dict."""
     if list(now) != list(before):
         now.clear()
     for name, value in before.items():  # the `update` of a Counter adds
@@ -48,6 +51,7 @@ def _put_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _put_items(now: Any, before: Any) -> None:
+    """Restore the items of a model's list, deque or set."""
     now.clear()
     (now.update if isinstance(now, set) else now.extend)(before)
 
@@ -61,6 +65,7 @@ def cell_content(cell: CellType) -> Any:
 
 
 def _put_cell(cell: CellType, before: Any) -> None:
+    """Restore the content of a closure's cell."""
     if before is not _ABSENT:
         cell.cell_contents = before
     elif cell_content(cell) is not _ABSENT:
@@ -77,12 +82,14 @@ def own_attributes(owner: Any) -> dict[str, Any]:
 
 
 def _slots_of(cls: type) -> list[str]:
+    """Return the names of the attributes that a class stores in `__slots__`."""
     slots = vars(cls).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
+    """Restore the attributes of an object that a model can change."""
     now = own_attributes(owner)
     for name in now.keys() - before.keys():
         delattr(owner, name)
@@ -106,6 +113,7 @@ class Globals:
 
 
 def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """Restore the elements of a tensor that the model has changed."""
     # `.data` hides the change from autograd, which is safe: no backward of an earlier forward follows.
     if tensor.shape == before.shape:
         tensor.data.copy_(before)
@@ -138,6 +146,7 @@ def _iterator_position(iterator: Any) -> Any:
 
 
 def _refuse_iterator_advance(iterator: Any, before: Any) -> None:
+    """Raise UnrestorableError, because an iterator that the model has advanced cannot be restored."""
     raise UnrestorableError(
         f"forward advances {iterator!r:.80}, which cannot be undone: use a number, or a list with an index, instead of "
         f"this iterator, or train without adacc_hf"
@@ -145,11 +154,13 @@ def _refuse_iterator_advance(iterator: Any, before: Any) -> None:
 
 
 def _numpy_state(generator: Any) -> bytes:
+    """Return the state of a numpy generator that the model owns."""
     is_new = isinstance(generator, numpy.random.Generator)
     return pickle.dumps(generator.bit_generator.state if is_new else generator.get_state(legacy=False))
 
 
 def _put_numpy_state(generator: Any, before: bytes) -> None:
+    """Restore the state of a numpy generator that the model owns."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = pickle.loads(before)
     else:
@@ -169,6 +180,7 @@ def _local_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _put_local_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Restore the entries of a sharded module, except for parameters and views of parameters."""
     for name in _local_entries(now).keys() - before.keys():
         del now[name]
     now.update(before)

@@ -130,6 +130,7 @@ def clone_with_storage(tensor: Tensor) -> Tensor:
 
 
 def _stored_elements(tensor: Tensor) -> Tensor:
+    """Return the elements that a sparse tensor stores."""
     return coo_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
 
 
@@ -261,6 +262,7 @@ def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
 
 
 def _double_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of double precision in which the norm of `tensor` is computed."""
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
