@@ -1,1 +1,1 @@
-"""Predictions of memory and time before a run: fake models whose forward and backward run without the device."""
+"""`adacc plan`: predicts memory and time before a run, with fake models that run without the device."""

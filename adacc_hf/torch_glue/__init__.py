@@ -1,1 +1,1 @@
-"""Interface to torch's internals: storages, dispatch, autograd nodes, Dynamo, state of modules and generators, ranks."""
+"""Interface to torch's internals: storages, dispatch, autograd nodes, Dynamo, state of modules and generators."""
