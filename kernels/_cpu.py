@@ -160,6 +160,7 @@ def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
 
 
 def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> None:
+    """Copy columns of a matrix to `raw` if `gather`, else from `raw`, with the C++ kernel."""
     _cpp_kernels().adacc_copy_channels(
         x_RC.data_ptr(), raw.data_ptr(), indices.data_ptr(), *x_RC.shape, indices.shape[0],
         x_RC.element_size(), gather, _threads(x_RC.nbytes),

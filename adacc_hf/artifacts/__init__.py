@@ -1,1 +1,1 @@
-"""Records without torch: settings, profiles, policies, memory of a step, and their text and HTML in notebooks."""
+"""Records without torch: settings, profiles, policies, errors, memory of a step; their text and HTML in notebooks."""

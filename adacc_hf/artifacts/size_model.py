@@ -183,6 +183,7 @@ def _batch_dimensions(shapes: Shapes) -> tuple[int, ...]:
 
 
 def _num_batch_elements(shapes: Shapes) -> int:
+    """Return the number of elements of all tensors in a batch."""
     return sum(prod(size) for _, size in shapes)
 
 

@@ -53,7 +53,7 @@ def _(seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtyp
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a seed computed as a hash of `parts`.
+    """Return the seed of a random projection, computed as a hash of `parts`.
 
     The seed's lower 32 bits, which the CPU's generator uses, depend on all parts.
     """
@@ -251,7 +251,7 @@ def make_plain(layer: CompactLayer) -> None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products with `x`: autocast's if it is enabled, else the dtype of `x`."""
+    """Return the dtype of a compact layer's products with `x`: autocast's if it is enabled, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

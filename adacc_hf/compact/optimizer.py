@@ -210,7 +210,8 @@ class CompactFactory:
 
 
 def parse_rank(text: str) -> float | int:
-    """Parse a rank from the command line: an integer is a number of inputs, a decimal is a fraction of the inputs."""
+    """Parse CompAct's rank from the command line: an integer is a number of inputs, a decimal is a fraction of the
+    inputs."""
     return int(text) if text.isdigit() else float(text)
 
 

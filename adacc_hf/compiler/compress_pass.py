@@ -52,7 +52,8 @@ def compress_saved(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a saved tensor from the outermost to the innermost in memory, the order of encoding."""
+    """Return the dimensions of a graph's saved tensor from the outermost to the innermost in memory, the order of
+    encoding."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda d: (-hint(strides[d]), d))
 

@@ -132,7 +132,7 @@ def _graph_codec_option(codec: Codec, node: fx.Node, size: tuple[int, ...], forw
 
 @cache
 def _typical_error(name: str, group_size: int | None) -> float:
-    """Return the codec's relative round-trip error on normally distributed numbers.
+    """Return the error assumed for a codec in a compiled graph: relative, on normally distributed numbers.
 
     No real data exists when a graph is partitioned. `group_size` is None for a codec without groups.
     """

@@ -320,7 +320,8 @@ def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[l
 
 
 def _local_minima(live_bytes: Sequence[int]) -> list[int]:
-    """Return the positions in `live_bytes` of local minima. Of equal neighbours, the last position is returned."""
+    """Return the positions in a graph's `live_bytes` of local minima. Of equal neighbours, the last position is
+    returned."""
     last = len(live_bytes) - 1
     return [
         position

@@ -189,6 +189,7 @@ def describe_compiled(policy: CompiledPolicy) -> str:
 
 
 def describe_allowed(policy: CompiledPolicy) -> str:
+    """Describe the memory that compiled regions may use: bytes, or a fraction of the regions' own bytes."""
     if policy.budget_bytes is not None:
         return format_bytes(policy.budget_bytes)
     return "the least possible" if policy.share is None else f"{policy.share:.3g} of its bytes"

@@ -1,1 +1,1 @@
-"""`adacc plan`: predicts memory and time before a run, with fake models that run without the device."""
+"""`adacc plan`: predicts memory and time before a run, with presets, a table of devices, and fake models."""

@@ -121,7 +121,7 @@ def _node_key(node: Any) -> EdgeKey:
 
 
 def _count_edges(root: Any) -> dict[EdgeKey, int]:
-    """Return the number of incoming edges of each node of the graph."""
+    """Return the number of incoming edges of each node of the fake backward's graph."""
     counts: dict[EdgeKey, int] = {_node_key(root): 0}
     stack = [root]
     while stack:
@@ -135,7 +135,7 @@ def _count_edges(root: Any) -> dict[EdgeKey, int]:
 
 
 def _apply_node(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run an autograd node on the gradients of its results, and return the gradients of its inputs."""
+    """Run an autograd node of the fake backward on the gradients of its results. Return the gradients of its inputs."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         filled = [_zero_gradient(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
         result = node.apply(*filled)
@@ -150,7 +150,7 @@ def _zero_gradient(metadata: Any) -> torch.Tensor:
 
 
 def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
-    """Return `gradient`, summed to the shape and cast to the dtype in `metadata`."""
+    """Return the fake `gradient`, summed to the shape and cast to the dtype in `metadata`."""
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     return gradient if gradient.dtype is metadata.dtype else gradient.to(metadata.dtype)

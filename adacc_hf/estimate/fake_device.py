@@ -180,7 +180,7 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the attention kernel that torch uses on a GPU: flash, else memory-efficient, else unfused."""
+    """Call torch's attention kernel for a GPU on fake tensors: flash, else memory-efficient, else unfused."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -341,7 +341,7 @@ class _StorageObserver(TorchDispatchMode):
 
 
 def _operator_tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an operator's arguments or results. Operators nest tensors in lists and tuples only."""
+    """Yield the fake tensors in an operator's arguments or results. Operators nest tensors in lists and tuples only."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument

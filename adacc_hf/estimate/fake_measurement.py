@@ -244,6 +244,7 @@ def _estimated_workspace(operator: TapeOperator) -> int:
 
 
 def _has_number_argument(operator: TapeOperator) -> bool:
+    """Return True if an elementwise operator has a Python number as argument, for which replay makes a tensor."""
     is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
     return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
 
@@ -258,7 +259,7 @@ _PROBABILITIES = ("dropout_p", "p")
 
 
 def _operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the value of the first argument of `func` whose name is in `names`, or None if there is no such
+    """Return the first argument of a fake call of `func` whose name is in `names`, or None if there is no such
     argument."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in names:
@@ -355,7 +356,7 @@ _ROW_BYTES = 16
 
 
 def _is_unaligned(matrix: torch.Tensor) -> bool:
-    """Return True if `matrix` has 16-bit elements and some of its rows do not start at multiples of _ROW_BYTES."""
+    """Return True if a fake `matrix` has 16-bit elements, and some rows do not start at multiples of _ROW_BYTES."""
     if matrix.dim() < 2 or matrix.dtype.itemsize != 2:
         return False
     # One of the last two dimensions has a stride of 1. The stride of the other is the length of a row.
@@ -387,7 +388,7 @@ def _expand_kv_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the distinct elements of `tensor`. Elements repeated by a stride of 0 count once."""
+    """Return the bytes of the distinct elements of a fake `tensor`. Elements repeated by a stride of 0 count once."""
     lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     return math.prod(lengths) * tensor.dtype.itemsize if tensor.numel() else 0
 

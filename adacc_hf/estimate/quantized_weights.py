@@ -70,7 +70,7 @@ def quantize_linear_layers(model: PreTrainedModel, quantization: Quantization) -
 
 
 class QuantizedLinear(nn.Linear):
-    """Linear layer with a frozen weight of 4 bits, two weights in each byte."""
+    """Linear layer of a fake model with a frozen weight of 4 bits, two weights in each byte."""
 
     scales: Tensor
     nested_scales: Tensor

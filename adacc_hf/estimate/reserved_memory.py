@@ -78,7 +78,7 @@ def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]
 
 
 def _allocate_state(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return new tensors of `nbytes` in total. Each tensor has the size of `parameter`, but the last may be smaller."""
+    """Allocate `nbytes` in the simulated allocator, as tensors of the size of `parameter`. The last may be smaller."""
     sizes = [min(_tensor_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _tensor_nbytes(parameter))]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 

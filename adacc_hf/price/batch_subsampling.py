@@ -223,7 +223,7 @@ def _shortened_length(length: int, eighths: int, is_aligned: bool) -> int:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Return True if the model is an encoder-decoder: it reads one sequence and writes another."""
+    """Return True if the profiled model is an encoder-decoder: it reads one sequence and writes another."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
@@ -273,7 +273,7 @@ def _can_shorten_sequences(lengths: list[int], is_pair: bool) -> bool:
 
 
 def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
-    """Return `batch` with `num_samples` samples. `tokens` are the lengths of the first and the second sequence.
+    """Return a part of the profiled `batch` with `num_samples` samples. `tokens` are the two sequences' lengths.
 
     If `tokens` is None, no sequence is cut. Each length of the batch maps to a distinct length. The two sequences of a
     pair map to distinct lengths even if their lengths are equal.
@@ -293,7 +293,7 @@ def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, i
 
 
 def _shorter_length(length: int, target: int) -> int:
-    """Return a sequence length of about `target` tokens.
+    """Return a sequence length of about `target` tokens for a profiled part of the batch.
 
     If `length` is a multiple of ALIGNED, and at least 3 * ALIGNED, the result is a multiple of ALIGNED. Otherwise the
     result is odd. Aligned and other lengths have separate tapes.

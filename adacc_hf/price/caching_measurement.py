@@ -142,7 +142,8 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name. A CPU's name includes torch's number of threads, because times depend on it."""
+    """Return the device's name in the key of cached prices. A CPU's includes torch's number of threads, on which times
+    depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor_name()}, {torch.get_num_threads()} threads"

@@ -183,7 +183,7 @@ def _detached_leaf(tensor: Tensor) -> Tensor:
 
 
 def full_logits_loss(loss: LossCall) -> Tensor:
-    """Return the loss, computed from full logits."""
+    """Return the loss, computed from full logits, to time the plain head."""
     dtype, bias = loss.call.dtype, loss.call.bias
     with torch.autocast(loss.rows.device.type, enabled=False):
         logits = F.linear(loss.rows.to(dtype), loss.call.weight.to(dtype), None if bias is None else bias.to(dtype))

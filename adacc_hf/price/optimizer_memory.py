@@ -240,12 +240,13 @@ def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> 
 
 
 def _shallow_copy(value: Any) -> Any:
-    """Return `value`, or a shallow copy of a container, because an optimizer's step may change containers."""
+    """Return `value`, or a shallow copy of a container, because the measured step may change the optimizer's
+    containers."""
     return copy(value) if isinstance(value, (dict, list, set)) else value
 
 
 def _bytes_by_storage(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of each distinct storage of `tensors`, limited to tensors on `device` if it is given."""
+    """Return the measured bytes of each storage of `tensors`, limited to tensors on `device` if it is given."""
     device_tensors = [tensor for tensor in tensors if device is None or tensor.device == device]
     storages = [part.untyped_storage() for tensor in device_tensors for part in parts_with_memory(tensor)]
     return {storage_key(storage): storage.nbytes() for storage in storages}

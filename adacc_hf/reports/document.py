@@ -147,6 +147,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 
 def _content_style(selector: str) -> str:
+    """Return the CSS of a report's contents, limited to the HTML elements that match `selector`."""
     colors = "".join(
         f"SCOPE .{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n"
         for name, color in ACTION_COLORS.items()
@@ -160,6 +161,7 @@ def _html_body(parts: Sequence[Part]) -> str:
 
 
 def _part_to_markdown(part: Part) -> str:
+    """Return a part of a report as Markdown."""
     if isinstance(part, Heading):
         return f"{'#' * part.level} {part.text}"
     if isinstance(part, Paragraph):
@@ -171,10 +173,12 @@ def _part_to_markdown(part: Part) -> str:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a report's table as Markdown."""
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def _part_to_html(part: Part) -> str:
+    """Return a part of a report as HTML."""
     if isinstance(part, Heading):
         return f"<h{part.level}>{escape(part.text)}</h{part.level}>"
     if isinstance(part, Paragraph):
@@ -196,4 +200,5 @@ def _table_to_html(table: Table) -> str:
 
 
 def _cell_to_html(cell: str) -> str:
+    """Return the content of a cell of a report's table as HTML. Names of actions are coloured."""
     return f'<span class="action {cell}">{cell}</span>' if cell in ACTION_COLORS else escape(cell)

@@ -217,6 +217,7 @@ def _label_sections(axis: Axes, spans: Mapping[str, Span]) -> None:
 
 
 def _is_block_phase(phase: str) -> bool:
+    """Return True if the phase on the picture's axis is the forward or backward of a block."""
     return _phase_section(phase) not in SECTIONS
 
 
@@ -228,7 +229,7 @@ def _phase_section(phase: str) -> str:
 
 
 def unit_of(num_bytes: int) -> tuple[float, str]:
-    """Return the bytes and the name of the largest unit that is at most `num_bytes`: (1048576.0, "MiB") for 5 MiB."""
+    """Return the unit of a picture's axis, the largest that is at most `num_bytes`: (1048576.0, "MiB") for 5 MiB."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= size:
             return float(size), unit

@@ -220,7 +220,7 @@ def _capitalized(text: str) -> str:
 
 
 def percent(part: float, total: float) -> str:
-    """Return `part` of `total` in percent, or "-" if the total is 0."""
+    """Return `part` of `total` in percent for a table of the report, or "-" if the total is 0."""
     return f"{100 * part / total:.1f} %" if total else "-"
 
 

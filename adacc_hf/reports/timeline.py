@@ -120,10 +120,12 @@ def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
 
 
 def _record_curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
+    """Return the curve of the value `name` over the steps, for a panel of the picture."""
     return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
 
 
 def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
+    """Draw the curves of one panel of the picture."""
     for color, (name, curve) in zip(COLORS, ((n, c) for n, c in curves.items() if c), strict=False):
         steps, values = zip(*curve, strict=True)
         marker = "x" if name == "predicted" else "o"
@@ -137,6 +139,7 @@ def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
 
 
 def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
+    """Mark the events of the run in a panel of the picture."""
     for record in history:
         if record["event"] in MARKS:
             _, color, dashes = MARKS[record["event"]]
@@ -144,6 +147,7 @@ def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
 
 
 def _legend_of_marks(figure: Any, history: Sequence[Record]) -> None:
+    """Add a legend of the marked events to the picture."""
     from matplotlib.lines import Line2D
 
     events = {record["event"] for record in history}

@@ -332,6 +332,7 @@ def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, tor
 
 
 def _result_leaves(result: Any) -> Any:
+    """Return the leaves of a validated operator's result."""
     return (result,) if isinstance(result, torch.Tensor) else leaves(result)
 
 

@@ -113,6 +113,7 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
 
 
 def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+    """Return the argument of a recorded block's call at `path`, which may lead into containers."""
     first, *rest = path
     argument = args[first] if isinstance(first, int) else kwargs[first]
     for step in rest:

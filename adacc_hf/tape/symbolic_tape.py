@@ -75,12 +75,14 @@ class CallSizes:
 
 
 def _alignment_class(size: int, alignment: int) -> int | str:
+    """Return the part of a size that a symbolic tape does not generalize: 0, 1, or the alignment of a larger size."""
     if size < 2:
         return size
     return "odd" if size % alignment else "aligned"  # strings, because True and False equal 1 and 0
 
 
 def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
+    """Replace the numbers of a call's key by their alignment classes. The numbers are appended to `numbers`."""
     if isinstance(tree, tuple):
         return tuple([_without_numbers(item, numbers, alignment) for item in tree])
     if type(tree) is int and tree > 1:

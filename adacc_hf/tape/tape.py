@@ -347,7 +347,7 @@ def tensor_refs(tree: Any) -> Iterator[TensorRef]:
 
 
 def leaves(*trees: Any) -> list[Any]:
-    """Return the leaves of nested tuples, lists and dicts, in order.
+    """Return the leaves of an operator's nested tuples, lists and dicts, in order.
 
     This runs for each operator of a recorded call. torch's `tree_leaves` is slower, because it looks up each container
     in a registry.
@@ -383,7 +383,8 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return True if one storage holds all data of the tensor. Return False for sparse and quantized tensors."""
+    """Return True if one storage holds all data of the tensor, as tapes require. Return False for sparse and quantized
+    tensors."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 

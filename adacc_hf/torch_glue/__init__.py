@@ -1,1 +1,1 @@
-"""Interface to torch's internals: storages, dispatch, autograd nodes, Dynamo, state of modules and generators."""
+"""Interface to torch: storages, dispatch, autograd nodes, Dynamo, ranks, state of modules and generators, shapes."""

@@ -74,6 +74,7 @@ def bucket_of(shapes: BatchShapes) -> BatchShapes:
 
 
 def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
+    """Yield the sizes of a batch's tensor, rounded up to powers of two except in the fixed dimension."""
     fixed = _fixed_dimension(size)
     return (n if dim == fixed else _power_of_two(n) for dim, n in enumerate(size))
 

@@ -29,6 +29,7 @@ def num_ranks() -> int:
 
 
 def is_first_rank() -> bool:
+    """Return True on the first rank of a distributed run, and in a run without other ranks."""
     return num_ranks() == 1 or dist.get_rank() == 0
 
 
