@@ -38,7 +38,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
         else:
             child.send_signal(number)
 
-    with _handler(forward):
+    with _signal_handler(forward):
         child = subprocess.Popen(command, env=environment)
         for number in early_signals:
             child.send_signal(number)
@@ -47,8 +47,8 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 @contextmanager
-def _handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handle` for the signals in FORWARDED that arrive inside the `with` block.
+def _signal_handler(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Return a context in which `handle` is called for the signals that `adacc run` forwards (FORWARDED).
 
     Signals that this process ignores, such as SIGHUP under `nohup`, stay ignored, also in the child. Handlers that were
     not set by Python (None) stay too, because Python could not restore such handlers.

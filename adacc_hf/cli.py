@@ -34,37 +34,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     After an error that the user can fix, the status is 2, and stderr has a message of one line.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _command_parser().parse_args(argv)
     try:
         result = arguments.run(arguments)
         if isinstance(result, int):  # the exit status of a command that prints its own output
             return result
-        _print(result)
+        _print_output(result)
     except BrokenPipeError:  # the reader, such as `head`, has exited; the interpreter must not flush stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (AdaccError, ValueError, OSError) as error:
-        return _refuse(arguments.command, error)
+        return _print_command_error(arguments.command, error)
     except ImportError as error:
         if error.name != "matplotlib":
             raise  # a bug in this package, not a missing extra
-        return _refuse(arguments.command, error)
+        return _print_command_error(arguments.command, error)
     return 0
 
 
-def _print(text: str) -> None:
-    """Print `text`. If stdout cannot encode a character, for example of a path, escape it with a backslash."""
+def _print_output(text: str) -> None:
+    """Print a command's `text`. If stdout cannot encode a character of a path, escape it with a backslash."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError as error:
         print(text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True)
 
 
-def _refuse(command: str, error: Exception) -> int:
+def _print_command_error(command: str, error: Exception) -> int:
+    """Print the error of an `adacc` command in one line. Return the exit status."""
     print(f"adacc {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return USER_ERROR
 
 
-def _parser() -> argparse.ArgumentParser:
+def _command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the `adacc` command line, with all subcommands."""
     parser = argparse.ArgumentParser(prog="adacc", description=__doc__)
     parser.add_argument("--version", action="version", version=f"adacc_hf {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -76,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
 
     codecs = commands.add_parser("codecs", help="list the codecs and their compressed sizes")
-    codecs.set_defaults(run=_codecs)
+    codecs.set_defaults(run=_codecs_command)
 
     _add_eval_parser(commands)
     return parser
 
 
-def _codecs(_: argparse.Namespace) -> str:
+def _codecs_command(_: argparse.Namespace) -> str:
     """Return one line per codec: name, lossless or lossy, compressed size in percent of the tensor, and options."""
     import torch
 
@@ -105,22 +107,22 @@ def _codecs(_: argparse.Namespace) -> str:
 def _add_policy_parsers(commands: Any) -> None:
     """Add `explain` and `report` to the commands of `adacc`."""
     explain = commands.add_parser("explain", help="print a policy and, with a profile, the reason for each action")
-    _add_policy(explain)
+    _add_policy_argument(explain)
     explain.add_argument("--html", type=Path, metavar="DIR", help="also write the report into this folder")
-    explain.set_defaults(run=_explain)
+    explain.set_defaults(run=_explain_command)
 
     report = commands.add_parser("report", help="write report.md, report.html and their pictures")
-    _add_policy(report)
+    _add_policy_argument(report)
     report.add_argument("--output", type=Path, metavar="DIR", help="output folder (default: the policy's folder)")
     report.add_argument(
         "--history",
         type=Path,
         help="adacc_history.json of the run, for its events by step (default: the file next to the policy)",
     )
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report_command)
 
 
-def _add_policy(parser: argparse.ArgumentParser) -> None:
+def _add_policy_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "policy", type=Path, metavar="POLICY", help="a run's folder, a checkpoint, or a file written by Policy.save"
     )
@@ -132,11 +134,12 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _explain(arguments: argparse.Namespace) -> str:
+def _explain_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc explain`."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     if compiled is not None:
-        return _explain_compiled(compiled, arguments)
+        return _explain_compiled_command(compiled, arguments)
     policy = Policy.load(path)
     profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
@@ -158,11 +161,12 @@ def _fallback_lines(policy: Path) -> list[str]:
     `policy`."""
     from adacc_hf.adapt.fallback_stats import describe_fallbacks
 
-    summary, *reasons = [*describe_fallbacks(_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
+    summary, *reasons = [*describe_fallbacks(_load_history(policy.with_name(HISTORY_FILE), is_required=False)), ""]
     return ["", summary, *(f"  {reason}" for reason in reasons if reason)] if summary else []
 
 
-def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
+def _explain_compiled_command(policy: CompiledPolicy, arguments: argparse.Namespace) -> str:
+    """Handle `adacc explain` for the policy of a run with torch.compile."""
     from adacc_hf.compiler.graph_report import explain_compiled
 
     if arguments.profile is not None:
@@ -179,28 +183,33 @@ def _explain_compiled(policy: CompiledPolicy, arguments: argparse.Namespace) -> 
     return fit_lines("\n".join(lines), columns)
 
 
-def _report(arguments: argparse.Namespace) -> str:
+def _report_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc report`."""
     path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     folder = arguments.output or path.parent
-    history = _history(arguments.history or path.with_name(HISTORY_FILE), is_required=arguments.history is not None)
+    history = _load_history(
+        arguments.history or path.with_name(HISTORY_FILE), is_required=arguments.history is not None
+    )
     first_steps = _first_steps(path.with_name(FIRST_STEPS_FILE))
     if compiled is not None:
         from adacc_hf.compiler.graph_report import write_compiled_report
 
-        return _describe_files(write_compiled_report(folder, policy=compiled, history=history, first_steps=first_steps))
+        return _describe_report_files(
+            write_compiled_report(folder, policy=compiled, history=history, first_steps=first_steps)
+        )
     profile_path = arguments.profile or _saved_profile(path)
     if profile_path is None:
         raise ValueError(f"report needs the profile that {path} was solved from: pass it with --profile")
     from adacc_hf.reports.report import write_report
 
     policy, profile = Policy.load(path), Profile.load(profile_path)
-    return _describe_files(
+    return _describe_report_files(
         write_report(folder, profile=profile, policy=policy, history=history, first_steps=first_steps)
     )
 
 
-def _describe_files(markdown: Path) -> str:
+def _describe_report_files(markdown: Path) -> str:
     return f"wrote {markdown.with_suffix('.html')} and {markdown.name}"
 
 
@@ -227,12 +236,12 @@ def _saved_profile(policy: Path) -> Path | None:
     return profile if profile != policy and profile.is_file() else None
 
 
-def _history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
+def _load_history(path: Path, is_required: bool) -> Sequence[dict[str, Any]]:
     """Load a run's history. If the file is missing and `is_required` is False, return an empty history."""
     if not is_required and not path.is_file():
         return ()
     history = read_json(path, AdaccError, "history")
-    if not isinstance(history, list) or not all(_is_event(record) for record in history):
+    if not isinstance(history, list) or not all(_is_history_event(record) for record in history):
         raise AdaccError(f"{path} is not the history of a run: pass the run's {HISTORY_FILE} with --history")
     return history
 
@@ -249,7 +258,8 @@ def _first_steps(path: Path) -> Sequence[dict[str, Any]]:
     return records
 
 
-def _is_event(record: Any) -> bool:
+def _is_history_event(record: Any) -> bool:
+    """Return True if `record` has the form of an event in a run's history file."""
     return isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("event"), str)
 
 
@@ -332,27 +342,32 @@ def _add_profiles_parser(commands: Any) -> None:
         f"set ${PROFILES_VARIABLE} to use another.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="list the profiled tapes, the newest first").set_defaults(run=_list)
+    actions.add_parser("list", help="list the profiled tapes, the newest first").set_defaults(
+        run=_list_profiles_command
+    )
     show = actions.add_parser("show", help="show the measurements of one tape")
     show.add_argument("name", help="name of the tape in the list, or the beginning of the name")
-    show.set_defaults(run=_show)
-    actions.add_parser("clear", help="remove all cached measurements").set_defaults(run=_clear)
+    show.set_defaults(run=_show_profile_command)
+    actions.add_parser("clear", help="remove all cached measurements").set_defaults(run=_clear_profiles_command)
 
 
-def _store() -> ProfileCache:
+def _profile_cache() -> ProfileCache:
     """Open the cache of profiles. The import is local, because only `adacc profiles` needs the cache."""
     from adacc_hf.price.profile_cache import ProfileCache
 
     return ProfileCache()
 
 
-def _list(_: argparse.Namespace) -> str:
-    store = _store()
+def _list_profiles_command(_: argparse.Namespace) -> str:
+    """Handle `adacc profiles list`."""
+    store = _profile_cache()
     rows = store.list()
     if not rows:
         return f"no profiles in {store.folder}"
     number = "1 profile" if len(rows) == 1 else f"{len(rows)} profiles"
-    return "\n".join([f"{number} in {store.folder}, the newest first", LIST_HEADER, *(_line(row) for row in rows)])
+    return "\n".join(
+        [f"{number} in {store.folder}, the newest first", LIST_HEADER, *(_profile_line(row) for row in rows)]
+    )
 
 
 LIST_HEADER = (
@@ -360,7 +375,8 @@ LIST_HEADER = (
 )
 
 
-def _line(row: Row) -> str:
+def _profile_line(row: Row) -> str:
+    """Return a cached profile's line in the output of `adacc profiles list`."""
     operators = row.prices["operators"]
     total_ms = sum(operator["ms"] for operator in operators)
     return (
@@ -369,11 +385,12 @@ def _line(row: Row) -> str:
     )
 
 
-def _show(arguments: argparse.Namespace) -> str:
-    row = _store().find(arguments.name)
+def _show_profile_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc profiles show`."""
+    row = _profile_cache().find(arguments.name)
     lines = [
         LIST_HEADER,
-        _line(row),
+        _profile_line(row),
         f"tape {row.key.tape}, shapes {row.key.shapes}, settings {row.key.settings}",
         "operators",
     ]
@@ -389,8 +406,9 @@ def _show(arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _clear(_: argparse.Namespace) -> str:
-    store = _store()
+def _clear_profiles_command(_: argparse.Namespace) -> str:
+    """Handle `adacc profiles clear`."""
+    store = _profile_cache()
     return f"removed {store.clear()} profiles from {store.folder}"
 
 

@@ -42,10 +42,11 @@ def add_parser(commands: Any) -> None:
         metavar="RUN",
         help="a run's folder; also list the blocks of the run with extra overhead, and the reasons",
     )
-    parser.set_defaults(run=_doctor)
+    parser.set_defaults(run=_doctor_command)
 
 
-def _doctor(arguments: argparse.Namespace) -> str:
+def _doctor_command(arguments: argparse.Namespace) -> str:
+    """Handle `adacc doctor`."""
     findings = [*examine(), *(() if arguments.folder is None else examine_blocks(arguments.folder))]
     width = max(len(finding.subject) for finding in findings)
     lines = []
@@ -63,8 +64,15 @@ def examine() -> list[Finding]:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_device = examine_gpu(device) if device.type == "cuda" else _on_cpu()
-    return [*_packages(), *on_device, _launch_overhead(device), _tracing(), _profile_folder(), _plotting()]
+    on_device = examine_gpu(device) if device.type == "cuda" else _check_cpu()
+    return [
+        *_check_packages(),
+        *on_device,
+        _launch_overhead(device),
+        _check_tracing(),
+        _profile_folder(),
+        _check_plotting(),
+    ]
 
 
 def examine_blocks(run: Path) -> list[Finding]:
@@ -90,8 +98,8 @@ def examine_blocks(run: Path) -> list[Finding]:
     return findings
 
 
-def _tracing() -> Finding:
-    """Check that Dynamo, which makes the guards of blocks, can trace."""
+def _check_tracing() -> Finding:
+    """Check that Dynamo can trace, because the guards of blocks come from Dynamo."""
     import torch
 
     from adacc_hf.torch_glue.dynamo import NotTraceableError, trace
@@ -109,7 +117,7 @@ def _tracing() -> Finding:
     return Finding("guards", f"traced by Dynamo; its import and first trace took {time.perf_counter() - begin:.1f} s")
 
 
-def _packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     """Report the versions of required packages. For a missing package, advise to install the required version."""
     yield Finding("python", platform.python_version())
     requirements = {requirement.name: requirement for requirement in map(Requirement, requires("adacc_hf") or ())}
@@ -121,6 +129,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def examine_gpu(device: Any) -> Iterator[Finding]:
+    """Check the GPU and its kernels for `adacc doctor`."""
     import torch
 
     from adacc_hf.torch_glue.memory import FRAGMENTATION_HINT, has_expandable_segments
@@ -154,7 +163,8 @@ def examine_gpu(device: Any) -> Iterator[Finding]:
     )
 
 
-def _on_cpu() -> Iterator[Finding]:
+def _check_cpu() -> Iterator[Finding]:
+    """Check the CPU and the C++ kernels of the codecs for `adacc doctor`."""
     import torch
 
     from adacc_hf.kernels import _cpu
@@ -206,7 +216,8 @@ def _profile_folder() -> Finding:
     return Finding("profiles", str(folder))
 
 
-def _plotting() -> Finding:
+def _check_plotting() -> Finding:
+    """Check that matplotlib is installed, which draws the pictures of `adacc report`."""
     has_matplotlib = find_spec("matplotlib") is not None
     return Finding(
         "pictures",

@@ -92,10 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     if "training" in events:
         return status
     if status:
-        _print_error(f"the command ended with status {status} before a Trainer began training")
+        _print_launch_error(f"the command ended with status {status} before a Trainer began training")
         return status
     last_event = next((event for event in ("trainer", "python") if event in events), "")
-    _print_error(f"no Trainer began training, so that nothing ran with AdaccCallback. {NEXT_STEPS[last_event]}")
+    _print_launch_error(f"no Trainer began training, so that nothing ran with AdaccCallback. {NEXT_STEPS[last_event]}")
     return NOT_TRAINED
 
 
@@ -119,7 +119,7 @@ def read_config(path: Path) -> AdaccConfig:
 
     Raises ValueError for another format, an unknown field or a value outside its range. The message names the file.
     """
-    settings = _parse(path)
+    settings = _parse_settings_file(path)
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
         raise ValueError(f"--config={path} must map fields of AdaccConfig to values, such as `memory_budget: 20GiB`")
     try:
@@ -128,7 +128,8 @@ def read_config(path: Path) -> AdaccConfig:
         raise ValueError(f"--config={path}: {error}") from None
 
 
-def _parse(path: Path) -> Any:
+def _parse_settings_file(path: Path) -> Any:
+    """Parse the settings file of `adacc run --config`, JSON or YAML."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         try:
@@ -176,9 +177,10 @@ def _refuse_command(name: str, error: OSError) -> int:
         hint = f"; to run a script, write `adacc run -- python {name}`"
     elif os.path.basename(name) == name and (command := Path(sys.executable).with_name(name)).exists():
         hint = f"; activate the environment, or write {command}"
-    _print_error(f"{name} cannot be started: {error.strerror}{hint}")
+    _print_launch_error(f"{name} cannot be started: {error.strerror}{hint}")
     return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
 
 
-def _print_error(text: str) -> None:
+def _print_launch_error(text: str) -> None:
+    """Print an error of `adacc run`."""
     print(f"adacc run: error: {text}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from adacc_hf.adapt.training_loop import SessionAdapter
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.notebook_html import paragraph, plans_html, policy_map_html
-from adacc_hf.callbacks.compiled_phase import Compiled
+from adacc_hf.callbacks.compiled_phase import CompiledPhase
 from adacc_hf.callbacks.preconditions import (
     is_compiled,
     refuse_context_parallel,
@@ -136,12 +136,12 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     ) -> None:
         if is_compiled(args, self._trainer):
             refuse_host_memory(self.config)
-            session.begin_with(Compiled(session.state, checkpoint))
+            session.begin_with(CompiledPhase(session.state, checkpoint))
             return
         refuse_offload(args)
         warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
-        if checkpoint is not None and not self._is_solved:
+        if checkpoint is not None and not self._is_policy_given:
             # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
             config, host_limit = self.config, common_host_limit(self.config, session.state.model)
             saved = broadcast_from_first_rank(
@@ -285,10 +285,10 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         )
 
     @property
-    def _compiled_phase(self) -> Compiled | None:
+    def _compiled_phase(self) -> CompiledPhase | None:
         """The phase of the current run if the run uses torch.compile, else None."""
         phase = None if self.session is None else self._session.phase
-        return phase if isinstance(phase, Compiled) else None
+        return phase if isinstance(phase, CompiledPhase) else None
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the settings and, if there is a policy, tables of its actions."""

@@ -1,7 +1,4 @@
-"""`Compiled`: phase of a Trainer's run with `torch_compile=True`.
-
-The policies of this phase are for compiled graphs.
-"""
+"""`CompiledPhase`: phase of a Trainer's run with `torch_compile=True`. Its policies are for compiled graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ COMPILED_RUN = "adacc_hf.compiler.compiled_run"
 import compiler/, and Inductor is slow to import."""
 
 
-class Compiled(Phase):
+class CompiledPhase(Phase):
     """Phase of training with compiled graphs, which are partitioned within the budget (compiler/compiled_run.py)."""
 
     def __init__(self, run: RunState, checkpoint: str | Path | None) -> None:

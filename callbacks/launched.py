@@ -43,4 +43,5 @@ def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: 
 
 
 def _shown_settings(config: AdaccConfig) -> dict[str, Any]:
+    """Return the settings that `adacc run` logs when a Trainer begins to train."""
     return {"memory_budget": config.memory_budget, **config.changed_settings}

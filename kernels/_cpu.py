@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL | None:
     If the library cannot be built, log one warning and return None.
     """
     try:
-        compiled_library = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor()])))
+        compiled_library = ctypes.CDLL(str(build(SOURCE, FLAGS, [_processor_flags()])))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: no home folder exists
         logger.warning(
             "codecs run as plain torch on the CPU, at least ten times slower, because their C++ could not be built: "
@@ -77,7 +77,7 @@ def library() -> ctypes.CDLL | None:
 
 
 @cache
-def _functions() -> ctypes.CDLL:
+def _cpp_kernels() -> ctypes.CDLL:
     """Return the library of C++ codec kernels. Use this only after `is_usable` has returned True."""
     compiled_library = library()
     assert compiled_library is not None
@@ -92,8 +92,8 @@ def is_usable(tensor: Tensor) -> bool:
     return tensor.is_cpu and library() is not None
 
 
-def _processor() -> str:
-    """Return a description of the processor, on which code compiled with -march=native depends."""
+def _processor_flags() -> str:
+    """Return a description of the processor, on which the compiled codec kernels depend (-march=native)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -102,10 +102,12 @@ def _processor() -> str:
 
 
 def _threads(num_bytes: int) -> int:
+    """Return the number of threads for a C++ codec kernel that handles `num_bytes`."""
     return min(torch.get_num_threads(), 1 + num_bytes // BYTES_PER_THREAD)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def _data_pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's data, as an argument of a C++ codec kernel."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -134,8 +136,8 @@ def encode_groups(
     rows = groups // 2 if bits == 4 else groups
     codes = torch.empty(rows, group_size, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(groups, dtype=peak_dtype(flat_N.dtype), device="cpu")
-    _functions().adacc_encode_groups(
-        flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _pointer(keep), numel, group_size, rows, channels,
+    _cpp_kernels().adacc_encode_groups(
+        flat_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), _data_pointer(keep), numel, group_size, rows, channels,
         DTYPES.index(flat_N.dtype), bits, factor, factor < 0, rounding == "stochastic", seed, _threads(flat_N.nbytes),
     )  # fmt: skip
     return codes, peaks
@@ -144,7 +146,7 @@ def encode_groups(
 def decode_groups(out_N: Tensor, codes: Tensor, peaks: Tensor, bits: int, factor: float) -> None:
     """Decode codes and peaks, the results of `encode_groups`, into `out_N`, a contiguous tensor."""
     rows, group_size = codes.shape
-    _functions().adacc_decode_groups(
+    _cpp_kernels().adacc_decode_groups(
         out_N.data_ptr(), codes.data_ptr(), peaks.data_ptr(), out_N.numel(), group_size, rows,
         DTYPES.index(out_N.dtype), bits, factor, _threads(out_N.nbytes),
     )  # fmt: skip
@@ -163,7 +165,8 @@ def scatter_channels(out_RC: Tensor, raw: Tensor, indices: Tensor) -> None:
 
 
 def _copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, gather: bool) -> None:
-    _functions().adacc_copy_channels(
+    """Copy columns of a matrix to `raw` if `gather`, else from `raw`, with the C++ kernel."""
+    _cpp_kernels().adacc_copy_channels(
         x_RC.data_ptr(), raw.data_ptr(), indices.data_ptr(), *x_RC.shape, indices.shape[0],
         x_RC.element_size(), gather, _threads(x_RC.nbytes),
     )  # fmt: skip
@@ -181,7 +184,7 @@ def encode_asymmetric(
     codes = torch.empty(groups // 2, group_size, dtype=torch.uint8, device="cpu")
     offsets = torch.empty(groups, dtype=flat_N.dtype, device="cpu")
     half_ranges = torch.empty(groups, dtype=torch.bfloat16, device="cpu")
-    _functions().adacc_encode_asymmetric(
+    _cpp_kernels().adacc_encode_asymmetric(
         flat_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), flat_N.numel(), group_size,
         groups // 2, DTYPES.index(flat_N.dtype), factor, zero, rounding == "stochastic", seed, _threads(flat_N.nbytes),
     )  # fmt: skip
@@ -193,7 +196,7 @@ def decode_asymmetric(
 ) -> None:
     """Decode packed codes [A/2, G], offsets [A] and half ranges [A] into `out_N`, a contiguous tensor."""
     rows, group_size = codes.shape
-    _functions().adacc_decode_asymmetric(
+    _cpp_kernels().adacc_decode_asymmetric(
         out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
         rows, DTYPES.index(out_N.dtype), factor, zero, _threads(out_N.nbytes),
     )  # fmt: skip
@@ -209,7 +212,7 @@ def encode_columns(x_RC: Tensor, group_size: int, factor: float, rounding: str, 
     groups = even_groups(rows, group_size)
     codes = torch.empty(groups // 2, group_size, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(groups, columns, dtype=peak_dtype(x_RC.dtype), device="cpu")
-    _functions().adacc_encode_columns(
+    _cpp_kernels().adacc_encode_columns(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, groups // 2,
         DTYPES.index(x_RC.dtype), factor, factor < 0, rounding == "stochastic", seed, _threads(x_RC.nbytes),
     )  # fmt: skip
@@ -220,7 +223,7 @@ def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) 
     """Decode codes [A/2, G, C] and peaks [A, C], the results of `encode_columns`, into a contiguous matrix."""
     rows, columns = out_RC.shape
     pairs, group_size, _ = codes.shape
-    _functions().adacc_decode_columns(
+    _cpp_kernels().adacc_decode_columns(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, pairs,
         DTYPES.index(out_RC.dtype), factor, _threads(out_RC.nbytes),
     )  # fmt: skip
@@ -235,7 +238,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
     rows, columns = x_RC.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cpu")
     peaks = torch.empty(rows * -(-columns // group_size), dtype=peak_dtype(x_RC.dtype), device="cpu")
-    _functions().adacc_encode_fp8(
+    _cpp_kernels().adacc_encode_fp8(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size, DTYPES.index(x_RC.dtype),
         factor, rounding == "stochastic", seed, _threads(x_RC.nbytes),
     )  # fmt: skip
@@ -245,7 +248,7 @@ def encode_fp8(x_RC: Tensor, group_size: int, factor: float, rounding: str, seed
 def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
     """Decode FP8 codes [R, C] and the absmax (largest absolute value) of each group [A] into a contiguous matrix."""
     rows, columns = out_RC.shape
-    _functions().adacc_decode_fp8(
+    _cpp_kernels().adacc_decode_fp8(
         out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), rows, columns, group_size,
         DTYPES.index(out_RC.dtype), factor, _threads(out_RC.nbytes),
     )  # fmt: skip
@@ -260,16 +263,16 @@ def pack_bits(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
     numel = patterns_N.numel()
     packed = torch.empty(-(-numel // 8), dtype=torch.uint8, device="cpu")
     pattern = torch.empty(1, dtype=patterns_N.dtype, device="cpu") if with_pattern else None
-    _functions().adacc_pack_bits(
-        patterns_N.data_ptr(), packed.data_ptr(), _pointer(pattern), numel, packed.numel(),
+    _cpp_kernels().adacc_pack_bits(
+        patterns_N.data_ptr(), packed.data_ptr(), _data_pointer(pattern), numel, packed.numel(),
         patterns_N.element_size(), _threads(patterns_N.nbytes),
     )  # fmt: skip
     return (packed,) if pattern is None else (packed, pattern)
 
 
 def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Decode packed bits into a contiguous tensor: 0 where a bit is 0, `pattern` (1 by default) where a bit is 1."""
-    _functions().adacc_unpack_bits(
-        out_N.data_ptr(), packed.data_ptr(), _pointer(pattern), out_N.numel(), packed.numel(),
+    """Decode packed bits into a contiguous tensor: 0 where a bit is 0, `pattern` (1 by default) where it is 1."""
+    _cpp_kernels().adacc_unpack_bits(
+        out_N.data_ptr(), packed.data_ptr(), _data_pointer(pattern), out_N.numel(), packed.numel(),
         out_N.element_size(), _threads(out_N.nbytes),
     )  # fmt: skip

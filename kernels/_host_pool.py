@@ -28,7 +28,7 @@ from adacc_hf.kernels._pinned_memory import PinnedMemory
 log = logging.getLogger(__name__)
 
 
-class _Arena:
+class _HostArena:
     """One range of host memory, with a list of the free parts of the range."""
 
     def __init__(self, nbytes: int) -> None:
@@ -79,7 +79,7 @@ class HostBlock:
 
     __slots__ = ("_arena", "_offset", "nbytes", "process", "tensors")
 
-    def __init__(self, arena: _Arena, offset: int, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, arena: _HostArena, offset: int, tensors: Sequence[Tensor]) -> None:
         self._arena, self._offset, self.process = arena, offset, os.getpid()
         self.nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         begin, views = offset, []
@@ -125,7 +125,7 @@ class HostPool:
         self._lock = threading.RLock()
         self._is_busy = False
         """True while a method that allocates or uses the memory runs."""
-        self._arena: _Arena | None = None
+        self._arena: _HostArena | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self._has_warned = False
         self._peak_bytes = 0
@@ -180,7 +180,7 @@ class HostPool:
         reserved_bytes = sum(aligned(reservation.nbytes) for reservation in self._reservations.values())
         if reserved_bytes > self.nbytes and not self.live_bytes:
             self._arena = None  # free the memory before more is allocated
-            self._arena = _Arena(reserved_bytes)
+            self._arena = _HostArena(reserved_bytes)
             self._has_warned = False
 
     def release(self, user: object) -> None:

@@ -49,7 +49,8 @@ def check_options(codec: str, group_size: int, scale: str, rounding: str, seed: 
 
 
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:
-    """Extend the first dimension of `x` to `length`, with zeros, or with copies of the last element if `with_last`."""
+    """Extend the first dimension of a codec's tensor to `length`, with zeros, or with copies of the last element if
+    `with_last`."""
     missing = length - x.shape[0]
     if isinstance(missing, int) and missing == 0:  # a symbolic size is padded always, because it may be 0 or not
         return x
@@ -160,6 +161,7 @@ def packed_side_by_side(encode: EncodeGroups, x_AGB: Tensor, offset: Tensor | fl
 
 
 def _codes_ref(x_AGB: Tensor, bits: int, factor: float, offset: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Encode `x_AGB` with plain torch operators. Return (codes before packing, peaks)."""
     _, least, most = CODE_RANGES[bits]
     peaks_AB = peaks_ref(x_AGB, signed=factor < 0)
     shifted = x_AGB.float() * inverse_ref(peaks_AB, factor)[:, None] + offset

@@ -94,7 +94,7 @@ def groups_per_program(group_size: int, tile: int = TILE_ELEMENTS) -> int:
 
 # Triton's functions of the same names can be used in kernels too, but take ten times as long on the host.
 def cdiv(number: int, divisor: int) -> int:
-    """Return `number` / `divisor`, rounded up."""
+    """Return `number` / `divisor`, rounded up, for the grid of a Triton kernel."""
     return -(-number // divisor)
 
 

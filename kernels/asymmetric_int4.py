@@ -38,6 +38,7 @@ def encode_ref(flat_N: Tensor, group_size: int, scale: str, rounding: str, seed:
 
 
 def _codes_ref(x_AG: Tensor, scale: str, offset: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode `x_AG` with plain torch operators. Return (codes before packing, offsets, half ranges)."""
     high_A, low_A = x_AG.amax(1).float(), x_AG.amin(1).float()
     half_ranges = _symmetric.cut_to_bfloat16(high_A * 0.5 - low_A * 0.5)
     offsets = (low_A if scale == "range15" else high_A * 0.5 + low_A * 0.5).to(x_AG.dtype)

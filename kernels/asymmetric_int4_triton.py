@@ -23,13 +23,13 @@ from adacc_hf.kernels._triton import (
 
 @triton.jit
 def _least(a, b):
-    """Return the smaller of two numbers, or NaN if either is NaN. `tl.min` would ignore NaN."""
+    """Return the smaller of two numbers in a Triton kernel, or NaN if either is NaN. `tl.min` would ignore NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _greatest(a, b):
-    """Return the greater of two numbers, or NaN if either is NaN."""
+    """Return the greater of two numbers in a Triton kernel, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

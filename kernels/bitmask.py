@@ -79,7 +79,7 @@ class Bitmask(Codec):
             return False
         if tensor.dtype == torch.bool or tensor.numel() == 0:
             return True
-        patterns = _patterns(as_flat(tensor))
+        patterns = _bit_patterns(as_flat(tensor))
         high, low = patterns.amax(), patterns.amin()
         return bool(((patterns == 0) | (patterns == torch.where(high == 0, low, high))).all())
 
@@ -87,10 +87,10 @@ class Bitmask(Codec):
         return -(-prod(shape) // 8) + (0 if dtype == torch.bool else dtype.itemsize)
 
     def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(_patterns(x), x.dtype != torch.bool)
+        return kernels.encode(_bit_patterns(x), x.dtype != torch.bool)
 
     def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        kernels.decode(_patterns(out), *tensors)
+        kernels.decode(_bit_patterns(out), *tensors)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.dtype == torch.bool:
@@ -115,6 +115,6 @@ def _mask_in_memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _patterns(flat_N: Tensor) -> Tensor:
+def _bit_patterns(flat_N: Tensor) -> Tensor:
     """Return the bit patterns of the elements, [N]: a view as signed integers of the same width."""
     return flat_N.view(PATTERN_DTYPES[flat_N.element_size()])

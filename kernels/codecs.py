@@ -286,7 +286,7 @@ def _triton_kernels(file: str) -> Any:
 
 
 @cache
-def _discover() -> None:
+def _import_codecs() -> None:
     """Import every codec file of this folder once. `registry` is then complete."""
     for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__):
         if not (module.name.startswith("_") or module.name.endswith("_triton")):
@@ -295,7 +295,7 @@ def _discover() -> None:
 
 def list_codecs() -> list[str]:
     """Return the names of all codecs, sorted."""
-    _discover()
+    _import_codecs()
     return sorted(registry)
 
 
@@ -319,7 +319,7 @@ def codec_type(name: str) -> type[Codec]:
 
     Raises ValueError for an unknown name.
     """
-    _discover()
+    _import_codecs()
     if is_on_host(name):
         return import_module(f"{_PACKAGE}._on_host").host_codec(name)
     if name not in registry:

@@ -62,14 +62,14 @@ def encode_ref(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple
     largest absolute value of the group's elements.
     """
     rows, columns = x_RC.shape
-    x_AG = _groups(x_RC, group_size)
+    x_AG = _groups_of_rows(x_RC, group_size)
     peaks = _symmetric.peaks_ref(x_AG, signed=False)
     scaled_AG = x_AG.float() * _symmetric.inverse_ref(peaks, FACTOR)[:, None]
     noise_AG = None
     if rounding == "stochastic":
         noise_RC = _symmetric.noise_ref(rows * columns, seed, x_RC.device).view(rows, columns)
-        noise_AG = _groups(noise_RC, group_size)
-    return _rows(codes_ref(scaled_AG, noise_AG), rows, columns), peaks
+        noise_AG = _groups_of_rows(noise_RC, group_size)
+    return _rows_of_groups(codes_ref(scaled_AG, noise_AG), rows, columns), peaks
 
 
 def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
@@ -77,36 +77,34 @@ def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor
 
     Every element of a group with a non-finite absmax is non-finite.
     """
-    numbers_AG = numbers_ref(_groups(codes, group_size))
+    numbers_AG = numbers_ref(_groups_of_rows(codes, group_size))
     scales_A = peaks.float() * FACTOR * HALF_SCALE
-    return _rows((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape)
+    return _rows_of_groups((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape)
 
 
-def _missing(columns: int, group_size: int) -> int:
-    """Return the number of elements by which the last group of a row is too short."""
+def _missing_elements(columns: int, group_size: int) -> int:
+    """Return the number of elements by which the codec's last group of a row is too short."""
     return -columns % group_size
 
 
-def _groups(x_RC: Tensor, group_size: int) -> Tensor:
+def _groups_of_rows(x_RC: Tensor, group_size: int) -> Tensor:
     """Return the groups of all rows, [A, G]. The last group of each row is padded with zeros."""
     rows, columns = x_RC.shape
-    missing = _missing(columns, group_size)
-    padded_RW = x_RC if _is_zero(missing) else torch.nn.functional.pad(x_RC, (0, missing))
+    missing = _missing_elements(columns, group_size)
+    padded_RW = x_RC if _is_certainly_zero(missing) else torch.nn.functional.pad(x_RC, (0, missing))
     return padded_RW.reshape(rows * ((columns + missing) // group_size), group_size)
 
 
-def _rows(x_AG: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the rows [R, C] that `_groups` has cut into groups, without the padding, in new memory."""
-    missing = _missing(columns, x_AG.shape[1])
+def _rows_of_groups(x_AG: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the rows [R, C] that `_groups_of_rows` has cut into groups, without the padding, in new memory."""
+    missing = _missing_elements(columns, x_AG.shape[1])
     x_RW = x_AG.reshape(rows, columns + missing)
-    return x_RW if _is_zero(missing) else x_RW[:, :columns].clone()
+    return x_RW if _is_certainly_zero(missing) else x_RW[:, :columns].clone()
 
 
-def _is_zero(number: int) -> bool:
-    """Return True if a number in the codec is certainly 0.
-
-    A symbolic number in a compiled graph may be known only when the graph runs.
-    """
+def _is_certainly_zero(number: int) -> bool:
+    """Return True if a number in the codec is certainly 0. A number in a compiled graph may be known only when the
+    graph runs."""
     return isinstance(number, int) and number == 0
 
 

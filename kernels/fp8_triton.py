@@ -27,7 +27,7 @@ from adacc_hf.kernels.fp8 import FACTOR
 
 
 @triton.jit
-def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
+def _group_places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
     """Return the groups [T] that the running program handles, the int64 indices of their elements [T, G], and a mask.
 
     The mask is False beyond the end of a row. RAGGED is True if rows end in a shorter group.
@@ -49,7 +49,7 @@ def _places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.conste
 
 
 @triton.jit
-def _codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
+def _fp8_codes(scaled, index, seed, STOCHASTIC: tl.constexpr):
     """Convert scaled float32 elements to uint8 E4M3 codes, as `fp8.codes_ref` does with the same variable names."""
     bits = scaled.to(tl.int32, bitcast=True)
     above = tl.maximum((bits & 0x7F800000) - (121 << 23), 0)
@@ -77,13 +77,13 @@ def _encode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Encode T groups in FP8. Store the codes, and the absmax (largest absolute value) of each group."""
-    group, index, is_valid = _places(groups, columns, RAGGED, T, G)
+    """Encode T groups in FP8, and store their codes and peaks."""
+    group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
     x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups)
     scaled = widened(x) * inverse_of(peak, factor)[:, None]
-    tl.store(codes_ptr + index, _codes(scaled, index, seed, STOCHASTIC), mask=is_valid)
+    tl.store(codes_ptr + index, _fp8_codes(scaled, index, seed, STOCHASTIC), mask=is_valid)
 
 
 @jit
@@ -98,8 +98,8 @@ def _decode_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Decode T groups from FP8 codes and the absmax (largest absolute value) of each group."""
-    group, index, is_valid = _places(groups, columns, RAGGED, T, G)
+    """Decode T groups from their FP8 codes and peaks."""
+    group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
     codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
     # The bits of a code, moved into a float16, represent 2^-8 times the code's number.
@@ -108,7 +108,7 @@ def _decode_kernel(
     tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=is_valid)
 
 
-def _shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
+def _kernel_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
     """Return (columns, groups, True if rows end in a shorter group), as arguments of the kernels.
 
     If all groups are whole, the matrix counts as one long row.
@@ -119,11 +119,8 @@ def _shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
 
 
 def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8 on a GPU. Return codes and the absmax of each group.
-
-    The results equal the results of `fp8.encode_ref`.
-    """
-    columns, groups, is_ragged = _shape(x_RC, group_size)
+    """Encode a contiguous matrix in FP8 on a GPU. Return codes and peaks, equal to `fp8.encode_ref`."""
+    columns, groups, is_ragged = _kernel_shape(x_RC, group_size)
     codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
     peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
     tile = groups_per_program(group_size)
@@ -136,7 +133,7 @@ def encode(x_RC: Tensor, group_size: int, rounding: str, seed: int) -> tuple[Ten
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
     """Decode the results of `encode` (fp8) into `out_RC`, a contiguous matrix on a GPU."""
-    columns, groups, is_ragged = _shape(out_RC, group_size)
+    columns, groups, is_ragged = _kernel_shape(out_RC, group_size)
     tile = groups_per_program(group_size)
     launch(
         _decode_kernel, (cdiv(groups, tile),), out_RC, codes, peaks, columns, groups, FACTOR,

@@ -97,7 +97,7 @@ def encode_ref(
     raw: tuple[Tensor, ...] = ()
     if indices is not None:
         raw = (x_RC.index_select(1, indices), indices.clone())
-        x_RC = torch.where(_is_at(indices, x_RC.shape[1]).any(0), 0, x_RC)
+        x_RC = torch.where(_channel_mask(indices, x_RC.shape[1]).any(0), 0, x_RC)
     groups = even_groups(x_RC.numel(), group_size)
     x_AG = _symmetric.pad_to(x_RC.reshape(-1), groups * group_size).view(groups, group_size)
     return *_symmetric.encode_ref(x_AG, BITS, factor, rounding, seed), *raw
@@ -113,11 +113,11 @@ def decode_ref(
     if not raw:
         return x_RC
     raw_RK, indices = raw
-    is_at_KC = _is_at(indices, columns)
+    is_at_KC = _channel_mask(indices, columns)
     return torch.where(is_at_KC.any(0), raw_RK.index_select(1, is_at_KC.int().argmax(0)), x_RC)
 
 
-def _is_at(indices: Tensor, columns: int) -> Tensor:
+def _channel_mask(indices: Tensor, columns: int) -> Tensor:
     """Return a mask [K, C] that is True where column c is the k-th of `indices`.
 
     In a compiled graph, selecting by this mask fuses with neighbouring operators. Writing at indices does not fuse.

@@ -32,7 +32,7 @@ MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 
 @triton.jit
-def _load(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
+def _load_rows(x_ptr, first, rows, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
     """Load [T, BLOCK] elements, starting at row `first` and column `start`.
 
     Return the elements and their indices in the flat tensor. Elements beyond the edges of the matrix are 0.
@@ -58,7 +58,7 @@ def _finish_rows(keys, peaks_ptr, first, last, factor, dtype: tl.constexpr, T: t
 
 
 @triton.jit
-def _codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
+def _int4_codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
     """Return int32 codes of the elements x [T, BLOCK]. `inverse` has the reciprocal scale of each row."""
     offset = rounding_offset(index, seed, 8.0, STOCHASTIC)
     return codes_up_to(widened(x) * inverse[:, None] + offset, 15.0)
@@ -66,6 +66,7 @@ def _codes(x, index, inverse, seed, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _store_codes(codes_ptr, codes, first, pairs, columns, start, T: tl.constexpr, BLOCK: tl.constexpr):
+    """Store packed INT4 codes, starting at row `first` and column `start`."""
     row = first + tl.arange(0, T)[:, None]
     column = start + tl.arange(0, BLOCK)[None, :]
     index = row.to(tl.int64) * columns + column
@@ -90,12 +91,12 @@ def _encode_kernel(
     """Encode T rows of each half of the tensor, and pack their codes two per byte. Rows have at most BLOCK elements."""
     low = tl.program_id(0) * T
     high = low + pairs
-    x, index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
+    x, index = _load_rows(x_ptr, low, rows, columns, 0, T, BLOCK)
     inverse = _finish_rows(peak_keys(x, SIGNED), peaks_ptr, low, pairs, factor, x.dtype, T)
-    codes = _codes(x, index, inverse, seed, STOCHASTIC)
-    x, index = _load(x_ptr, high, rows, columns, 0, T, BLOCK)
+    codes = _int4_codes(x, index, inverse, seed, STOCHASTIC)
+    x, index = _load_rows(x_ptr, high, rows, columns, 0, T, BLOCK)
     inverse = _finish_rows(peak_keys(x, SIGNED), peaks_ptr, high, 2 * pairs, factor, x.dtype, T)
-    codes |= _codes(x, index, inverse, seed, STOCHASTIC) << 4
+    codes |= _int4_codes(x, index, inverse, seed, STOCHASTIC) << 4
     _store_codes(codes_ptr, codes, low, pairs, columns, 0, T, BLOCK)
 
 
@@ -117,8 +118,8 @@ def _encode_long_kernel(
     """Encode T rows of each half of the tensor in chunks of BLOCK elements, and pack their codes two per byte."""
     low = tl.program_id(0) * T
     high = low + pairs
-    low_x, low_index = _load(x_ptr, low, rows, columns, 0, T, BLOCK)
-    high_x, high_index = _load(x_ptr, high, rows, columns, 0, T, BLOCK)
+    low_x, low_index = _load_rows(x_ptr, low, rows, columns, 0, T, BLOCK)
+    high_x, high_index = _load_rows(x_ptr, high, rows, columns, 0, T, BLOCK)
     low_keys = peak_keys(low_x, SIGNED)
     high_keys = peak_keys(high_x, SIGNED)
     # The bound is an argument, so that one kernel serves rows of any length. A `while` loop, because the interpreter of
@@ -126,8 +127,8 @@ def _encode_long_kernel(
     start = BLOCK
     while start < columns:
         start = tl.multiple_of(start, BLOCK)
-        low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
-        high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
+        low_x, low_index = _load_rows(x_ptr, low, rows, columns, start, T, BLOCK)
+        high_x, high_index = _load_rows(x_ptr, high, rows, columns, start, T, BLOCK)
         low_keys = tl.maximum(low_keys, peak_keys(low_x, SIGNED))
         high_keys = tl.maximum(high_keys, peak_keys(high_x, SIGNED))
         start += BLOCK
@@ -136,10 +137,10 @@ def _encode_long_kernel(
     start = 0
     while start < columns:
         start = tl.multiple_of(start, BLOCK)
-        low_x, low_index = _load(x_ptr, low, rows, columns, start, T, BLOCK)
-        high_x, high_index = _load(x_ptr, high, rows, columns, start, T, BLOCK)
-        codes = _codes(low_x, low_index, low_inverse, seed, STOCHASTIC)
-        codes |= _codes(high_x, high_index, high_inverse, seed, STOCHASTIC) << 4
+        low_x, low_index = _load_rows(x_ptr, low, rows, columns, start, T, BLOCK)
+        high_x, high_index = _load_rows(x_ptr, high, rows, columns, start, T, BLOCK)
+        codes = _int4_codes(low_x, low_index, low_inverse, seed, STOCHASTIC)
+        codes |= _int4_codes(high_x, high_index, high_inverse, seed, STOCHASTIC) << 4
         _store_codes(codes_ptr, codes, low, pairs, columns, start, T, BLOCK)
         start += BLOCK
 

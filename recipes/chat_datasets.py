@@ -26,12 +26,13 @@ def load_splits(
         splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
     else:
         splits = {"train": load_chats(chats or DEMO_CHATS, training.dataset_text_field)}
-    train = _split(splits, "--dataset_train_split", script.dataset_train_split)
+    train = _dataset_split(splits, "--dataset_train_split", script.dataset_train_split)
     is_evaluated = training.eval_strategy != "no"
-    return train, _split(splits, "--dataset_test_split", script.dataset_test_split) if is_evaluated else None
+    return train, _dataset_split(splits, "--dataset_test_split", script.dataset_test_split) if is_evaluated else None
 
 
-def _split(splits: Any, setting: str, name: str) -> Any:
+def _dataset_split(splits: Any, setting: str, name: str) -> Any:
+    """Return the split `name` of a chat dataset. Raises ValueError if it does not exist."""
     if name not in splits:
         raise ValueError(f"{setting}={name} is not a split of the data, which has {', '.join(splits)}")
     return splits[name]

@@ -19,7 +19,8 @@ CHAT_TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}\
 
 
 def load_chats(path: str, text_field: str) -> Dataset:
-    """Load the rows of a jsonl file. Raises FileNotFoundError, or ValueError if TRL cannot train on the rows."""
+    """Load the rows of a chat dataset from a jsonl file. Raises FileNotFoundError, or ValueError if TRL cannot train on
+    the rows."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--chats={path}: no such file; check the path (relative to {Path.cwd()})")
     try:
@@ -52,7 +53,7 @@ def demo_tokenizer(chats: Dataset, cache_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def strings_in(part: object) -> list[str]:
-    """Return all strings in a row, at any depth of nesting."""
+    """Return all strings in a row of the chat dataset, at any depth of nesting."""
     if isinstance(part, (dict, list)):
         return [text for inner in (part.values() if isinstance(part, dict) else part) for text in strings_in(inner)]
     return [part] if isinstance(part, str) else []

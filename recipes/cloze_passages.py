@@ -53,7 +53,7 @@ def cloze_passages(
     The last word of a passage has four letters or more and occurs earlier in the passage. No two passages share text.
     Raises ValueError if the documents contain no suitable passage.
     """
-    candidates = [passage for document in documents for passage in _passages(document, passage_characters)]
+    candidates = [passage for document in documents for passage in _document_passages(document, passage_characters)]
     if not candidates:
         raise ValueError(
             f"the documents offer no passage of {passage_characters} characters whose last word occurs earlier in the "
@@ -69,7 +69,7 @@ def save_passages(passages: Iterable[str], path: Path) -> None:
     path.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages), encoding="utf-8")
 
 
-def _passages(document: str, characters: int) -> Iterator[str]:
+def _document_passages(document: str, characters: int) -> Iterator[str]:
     """Yield the longest passage of each chunk of `characters`, if the passage fills at least half of the chunk."""
     words = list(_WORD.finditer(document))
     by_chunk = groupby(words, key=lambda word: word.start() // characters)

@@ -16,7 +16,7 @@ PEAK = "peak of the step"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """Memory, speed and losses of one method."""
+    """Memory, speed and losses of one method in the recipe's comparison."""
 
     title: str
     folder: str
@@ -34,7 +34,7 @@ class ComparisonRow:
     validation_loss: float
 
     def cells(self) -> dict[str, str]:
-        """Return the formatted cells of the row as a dict with column headings as keys."""
+        """Return the formatted cells of the method's row by column heading."""
         return {
             "method": self.title,
             "peak activation bytes": format_bytes(self.activation_bytes),
@@ -50,7 +50,7 @@ class ComparisonRow:
         return {name: cell for name, cell in self.cells().items() if name == PEAK or not name.startswith("peak of")}
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the row as a dict with column names as keys."""
+        """Return the numbers of the method's row by column."""
         return {
             "activation_bytes": self.activation_bytes,
             "peak_bytes": self.peak_bytes,
@@ -62,7 +62,7 @@ class ComparisonRow:
 
 
 def table_text(rows: list[ComparisonRow]) -> str:
-    """Return the table as Markdown with aligned columns, readable in a terminal."""
+    """Return the recipe's comparison as a Markdown table with aligned columns, readable in a terminal."""
     return markdown_table([row.cells() for row in rows])
 
 
@@ -89,6 +89,7 @@ def save_comparison(rows: list[ComparisonRow], folder: Path, args: RecipeArgumen
 
 
 def _conditions(args: RecipeArguments, device: str) -> str:
+    """Describe the conditions of a recipe's comparison in one line: model, dataset, steps, and machine."""
     training = args.training
     return (
         f"{args.model.model} on {args.data.dataset}, {training.max_steps} steps of "

@@ -75,7 +75,7 @@ def example_batch(run: PreparedRun) -> Batch:
 
 
 def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[ComparisonRow]:
-    """Return the table's rows, in the order of CONTENDERS."""
+    """Return the rows of the recipe's comparison, in the order of CONTENDERS."""
     memory = {folder: step_memory(result, batch) for folder, result in finished.items()}
     step_peaks = {folder: step_peak_bytes(result, batch) for folder, result in finished.items()}
     throughput = relative_throughput(finished, batch)
@@ -95,7 +95,7 @@ def measured_rows(finished: dict[str, FinishedRun], batch: Batch) -> list[Compar
 
 
 def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
-    """Measure the bytes of one forward and backward, after warm-up steps."""
+    """Measure the bytes of one forward and backward of the recipe's trained model, after warm-up steps."""
     with training_method(result) as model:
         for _ in range(WARMUP_ROUNDS):
             model(**batch).loss.backward()
@@ -104,7 +104,7 @@ def step_memory(result: FinishedRun, batch: Batch) -> StepMemory:
 
 
 def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
-    """Measure the peak of live bytes over a whole training step with AdamW, after warm-up steps."""
+    """Measure the peak of live bytes over a whole step of the recipe's training with AdamW, after warm-up steps."""
     with training_method(result) as model:
         optimizer = adamw(model)
         step = training_step(model, batch, optimizer)
@@ -119,7 +119,8 @@ def step_peak_bytes(result: FinishedRun, batch: Batch) -> int:
 
 @contextmanager
 def training_method(result: FinishedRun) -> Iterator[PreTrainedModel]:
-    """Put the trained model into training mode, and apply its training method inside the `with` block."""
+    """Put the recipe's trained model into training mode, and apply the method of its training while the context is
+    open."""
     model = result.model
     model.train()
     model.zero_grad(set_to_none=True)
@@ -149,11 +150,12 @@ def relative_throughput(finished: dict[str, FinishedRun], batch: Batch) -> dict[
 
 
 def adamw(model: PreTrainedModel) -> torch.optim.Optimizer:
+    """Return the optimizer of the recipe's comparison."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
 def training_step(model: PreTrainedModel, batch: Batch, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that runs one training step: forward, backward, optimizer."""
+    """Return a function that runs one training step of the recipe's comparison: forward, backward, optimizer."""
 
     def step() -> None:
         model(**batch).loss.backward()

@@ -25,12 +25,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 def parse_settings(argv: list[str]) -> RecipeArguments:
-    """Parse the command line. Raises ValueError for an invalid setting."""
+    """Parse the recipe's command line. Raises ValueError for an invalid setting."""
     return parse_arguments(argv, __doc__)
 
 
 def train(run: PreparedRun) -> dict[str, float]:
-    """Train with the method in the settings, write the report, and print one closing line."""
+    """Train the recipe's model with the method in the settings, write the report, and print one closing line."""
     method, output_dir = run.args.method, run.args.training.output_dir
     if method.method == "compare":
         return compare_methods(run)
@@ -43,7 +43,7 @@ def train(run: PreparedRun) -> dict[str, float]:
 
 
 def closing_line(run: PreparedRun, finished: FinishedRun) -> str:
-    """Return a summary of the run: model, method, steps, losses, speed, stored bytes, and output folder."""
+    """Return a summary of the recipe's run: model, method, steps, losses, speed, stored bytes, and output folder."""
     metrics = finished.metrics
     parts = [
         f"{run.args.model.model}, {run.args.method.method}: {metrics['steps']} steps",
@@ -61,15 +61,16 @@ def command_line() -> int:
     try:
         run = prepare_run(parse_settings(sys.argv[1:]))
     except (ValueError, OSError) as error:
-        return _print_error(error)
+        return _print_recipe_error(error)
     try:
         train(run)
     except AdaccError as error:  # for example: no policy fits the budget, or the model has no blocks
-        return _print_error(error)
+        return _print_recipe_error(error)
     return 0
 
 
-def _print_error(error: Exception) -> int:
+def _print_recipe_error(error: Exception) -> int:
+    """Print an error of the recipe, and return the exit status."""
     print(f"gpt2_pile.py: error: {error}", file=sys.stderr)
     return 2
 

@@ -105,7 +105,7 @@ DEMO_DEFAULTS = {
 
 
 def parse_settings(argv: list[str]) -> tuple[RecipeArguments, TrainingArguments]:
-    """Parse the command line. Raises ValueError for an invalid setting."""
+    """Parse the recipe's command line. Raises ValueError for an invalid setting."""
     parser = HfArgumentParser((RecipeArguments, TrainingArguments), **parser_settings(__doc__))
     is_demo = not any(text.partition("=")[0] == "--model" for text in argv)
     parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
@@ -153,7 +153,8 @@ def planned_budget(recipe: RecipeArguments, training: TrainingArguments, config:
 def make_trainer(
     recipe: RecipeArguments, training: TrainingArguments, config: PretrainedConfig, callback: AdaccCallback | None
 ) -> Trainer:
-    """Build the Trainer with model, tokenizer and data. Raises ValueError or OSError that names the invalid setting."""
+    """Build the recipe's Trainer with model, tokenizer and dataset. Raises ValueError or OSError that names the invalid
+    setting."""
     cache_dir = Path(recipe.cache_dir)
     with training.main_process_first(desc="preparing the data"):
         documents, digest = load_documents(recipe.dataset, cache_dir)
@@ -195,7 +196,7 @@ def make_trainer(
 
 
 def train(trainer: Trainer, callback: AdaccCallback, seq_len: int) -> Trainer:
-    """Train, save the model, and print one closing line."""
+    """Train the recipe's model, save the model, and print one closing line."""
     metrics = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint).metrics
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -205,7 +206,7 @@ def train(trainer: Trainer, callback: AdaccCallback, seq_len: int) -> Trainer:
 
 
 def closing_line(trainer: Trainer, callback: AdaccCallback, speed: float) -> str:
-    """Return a summary of the run: steps, loss, speed, policy, and stored bytes compared with plain training."""
+    """Return a summary of the recipe's run: steps, loss, speed, policy, and stored bytes relative to plain training."""
     logs = trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
     parts = [f"{trainer.state.global_step} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}, {speed:.0f} tokens/s"]
@@ -244,7 +245,7 @@ def command_line() -> int:
 
 
 def print_error(error: Exception) -> int:
-    """Print the error as one message, and return the exit status."""
+    """Print an error of the recipe as one message, and return the exit status."""
     print(f"long_context.py: error: {error}", file=sys.stderr)
     return 2
 

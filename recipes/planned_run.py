@@ -28,7 +28,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings of the planned run that are not in TrainingArguments."""
+    """Settings of the recipe's planned run that are not in TrainingArguments."""
 
     model: str
     config: PretrainedConfig
@@ -41,7 +41,7 @@ class Run:
 
 
 def plan_run(run: Run, training: TrainingArguments) -> TrainingPlan:
-    """Return the plan of `adacc plan` for the run. Raises ValueError if the run cannot be planned."""
+    """Return the plan of `adacc plan` for the recipe's run. Raises ValueError if the run cannot be planned."""
     device = local_device() if run.device == "auto" else find_device(run.device)
     if training.optim not in OPTIMIZERS:
         raise ValueError(
@@ -77,7 +77,8 @@ def plan_run(run: Run, training: TrainingArguments) -> TrainingPlan:
 
 
 def local_device() -> Device:
-    """Return the planner's entry for the first GPU, with its actual memory, or for the CPU if there is no GPU."""
+    """Return the entry for the recipe's device in the planner's table: the first GPU, with its actual memory, or the
+    CPU."""
     if not torch.cuda.is_available():
         return find_device("cpu")
     properties = torch.cuda.get_device_properties(0)
@@ -92,7 +93,7 @@ def local_device() -> Device:
 
 
 def sharding_of(training: TrainingArguments) -> Sharding:
-    """Return the sharding method and the number of ranks of this launch."""
+    """Return the sharding method and the number of ranks of the recipe's launch."""
     if training.world_size == 1:
         return Sharding()
     method = "fsdp" if training.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"

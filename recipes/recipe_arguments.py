@@ -16,7 +16,7 @@ Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "c
 
 @dataclass(kw_only=True)
 class ModelArguments:
-    """Settings of the model to train."""
+    """Settings of the recipe's model."""
 
     model: str = field(
         default="demo",
@@ -90,7 +90,7 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class MethodArguments:
-    """Settings of the method that stores activations for the backward pass."""
+    """Settings of the recipe's method to store activations for the backward pass."""
 
     method: Method = field(
         default="adacc",
@@ -123,7 +123,7 @@ class MethodArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeArguments:
-    """All settings of one run, by group."""
+    """All settings of one run of the recipe, by group."""
 
     model: ModelArguments
     data: DataArguments
@@ -171,7 +171,7 @@ def parse_arguments(argv: list[str], docstring: str | None = None) -> RecipeArgu
 
 
 def _defaults_for(argv: list[str]) -> dict[str, object]:
-    """Return the defaults that depend on --model and --method, which are parsed first."""
+    """Return the recipe's defaults that depend on --model and --method, which are parsed first."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--method", default="adacc")
@@ -184,6 +184,7 @@ def _defaults_for(argv: list[str]) -> dict[str, object]:
 
 
 def _check_resume(checkpoint: str | None) -> None:
+    """Raise FileNotFoundError if the recipe cannot resume from the folder `checkpoint`."""
     if checkpoint is not None and not Path(checkpoint, "trainer_state.json").is_file():
         raise FileNotFoundError(
             f"--resume_from_checkpoint={checkpoint} is not a checkpoint folder (trainer_state.json is missing); "

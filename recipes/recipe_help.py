@@ -5,7 +5,7 @@ from typing import Any
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Formatter that keeps the line breaks of the description and adds the defaults to the settings' texts."""
+    """Formatter of a recipe's `--help` that keeps the line breaks of the description and adds the defaults."""
 
 
 def parser_settings(docstring: str | None) -> dict[str, Any]:

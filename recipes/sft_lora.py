@@ -92,7 +92,7 @@ DEMO_DEFAULTS = {
 
 
 def parse_settings(argv: list[str]) -> Settings:
-    """Parse the command line and the file of `--config`. Raises ValueError for an invalid setting."""
+    """Parse the recipe's command line and the file of `--config`. Raises ValueError for an invalid setting."""
     parser = TrlParser(get_args(Settings), **parser_settings(__doc__))
     is_demo = not any(text.partition("=")[0] in ("--model_name_or_path", "--config") for text in argv)
     parser.set_defaults(**DEFAULTS, **(DEMO_DEFAULTS if is_demo else {}))
@@ -100,12 +100,14 @@ def parse_settings(argv: list[str]) -> Settings:
 
 
 def make_callback(recipe: RecipeArguments) -> AdaccCallback:
-    """Create the callback, the only addition to a usual script. Raises ValueError for an invalid budget or action."""
+    """Create the recipe's callback, the only addition to a usual script. Raises ValueError for an invalid budget or
+    action."""
     return AdaccCallback(memory_budget=parse_budget(recipe.memory_budget), actions=tuple(recipe.actions.split(",")))
 
 
 def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTrainer:
-    """Build TRL's trainer on the data. Raises ValueError or OSError for invalid settings, before training starts."""
+    """Build TRL's trainer on the chat dataset. Raises ValueError or OSError for invalid settings, before training
+    starts."""
     recipe, script, training, model, mixture = settings
     check_quantization(model)
     train_data, test_data = load_splits(recipe.chats, script, mixture, training)
@@ -140,7 +142,7 @@ def make_trainer(settings: Settings, callbacks: list[TrainerCallback]) -> SFTTra
 
 
 def check_quantization(model: ModelConfig) -> None:
-    """Raise ValueError if the settings ask for quantized weights, but quantization is impossible."""
+    """Raise ValueError if the recipe's settings ask for quantized weights, but quantization is impossible."""
     name = "--load_in_4bit" if model.load_in_4bit else "--load_in_8bit"
     if not (model.load_in_4bit or model.load_in_8bit):
         return
@@ -155,7 +157,7 @@ def check_quantization(model: ModelConfig) -> None:
 
 
 def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
-    """Train, save the adapter (or the model), and print one closing line."""
+    """Train the recipe's adapter (or model), save it, and print one closing line."""
     checkpoint = trainer.args.resume_from_checkpoint
     seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
     trainer.save_model()
@@ -167,7 +169,7 @@ def train(trainer: SFTTrainer, callback: AdaccCallback) -> SFTTrainer:
 
 
 def closing_line(trainer: SFTTrainer, callback: AdaccCallback, seconds: float) -> str:
-    """Return a summary of the run: steps, loss, speed, policy, and stored bytes compared with plain training."""
+    """Return a summary of the recipe's run: steps, loss, speed, policy, and stored bytes relative to plain training."""
     logs = trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry] or [logs[-1]["train_loss"]]
     tokens = max((entry["num_tokens"] for entry in logs if "num_tokens" in entry), default=0)
@@ -199,7 +201,7 @@ def command_line() -> int:
 
 
 def print_error(error: Exception) -> int:
-    """Print the error as one message, and return the exit status."""
+    """Print an error of the recipe as one message, and return the exit status."""
     print(f"sft_lora.py: error: {error}", file=sys.stderr)
     return 2
 

@@ -27,14 +27,14 @@ class TextData:
 def load_text_data(
     args: DataArguments, seq_len: int, main_process_first: Callable[..., AbstractContextManager[None]]
 ) -> TextData:
-    """Load the data in `args`, in sequences of `seq_len` tokens.
+    """Load the text dataset in `args`, in sequences of `seq_len` tokens.
 
     If there are several processes, the first one fills the caches (`TrainingArguments.main_process_first`). Raises
     ValueError or FileNotFoundError that names the invalid setting.
     """
     with main_process_first(desc="preparing the data"):
         train, validation, text_key = _split_documents(args)
-        tokenizer = _tokenizer(args, train, text_key)
+        tokenizer = _recipe_tokenizer(args, train, text_key)
         cache_dir = str(Path(args.cache_dir) / "sequences")
         packed_train = pack_documents(encode_documents(train, tokenizer), seq_len, cache_dir, "training")
         packed_validation = pack_documents(encode_documents(validation, tokenizer), seq_len, cache_dir, "validation")
@@ -54,16 +54,15 @@ def _split_documents(
     return train, validation, f"{digest} without {args.validation_fraction}"
 
 
-def _tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
+def _recipe_tokenizer(args: DataArguments, train: Dataset | IterableDataset, text_key: str) -> PreTrainedTokenizerBase:
+    """Load the recipe's tokenizer, or train one on the training texts."""
     if args.tokenizer != "train":
         return load_tokenizer(args.tokenizer)
     return trained_tokenizer(train, text_key, args.vocab_size, args.tokenizer_documents, Path(args.cache_dir))
 
 
 def _first_sequences(sequences: Dataset | IterableDataset, num_sequences: int) -> Dataset:
-    """Return the first `num_sequences` sequences.
-
-    Sequences of a stream are loaded into memory, because evaluation needs data of a known length.
-    """
+    """Return the first sequences of a dataset. Load a stream's sequences into memory, because evaluation needs a fixed
+    length."""
     first = sequences.take(num_sequences)
     return first if isinstance(first, Dataset) else Dataset.from_list(list(first)).with_format("torch")

@@ -58,12 +58,13 @@ def _stdlib_rows(paths: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _file_rows(paths: list[str]) -> Iterator[dict[str, str]]:
+    """Yield the rows of the dataset: the documents of text files."""
     for path in paths:
         yield from ({"text": text} for text in read_file(path))
 
 
 def _content_digest(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of the files' suffixes, lengths and bytes, so moving text between files changes the hash."""
+    """Return the SHA-256 of the text files' suffixes, lengths and bytes. Moving text between files changes the hash."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())

@@ -39,7 +39,7 @@ def checked_files(dataset: str) -> list[Path]:
 
 
 def read_file(path: str) -> Iterator[str]:
-    """Yield the file's non-empty documents. Raises ValueError if all documents are empty."""
+    """Yield the non-empty documents of a dataset's file. Raises ValueError if all documents are empty."""
     documents = _txt_documents(path) if path.endswith(".txt") else _jsonl_documents(path)
     has_text = False
     for text in documents:
@@ -51,7 +51,7 @@ def read_file(path: str) -> Iterator[str]:
 
 
 def _txt_documents(path: str) -> Iterator[str]:
-    """Yield the documents.
+    """Yield the documents of a dataset's .txt file.
 
     Separators are the lines with only <|endoftext|>, or blank lines in a file without such lines.
     """
@@ -68,13 +68,15 @@ def _txt_documents(path: str) -> Iterator[str]:
 
 
 def _jsonl_documents(path: str) -> Iterator[str]:
-    """Yield the "text" of each row. Rows have the Pile's schema, {"text": str, ...}. Blank lines are allowed."""
+    """Yield the "text" of each row of a dataset's .jsonl file. Rows have the Pile's schema, {"text": str, ...}. Blank
+    lines are allowed."""
     for number, line in _text_lines(path):
         if line.strip():
-            yield _text_of_row(line, f"--dataset={path}, line {number}")
+            yield _text_of_json_line(line, f"--dataset={path}, line {number}")
 
 
-def _text_of_row(line: str, where: str) -> str:
+def _text_of_json_line(line: str, where: str) -> str:
+    """Return the document in one line of a jsonl file. Raises ValueError that names the place."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -86,8 +88,8 @@ def _text_of_row(line: str, where: str) -> str:
 
 
 def _text_lines(path: str) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line) with the newline included and CR LF converted to LF."""
-    lines = _zst_lines(path) if path.endswith(".zst") else _plain_lines(path)
+    """Yield (line number from 1, line) of a dataset's file, with the newline included and CR LF converted to LF."""
+    lines = _lines_of_zst_file(path) if path.endswith(".zst") else _lines_of_file(path)
     for number, line in enumerate(lines, start=1):
         try:
             yield number, line.decode("utf-8").replace("\r\n", "\n")
@@ -97,12 +99,14 @@ def _text_lines(path: str) -> Iterator[tuple[int, str]]:
             ) from None
 
 
-def _plain_lines(path: str) -> Iterator[bytes]:
+def _lines_of_file(path: str) -> Iterator[bytes]:
+    """Yield the lines of a dataset's uncompressed file."""
     with open(path, "rb") as file:
         yield from file
 
 
-def _zst_lines(path: str) -> Iterator[bytes]:
+def _lines_of_zst_file(path: str) -> Iterator[bytes]:
+    """Yield the lines of a dataset's file that is compressed with zstd."""
     rest = b""
     for chunk in _zst_chunks(path):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -113,7 +117,7 @@ def _zst_lines(path: str) -> Iterator[bytes]:
 
 
 def _zst_chunks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of all frames.
+    """Yield the decompressed bytes of all frames of a dataset's file.
 
     zstandard.open cannot be used, because zstandard.open stops after the first frame and does not detect a truncated
     file.

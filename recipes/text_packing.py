@@ -15,7 +15,7 @@ _ENCODE_BATCH = 256  # documents per tokenizer call: enough for the tokenizer's 
 
 
 def split_by_document(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
-    """Split into (training, validation) documents. Equal texts are always in the same part.
+    """Split a dataset into (training, validation) documents. Equal texts are always in the same part.
 
     The documents with the smallest hashes are held out. The split therefore depends only on the texts, not on their
     order or a seed. Raises ValueError if no training document would be left.
@@ -87,7 +87,8 @@ def pack_documents(encoded: Documents, seq_len: int, cache_dir: str, part: str) 
 
 
 def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch of packed rows, [B, T].
+    """Return a batch of packed rows of the dataset, [B, T]. Labels are equal to the inputs, because the model shifts
+    them.
 
     Labels are equal to the inputs, because the model shifts the labels. The batch has no attention mask, because packed
     rows have no padding. Unlike transformers' collator for language modelling, this function keeps the labels of
@@ -98,6 +99,7 @@ def stack_sequences(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 
 def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) -> Iterator[dict[str, list[int]]]:
+    """Yield the rows of the training dataset: token sequences of the length `seq_len`."""
     batches = (batch["input_ids"] for batch in encoded.iter(batch_size=_ENCODE_BATCH))
     sequences = pack_tokens(chain.from_iterable(batches), seq_len)
     first = next(sequences, None)
@@ -110,10 +112,12 @@ def _packed_rows(encoded: Dataset | IterableDataset, seq_len: int, part: str) ->
 
 
 def _encode_batch(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+    """Encode a batch of the dataset's texts, each followed by the end-of-text token."""
     # split_special_tokens: the string <|endoftext|> within a text must not end the document.
     encoded = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True, verbose=False)
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]}
 
 
 def _text_hash(text: str) -> int:
+    """Return a hash of a document's text, which decides whether the document is held out."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

@@ -21,7 +21,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--tokenizer={name} could not be loaded: {_first_line(error)} "
+            f"--tokenizer={name} could not be loaded: {_first_error_line(error)} "
             "Pass a hub id (with network access), a folder with a saved tokenizer, or --tokenizer train."
         ) from error
 
@@ -41,11 +41,12 @@ def trained_tokenizer(
     settings = f"{text_key} {num_documents} {vocab_size} {END_OF_TEXT} {tokenizers.__version__}"
     folder = cache_dir / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     if not folder.is_dir():
-        _save_atomically(_train_bpe(_first_texts(documents, num_documents), vocab_size), folder)
+        _save_atomically(_train_bpe(_first_dataset_texts(documents, num_documents), vocab_size), folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on `texts`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -61,7 +62,8 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write into a temporary folder and rename it to `folder`, so that `folder` is either complete or absent."""
+    """Write a tokenizer into a temporary folder and rename it to `folder`, so that `folder` is either complete or
+    absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
@@ -74,10 +76,12 @@ def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _first_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
+def _first_dataset_texts(documents: Dataset | IterableDataset, num_documents: int) -> Iterator[str]:
+    """Yield the texts of the dataset's first documents, to train a tokenizer."""
     for batch in documents.take(num_documents).iter(batch_size=256):
         yield from batch["text"]
 
 
-def _first_line(error: Exception) -> str:
+def _first_error_line(error: Exception) -> str:
+    """Return the first line of an error from loading a tokenizer."""
     return str(error).strip().partition("\n")[0]

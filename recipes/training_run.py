@@ -34,7 +34,7 @@ class PreparedRun:
     """Cloze passages from the held-out documents."""
 
     def fresh_model(self) -> PreTrainedModel:
-        """Build the untrained model. All calls return equal weights."""
+        """Build the recipe's untrained model. All calls return equal weights."""
         set_seed(self.args.training.seed)
         settings, tokenizer = self.args.model, self.data.tokenizer
         return build_model(

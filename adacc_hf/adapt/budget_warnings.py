@@ -99,5 +99,6 @@ class BudgetWarnings:
         )
 
     def _warn(self, text: str) -> None:
+        """Log a warning that the budget may be exceeded, and add it to the history."""
         log.warning("Adacc: %s", text)
         self._note_memory(text)

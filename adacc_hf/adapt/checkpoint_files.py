@@ -69,7 +69,7 @@ class SavedSizePolicy:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of the fields that are not saved in separate files."""
-        plain = {name: getattr(self, name) for name in _names(self, "policy", *FILES)}
+        plain = {name: getattr(self, name) for name in _record_fields(self, "policy", *FILES)}
         return plain | {"shapes": shapes_to_json(self.shapes)}
 
     @classmethod
@@ -80,12 +80,12 @@ class SavedSizePolicy:
         """
         values: dict[str, Any] = {}
         for name, file in FILES.items():
-            path = folder / _numbered(file, number)
+            path = folder / _numbered_file(file, number)
             values[name] = Profile.load(path) if path.is_file() else None
         return cls(
-            policy=Policy.load(folder / _numbered(POLICY_FILE, number)),
+            policy=Policy.load(folder / _numbered_file(POLICY_FILE, number)),
             **values,
-            **{name: record[name] for name in _names(cls, "policy", "shapes", *FILES) if name in record},
+            **{name: record[name] for name in _record_fields(cls, "policy", "shapes", *FILES) if name in record},
             shapes=shapes_from_json(record.get("shapes")),
         )
 
@@ -93,7 +93,7 @@ class SavedSizePolicy:
         """Write the profiles into `folder`, and the policy last. `number` is part of the file names."""
         for name, prices in ((PRICES_FILE, self.prices), (SEARCHED_FILE, self.searched)):
             if prices is not None:
-                prices.save(folder / _numbered(name, number))
+                prices.save(folder / _numbered_file(name, number))
         save_files(folder, self.policy, self.profile, number)
 
 
@@ -133,7 +133,7 @@ class Saved:
         """Return a JSON record of all fields except the policies and profiles, which are saved in separate files."""
         return {
             "version": STATE_VERSION,
-            **{name: getattr(self, name) for name in _names(self, "size_policies")},
+            **{name: getattr(self, name) for name in _record_fields(self, "size_policies")},
             "switched_off": [list(codec) for codec in self.switched_off],
             SIZE_POLICIES: [size_policy.to_json() for size_policy in self.size_policies],
         }
@@ -146,10 +146,10 @@ class Saved:
         ]
         if not size_policies:
             raise ValueError(f"{SIZE_POLICIES!r} is empty")
-        names = [n for n in _names(cls, "size_policies", "switched_off") if n in record or n in REQUIRED_FIELDS]
+        names = [n for n in _record_fields(cls, "size_policies", "switched_off") if n in record or n in REQUIRED_FIELDS]
         return cls(
             size_policies=size_policies,
-            switched_off=_switched_off(record, size_policies),
+            switched_off=_switched_off_codecs(record, size_policies),
             **{name: record[name] for name in names},
         )
 
@@ -183,8 +183,8 @@ def save_files(folder: str | Path, policy: Policy, profile: Profile | None, numb
     If `number` is above 1, the file names contain it: adacc_policy.json becomes adacc_policy_2.json.
     """
     if profile is not None:
-        profile.save(Path(folder) / _numbered(PROFILE_FILE, number))
-    policy.save(Path(folder) / _numbered(POLICY_FILE, number))
+        profile.save(Path(folder) / _numbered_file(PROFILE_FILE, number))
+    policy.save(Path(folder) / _numbered_file(POLICY_FILE, number))
 
 
 def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
@@ -227,7 +227,7 @@ def load_from_checkpoint(
     if not (folder / POLICY_FILE).is_file():
         return None
     try:
-        saved = _load(folder)
+        saved = _load_run_state(folder)
     except (AdaccError, FileNotFoundError) as error:
         raise type(error)(
             f"{error}. To have the resumed run profile again, delete {POLICY_FILE} and {PROFILE_FILE} in {folder}"
@@ -257,12 +257,13 @@ def load_from_checkpoint(
     return saved
 
 
-def _names(record: Any, *excluded: str) -> list[str]:
-    """Return the names of a dataclass's fields that are not `excluded`."""
+def _record_fields(record: Any, *excluded: str) -> list[str]:
+    """Return the names of the fields of a checkpoint's record that are not `excluded`."""
     return [field.name for field in fields(record) if field.name not in excluded]
 
 
-def _load(folder: Path) -> Saved:
+def _load_run_state(folder: Path) -> Saved:
+    """Load the state of a run from a checkpoint, or only the policy if the folder has no file for resuming."""
     if not (folder / STATE_FILE).is_file():
         return Saved(size_policies=[SavedSizePolicy.load(folder, 1, {})])
     record = read_json(folder / STATE_FILE, AdaccError, "state")
@@ -274,7 +275,8 @@ def _load(folder: Path) -> Saved:
         raise AdaccError(f"{folder / STATE_FILE} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _switched_off(record: dict[str, Any], size_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
+def _switched_off_codecs(record: dict[str, Any], size_policies: list[SavedSizePolicy]) -> list[SwitchedOff]:
+    """Return the codecs that the run of a checkpoint has switched off."""
     if "switched_off" in record:
         return [(block, activation, codec) for block, activation, codec in record["switched_off"]]
     # Older checkpoints list blocks instead. All lossy codecs were switched off for the kinds of these blocks.
@@ -283,6 +285,6 @@ def _switched_off(record: dict[str, Any], size_policies: list[SavedSizePolicy]) 
     return sorted(set().union(*(in_all_blocks(profile, lossy_options(profile, blocks)) for profile in profiles)))
 
 
-def _numbered(name: str, number: int) -> str:
+def _numbered_file(name: str, number: int) -> str:
     """Return the file name for `number`: ("adacc_policy.json", 2) -> "adacc_policy_2.json"."""
     return name if number == 1 else name.replace(".json", f"_{number}.json")

@@ -185,7 +185,7 @@ class ExtrapolatedPolicies:
         """Return the policies of other size classes that are allowed at this size, with the predictions of
         `profile`."""
         allowed = self._allowed(profile)
-        policies = [s.replanner.policy for s in self._cache.all if _is_for(s.replanner.policy, profile)]
+        policies = [s.replanner.policy for s in self._cache.all if _is_policy_for(s.replanner.policy, profile)]
         return [current_policy(allowed, p) for p in policies if not over_bound(allowed, p, self._config)]
 
     def _refuse_far_above(self, profile: Profile, budget: Budget) -> None:
@@ -197,7 +197,7 @@ class ExtrapolatedPolicies:
         other = self._cache.least
         if self._config.on_over_budget == "error":  # the run would end, so the solver decides
             return
-        if other is None or not _is_for(other, profile) or over_bound(profile, other, self._config):
+        if other is None or not _is_policy_for(other, profile) or over_bound(profile, other, self._config):
             return
         least = current_policy(profile, other)
         needed = budget.needed_bytes(least)
@@ -250,7 +250,7 @@ class ExtrapolatedPolicies:
         return None
 
 
-def _is_for(policy: Policy, profile: Profile) -> bool:
+def _is_policy_for(policy: Policy, profile: Profile) -> bool:
     """Return True if `policy` was made for blocks that run the same operators as the blocks of `profile`.
 
     Blocks may run different operators on a batch of one sample.

@@ -90,7 +90,7 @@ class _RecordedCall:
     def __init__(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
         self.device = tensors[0].device
-        self.block, self.fn, self.args, self.kwargs = block, fn, _detached(args), _detached(kwargs)
+        self.block, self.fn, self.args, self.kwargs = block, fn, _detached_arguments(args), _detached_arguments(kwargs)
         self.random_states = RandomStates([self.device])
         is_autocast = torch.is_autocast_enabled(self.device.type)
         self.autocast_dtype = torch.get_autocast_dtype(self.device.type) if is_autocast else None
@@ -154,8 +154,8 @@ class BlockSample:
         self.plan.wrap_codec = lambda value, codec: IdentityCodec() if value in bypassed else codec
         try:
             if self._exact is None:
-                self._exact = _gradient(call, lambda fn, args, kwargs: fn(*args))
-            other = _gradient(call, lambda *arguments: self.plan.run_again(call.block, *arguments))
+                self._exact = _rerun_gradients(call, lambda fn, args, kwargs: fn(*args))
+            other = _rerun_gradients(call, lambda *arguments: self.plan.run_again(call.block, *arguments))
         except (_FreedGraphError, UnrecordedCallError) as error:
             self._warn_uncompared(str(error))
             return None
@@ -188,7 +188,7 @@ class _FreedGraphError(Exception):
     freed."""
 
 
-def _detached(tree: Any) -> Any:
+def _detached_arguments(tree: Any) -> Any:
     """Return a copy of the arguments whose tensors are detached from the graph."""
 
     def detach(leaf: Any) -> Any:
@@ -197,7 +197,7 @@ def _detached(tree: Any) -> Any:
     return tree_map(detach, tree)
 
 
-def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
+def _rerun_gradients(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor | None]:
     """Run the recorded call's forward and backward again. Return the gradients of inputs and of the block's parameters.
 
     The model's state, the random generators and the parameters' gradients are restored afterwards. `run_call(fn, args,
@@ -205,7 +205,7 @@ def _gradient(call: _RecordedCall, run_call: Callable[..., Any]) -> list[Tensor 
     `backward` is used rather than `torch.autograd.grad`, because autograd functions that run a nested backward (tiled
     layers, reentrant checkpoints) accumulate into the parameters' `grad`.
     """
-    args, kwargs = _detached(call.args), _detached(call.kwargs)
+    args, kwargs = _detached_arguments(call.args), _detached_arguments(call.kwargs)
     fn = partial(call.fn.func, *call.fn.args, **kwargs) if isinstance(call.fn, partial) else call.fn
     sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     sources += [parameter for parameter in call.block.parameters() if parameter.requires_grad]

@@ -95,7 +95,8 @@ class LoopHooks:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, or `model` itself if it is not wrapped.
+    """Return the model that a user's loop trains inside DistributedDataParallel, or `model` itself if it is not
+    wrapped.
 
     Raises TypeError if `model` is not a torch.nn.Module, and ValueError for nn.DataParallel.
     """
@@ -110,7 +111,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def unwrapped_optimizer(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer inside Accelerate's wrapper, or `optimizer` itself if it is not wrapped.
+    """Return the optimizer of a user's loop inside Accelerate's wrapper, or `optimizer` itself if it is not wrapped.
 
     Hooks that are registered on the wrapper are not called. Raises TypeError if there is no torch.optim.Optimizer.
     """

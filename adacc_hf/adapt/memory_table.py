@@ -114,7 +114,7 @@ def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | Non
     if live.host_pool_bytes:
         rows += [("payloads in host memory", live.host_bytes), ("pool of host memory", live.host_pool_bytes)]
     if policy is not None:
-        rows += _planned_rows(policy, profile)
+        rows += _policy_rows(policy, profile)
     lines = [f"Adacc: memory of {live.device} when it ran out:"]
     lines += [f"  {name:<40}{format_bytes(nbytes):>12}" for name, nbytes in rows]
     lines += ["Largest live tensors:", *(f"{tensor}" for tensor in live.largest)]
@@ -126,7 +126,8 @@ def memory_table(live: LiveMemory, policy: Policy | None, profile: Profile | Non
     return "\n".join(lines)
 
 
-def _planned_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, int]]:
+def _policy_rows(policy: Policy, profile: Profile | None) -> list[tuple[str, int]]:
+    """Return the rows of the out-of-memory table with the memory that the current policy predicts."""
     rows = [
         ("planned: peak", policy.predicted_peak_bytes),
         ("planned: stored activations of blocks", policy.predicted_stored_bytes),
@@ -148,7 +149,7 @@ def _new_storages(
 ) -> Iterator[LiveTensor]:
     """Yield the storages of `tensors` on `device` that are not in `seen`, and add them to `seen`."""
     for name, tensor in tensors:
-        for part in _parts(tensor):
+        for part in _parts_for_table(tensor):
             storage = part.untyped_storage()
             key = storage_key(storage)
             if storage.device == device and key not in seen and storage.nbytes():
@@ -156,11 +157,8 @@ def _new_storages(
                 yield LiveTensor(name, tuple(part.shape), str(part.dtype).removeprefix("torch."), storage.nbytes())
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of `tensor`.
-
-    The list is empty if `tensor` has no storage, for example inside a torch.func transform.
-    """
+def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold the memory of `tensor`, for the out-of-memory table. Empty without a storage."""
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]
@@ -210,7 +208,9 @@ def _what_would_fit(limit: int, profile: Profile) -> str | None:
 
     def largest(dim: int) -> int:
         bound = MAX_GROWTH * first_size[dim] + 1
-        return bisect_left(range(1, bound), True, key=lambda n: not fits(_resized(shapes, dim, first_size[dim], n)))
+        return bisect_left(
+            range(1, bound), True, key=lambda n: not fits(_resized_batch(shapes, dim, first_size[dim], n))
+        )
 
     samples = largest(0)
     tokens = largest(1) if len(first_size) > 1 else 0
@@ -221,8 +221,8 @@ def _what_would_fit(limit: int, profile: Profile) -> str | None:
     return f"Predicted to fit into {format_bytes(limit)} with every block recomputed: {' or '.join(found)}"
 
 
-def _resized(shapes: Shapes, dim: int, before: int, after: int) -> Shapes:
-    """Return `shapes` with the size `after` in place of `before`.
+def _resized_batch(shapes: Shapes, dim: int, before: int, after: int) -> Shapes:
+    """Return the `shapes` of a batch with the size `after` in place of `before`, for the out-of-memory table.
 
     If `dim` is 0, the number of samples (dimension 0) is replaced, else the sequence length (all later dimensions).
     """

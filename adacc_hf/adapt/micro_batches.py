@@ -150,11 +150,16 @@ class LastBatch:
         `compute_loss` for a profile.
         """
         loss = result[0] if isinstance(result, tuple) else result
-        if self._loss_call is not None and self._own_node is not None and not _leads_to(loss.grad_fn, self._own_node):
+        if (
+            self._loss_call is not None
+            and self._own_node is not None
+            and not _loss_leads_to(loss.grad_fn, self._own_node)
+        ):
             self.batch, self.compute_loss = self._loss_call
         self._own_node = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Keep the batch of a model call for a later profile, with `compute_loss` if the model has no own loss."""
         if not module.training or not torch.is_grad_enabled() or self._is_certain:
             return
         self._num_calls += 1
@@ -168,8 +173,8 @@ class LastBatch:
             self.batch, self.compute_loss = by_name(module, args, kwargs) if is_single_call else None, None
 
 
-def _leads_to(node: Node | None, target: Node) -> bool:
-    """Return True if `target` is reached from `node` along nodes with one input each, as in a scaled loss."""
+def _loss_leads_to(node: Node | None, target: Node) -> bool:
+    """Return True if the loss's `node` reaches `target` along nodes with one input each, as a scaled loss does."""
     while node is not None and node is not target:
         following = [child for child, _ in node.next_functions if child is not None]
         node = following[0] if len(following) == 1 else None

@@ -60,17 +60,21 @@ class Observation:
     def merged(cls, observations: Sequence[Observation]) -> Observation:
         """Merge the observations of several ranks or batch sizes into their maxima."""
         return cls(
-            num_outliers=_maxima(pair for observation in observations for pair in observation.num_outliers.items()),
-            errors=_maxima(pair for observation in observations for pair in observation.errors.items()),
-            option_errors=_maxima(pair for observation in observations for pair in observation.option_errors.items()),
-            gradients=_worst(pair for observation in observations for pair in observation.gradients.items()),
+            num_outliers=_tracked_maxima(
+                pair for observation in observations for pair in observation.num_outliers.items()
+            ),
+            errors=_tracked_maxima(pair for observation in observations for pair in observation.errors.items()),
+            option_errors=_tracked_maxima(
+                pair for observation in observations for pair in observation.option_errors.items()
+            ),
+            gradients=_worst_errors(pair for observation in observations for pair in observation.gradients.items()),
             degrading_codecs=frozenset().union(*(observation.degrading_codecs for observation in observations)),
         )
 
     def by_name(self, profile: Profile) -> Observation:
         """Return the measurements with names as keys instead of the indices of `profile`, for all blocks."""
         blocks = [(block.kind, block.name) for block in profile.blocks]
-        return self._with_keys(_activations(profile), blocks)
+        return self._with_keys(_tracked_activations(profile), blocks)
 
     def for_profile(self, profile: Profile) -> Observation:
         """Return the measurements with the indices of `profile` as keys, instead of names.
@@ -78,7 +82,7 @@ class Observation:
         Blocks and activations that `profile` lacks are left out.
         """
         blocks = [(block.name, block.kind) for block in profile.blocks]
-        return self._with_keys([(names, numbers) for numbers, names in _activations(profile)], blocks)
+        return self._with_keys([(names, numbers) for numbers, names in _tracked_activations(profile)], blocks)
 
     def _with_keys(self, activations: Iterable[tuple[Any, Any]], blocks: Iterable[tuple[Any, Any]]) -> Observation:
         """Return the measurements with replaced keys. `activations` and `blocks` contain pairs (old key, new key)."""
@@ -87,26 +91,28 @@ class Observation:
             new_keys.setdefault(old, []).append(new)
 
         def renamed(figures: Mapping[Any, F]) -> dict[Any, F]:
-            return _maxima(((*new, *key[2:]), f) for key, f in figures.items() for new in new_keys.get(key[:2], ()))
+            return _tracked_maxima(
+                ((*new, *key[2:]), f) for key, f in figures.items() for new in new_keys.get(key[:2], ())
+            )
 
         return Observation(
             num_outliers=renamed(self.num_outliers),
             errors=renamed(self.errors),
             option_errors=renamed(self.option_errors),
-            gradients=_worst((new, e) for key, e in self.gradients.items() for new in new_keys.get(key, ())),
+            gradients=_worst_errors((new, e) for key, e in self.gradients.items() for new in new_keys.get(key, ())),
             degrading_codecs=frozenset(renamed(dict.fromkeys(self.degrading_codecs, 0))),
         )
 
 
-def _activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]]]:
-    """Yield (indices, names) of each activation of each block."""
+def _tracked_activations(profile: Profile) -> Iterator[tuple[TrackedKey, tuple[str, str]]]:
+    """Yield (indices, names) of each activation of each block, for a tracking step."""
     for block in profile.blocks:
         kind = profile.kinds[block.kind]
         for value, name in zip(kind.values, kind.names, strict=True):
             yield (block.kind, value.index), (block.name, name)
 
 
-def _worst(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientError]:
+def _worst_errors(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientError]:
     """Return the largest error of each key, in the order of the keys."""
     by_key: dict[Any, list[GradientError]] = {}
     for key, error in errors:
@@ -114,7 +120,7 @@ def _worst(errors: Iterable[tuple[Any, GradientError]]) -> dict[Any, GradientErr
     return {key: GradientError.worst(by_key[key]) for key in sorted(by_key)}
 
 
-def _maxima(figures: Iterable[tuple[Any, F]]) -> dict[Any, F]:
+def _tracked_maxima(figures: Iterable[tuple[Any, F]]) -> dict[Any, F]:
     """Return the maximum of each key's values, in the order of the keys."""
     maxima: dict[Any, F] = {}
     for key, figure in figures:
@@ -137,10 +143,10 @@ class Measurements:
         self.num_outliers[key] = max(count, self.num_outliers.get(key, 0))
 
     def add_error(self, key: TrackedKey, error: Tensor) -> None:
-        _add_maximum(self.errors, key, error)
+        _add_tracked_maximum(self.errors, key, error)
 
     def add_option_error(self, key: OptionKey, error: Tensor) -> None:
-        _add_maximum(self.option_errors, key, error)
+        _add_tracked_maximum(self.option_errors, key, error)
 
     def read(self, gradients: dict[int, GradientError], degrading_codecs: frozenset[OptionKey]) -> Observation:
         """Return the observation of this rank. Synchronizes with the device."""
@@ -153,7 +159,8 @@ class Measurements:
         )
 
 
-def _add_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
+def _add_tracked_maximum(errors: dict[K, Tensor], key: K, error: Tensor) -> None:
+    """Add an error that a tracking step has measured. Only the largest error of each key is kept."""
     errors[key] = torch.maximum(errors[key], error) if key in errors else error
 
 
@@ -202,13 +209,13 @@ class MeasuringCodec:
             if option.codec == encoding_of(self._codec.name) and is_same_count:
                 self._measurements.add_option_error((*self._key, option.codec), error)
             elif is_bounded:  # without a bound, the errors of unused codecs are not needed
-                other = _refitted(option, count)
+                other = _refitted_codec(option, count)
                 if not other.lossless and other.supports(tuple(tensor.shape), tensor.dtype):
                     other_error = relative_error([tensor], [other.decode(other.encode(tensor))])
                     self._measurements.add_option_error((*self._key, option.codec), other_error)
 
 
-def _refitted(option: CodecOption, count: int | None) -> Codec:
+def _refitted_codec(option: CodecOption, count: int | None) -> Codec:
     """Return a new codec for `option`. If `count` is not None, the codec stores this number of raw channels."""
     options = dict(option.options)
     if count is not None and codec_type(option.codec).keeps_outliers:

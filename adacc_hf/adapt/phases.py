@@ -5,9 +5,9 @@ NOTE [Phases of a run]
 |---|---|---|---|
 | Phase | nothing | before and after a run | `AdaccSession.begin` |
 | WarmUpPhase | torch's checkpoint | a run without a policy | the first policy: before a forward, or after a step |
-| FixedPolicyPhase | the user's policy, unchanged | a policy that is passed in, or its checkpoint | the run's end |
-| AdaptivePhase | policies that follow the data | the first solved policy, or a checkpoint with one | the run's end |
-| Compiled | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
+| FixedPolicyPhase | the user's policy, unchanged | such a policy, or its checkpoint | the run's end |
+| AdaptivePhase | policies that follow the data | the first solved policy, or its checkpoint | the run's end |
+| CompiledPhase | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class PolicyCache:
         """True unless a profile has shown that the model cannot run on slices of a batch."""
 
     def add(self, size_policy: SizePolicy) -> None:
-        """Add `size_policy`, and remove the policies that it replaces (see `_replaces`).
+        """Add `size_policy`, and remove the policies that it replaces (see `_replaces_size_policy`).
 
         If the sizes of `size_policy` are unknown (its `shapes` are None), remove all other policies.
         """
@@ -71,7 +71,7 @@ class PolicyCache:
         if shapes is None:
             self.all = [size_policy]
             return
-        self.all = [old for old in self.all if not _replaces(size_policy, old)] + [size_policy]
+        self.all = [old for old in self.all if not _replaces_size_policy(size_policy, old)] + [size_policy]
         self.untracked.pop(shapes, None)
         self.unplanned.pop(bucket_of(shapes), None)
 
@@ -152,7 +152,7 @@ class PolicyCache:
         put_latest(self.unplanned, bucket, count, MAX_UNPLANNED)
 
 
-def _replaces(new: SizePolicy, old: SizePolicy) -> bool:
+def _replaces_size_policy(new: SizePolicy, old: SizePolicy) -> bool:
     """Return True if the policy `new` replaces `old`: same sizes, or same bucket and profiled without a size model."""
     if old.shapes is None or new.shapes is None:
         return False

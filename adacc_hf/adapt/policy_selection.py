@@ -77,7 +77,7 @@ def replan(
         reason = _excess_reason(current, Budget.resolve(memory_budget, profile, config))
         freed = freed_bytes(last_solved, profile, config)
         if reason is None and freed < MIN_FREED * current.predicted_stored_bytes:
-            return _result(policy, current, SAME_ACTIONS, has_solved=False)
+            return _replan_result(policy, current, SAME_ACTIONS, has_solved=False)
     try:
         candidate = _solve_with_headroom(profile, memory_budget, with_margin(config))
     except InfeasibleBudgetError as error:
@@ -87,7 +87,7 @@ def replan(
             )
         # Exceeding a fraction of the activations may still fit in memory. Exceeding the error spoils the training.
         least = solve_policy(profile, error.smallest_budget_bytes / profile.plain_stored_bytes, with_margin(config))
-        return _result(
+        return _replan_result(
             policy, least, f"{reason}; {NOTHING_FITS}, the policy that stores least is used: {error}", has_solved=True
         )
     if reason is None:
@@ -96,9 +96,9 @@ def replan(
         # Without the time that a faster head saves, because only the prices of blocks vary.
         now_ms = current.predicted_overhead_ms - min(0.0, profile.with_head(current.head).head_overhead_ms)
         if gain <= MIN_GAIN * now_ms:
-            return _result(policy, current, SAME_ACTIONS, has_solved=True)
+            return _replan_result(policy, current, SAME_ACTIONS, has_solved=True)
         reason = f"saves {gain:.2f} ms of {now_ms:.2f} ms predicted overhead"
-    return _result(policy, candidate, reason, has_solved=True)
+    return _replan_result(policy, candidate, reason, has_solved=True)
 
 
 def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, config: AdaccConfig) -> Policy:
@@ -117,7 +117,8 @@ def _solve_with_headroom(profile: Profile, memory_budget: str | float | int, con
     return replace(policy, facts=tuple((dict(policy.facts) | budget_facts).items()))
 
 
-def _result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
+def _replan_result(policy: Policy, choice: Policy, reason: str, has_solved: bool) -> ReplanResult:
+    """Return the result of replanning: the policy to change to, or None if `choice` equals the current policy."""
     is_same = (choice.plans, choice.blocks, choice.head) == (policy.plans, policy.blocks, policy.head)
     return ReplanResult(policy=None if is_same else choice, reason=reason, has_solved=has_solved)
 
@@ -151,20 +152,21 @@ def freed_bytes(before: Profile, after: Profile, config: AdaccConfig) -> int:
     """Return an upper bound on the bytes that a policy saves because codecs store fewer bytes by the profile `after`
     than by the profile `before`."""
     bound = error_bound(config)
-    kinds = [_freed_in_kind(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
+    kinds = [_freed_by_new_codecs(b, a, bound) for b, a in zip(before.kinds, after.kinds, strict=True)]
     return sum(kinds[block.kind] for block in after.blocks)
 
 
-def _freed_in_kind(before: KindProfile, after: KindProfile, bound: float | None) -> int:
+def _freed_by_new_codecs(before: KindProfile, after: KindProfile, bound: float | None) -> int:
+    """Return the bytes that one block may free after measurements during the run have changed its codecs."""
     freed = 0
     for old, new in zip(before.values, after.values, strict=True):
-        old_bytes = {option.codec: option.nbytes for option in old.codecs if _is_within(option, bound)}
-        allowed = (option for option in new.codecs if _is_within(option, bound))
+        old_bytes = {option.codec: option.nbytes for option in old.codecs if _is_within_error_bound(option, bound)}
+        allowed = (option for option in new.codecs if _is_within_error_bound(option, bound))
         freed += max([0, *(old_bytes.get(option.codec, old.nbytes) - option.nbytes for option in allowed)])
     return freed
 
 
-def _is_within(option: CodecOption, bound: float | None) -> bool:
+def _is_within_error_bound(option: CodecOption, bound: float | None) -> bool:
     return bound is None or option.error <= bound
 
 
@@ -192,14 +194,15 @@ def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[st
     for block in profile.blocks:
         kind = profile.kinds[block.kind]
         for value, choice in policy.plan_of(block.name).choices:
-            if choice.codec is not None and not _may_use(kind.codec_options(value), choice.codec, bound):
+            if choice.codec is not None and not _may_use_codec(kind.codec_options(value), choice.codec, bound):
                 names[full_name(profile, (block.kind, value))] = None
     return list(names)
 
 
-def _may_use(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
+def _may_use_codec(options: tuple[CodecOption, ...], codec: str, bound: float | None) -> bool:
+    """Return True if the current policy may still use `codec`: the codec is an option, and its error is in bounds."""
     option = next((option for option in options if option.codec == codec), None)
-    return option is not None and _is_within(option, bound)
+    return option is not None and _is_within_error_bound(option, bound)
 
 
 # The search for codecs that degrade a gradient. Round-trip errors do not show them: queries and keys have the same

@@ -30,12 +30,13 @@ def with_outlier_counts(profile: Profile, counts: Mapping[TrackedKey, int]) -> P
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         if key not in counts or not codec_type(option.codec).keeps_outliers:
             return option
-        return _with_channels(value, option, counts[key])
+        return _with_outlier_channels(value, option, counts[key])
 
-    return _with_options(profile, reprice)
+    return _with_repriced_codecs(profile, reprice)
 
 
-def _with_channels(value: Value, option: CodecOption, count: int) -> CodecOption:
+def _with_outlier_channels(value: Value, option: CodecOption, count: int) -> CodecOption:
+    """Return a copy of `option` for the number of outlier channels counted during the run."""
     import torch
 
     codec = get_codec(option.codec, **(dict(option.options) | {"num_outliers": count}))
@@ -49,7 +50,7 @@ def with_errors(profile: Profile, errors: Mapping[OptionKey, float]) -> Profile:
     def reprice(key: TrackedKey, value: Value, option: CodecOption) -> CodecOption:
         return replace(option, error=errors.get((*key, option.codec), option.error))
 
-    return _with_options(profile, reprice)
+    return _with_repriced_codecs(profile, reprice)
 
 
 def without_codecs(profile: Profile, switched_off: Collection[SwitchedOff]) -> Profile:
@@ -117,7 +118,9 @@ def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
     return choice if option is None else replace(choice, options=option.options)
 
 
-def _with_options(profile: Profile, reprice: Callable[[TrackedKey, Value, CodecOption], CodecOption]) -> Profile:
+def _with_repriced_codecs(
+    profile: Profile, reprice: Callable[[TrackedKey, Value, CodecOption], CodecOption]
+) -> Profile:
     return _with_codecs(profile, lambda key, value: tuple(reprice(key, value, option) for option in value.codecs))
 
 

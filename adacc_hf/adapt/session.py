@@ -269,7 +269,7 @@ class AdaccSession:
             raise RuntimeError("session.load(folder) after the first step: call it earlier, or make a new session")
         # The first rank decides, even if the others cannot see its files: all ranks must profile, or none.
         host_limit = common_host_limit(self.config, self.state.model)
-        saved = broadcast_from_first_rank(lambda: _loaded(folder, self.config, host_limit))
+        saved = broadcast_from_first_rank(lambda: _loaded_session_state(folder, self.config, host_limit))
         if saved is not None:
             self.begin(saved, saved.step or 0)
         return saved is not None
@@ -466,7 +466,7 @@ class AdaccSession:
             raise
 
 
-def _loaded(folder: str | Path, config: AdaccConfig, host_limit_bytes: int) -> Saved | None:
+def _loaded_session_state(folder: str | Path, config: AdaccConfig, host_limit_bytes: int) -> Saved | None:
     """Return the state that `AdaccSession.save` wrote into `folder`, or None if it is for other settings.
 
     Raises FileNotFoundError if the folder does not exist.

@@ -136,8 +136,8 @@ class SessionAdapter:
         return [] if self.session is None else self.session.first_steps
 
     @property
-    def _is_solved(self) -> bool:
-        """True if the user passed a Policy or a file, which is used even if a checkpoint has another policy."""
+    def _is_policy_given(self) -> bool:
+        """True if the user passed a Policy or a file. This policy is used even if a checkpoint has another one."""
         return isinstance(self._source, (str, Path, Policy))
 
     def __repr__(self) -> str:

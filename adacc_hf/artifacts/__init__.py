@@ -1,1 +1,1 @@
-"""Records that the other packages exchange, without torch: settings, profiles, policies, and the memory of a step."""
+"""Records without torch: settings, profiles, policies, errors, memory of a step; their text and HTML in notebooks."""

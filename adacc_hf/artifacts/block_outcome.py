@@ -18,10 +18,10 @@ def run_block(kind: KindProfile, plan: Plan) -> BlockOutcome:
 
     Raises ValueError for a plan that cannot be executed.
     """
-    return _checkpointed(kind, plan) if plan.is_checkpointed else BlockWalk(kind, plan).outcome()
+    return _checkpointed_outcome(kind, plan) if plan.is_checkpointed else BlockWalk(kind, plan).outcome()
 
 
-def _checkpointed(kind: KindProfile, plan: Plan) -> BlockOutcome:
+def _checkpointed_outcome(kind: KindProfile, plan: Plan) -> BlockOutcome:
     """Return the memory and time of one block under torch's checkpoint, which stores only the inputs for backward.
 
     - An input lives until the block's backward ends. A compressed input is encoded at the end of the forward and

@@ -147,6 +147,7 @@ class BlockWalk:
         return frozenset(roots), frozenset(operators)
 
     def _producer(self, index: int) -> Operator:
+        """Return the operator that replays the value. Raises ValueError if the plan cannot be executed."""
         value = self.kind.values[index]
         if value.producer is None or not value.recomputable or not self.kind.operators[value.producer].replayable:
             raise ValueError(

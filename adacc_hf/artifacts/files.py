@@ -87,9 +87,11 @@ class RecordFolder:
         return content["record"]
 
     def put(self, name: str, record: Any) -> None:
+        """Write a record to the file `name` of the folder."""
         write_json(self.folder / f"{name}{self._ending}", {"version": self._version, "record": record})
 
     def names(self) -> list[str]:
+        """Return the names of all records in the folder."""
         return [path.name.removesuffix(self._ending) for path in self._paths()]
 
     def clear(self) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLink:
-    """Connection of a device to the pinned memory of its host."""
+    """Connection of a device to the pinned memory of its host, as a part of a profile."""
 
     to_host_bytes_per_ms: float
     to_device_bytes_per_ms: float

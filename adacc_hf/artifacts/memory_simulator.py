@@ -59,7 +59,7 @@ def simulate_policy(profile: Profile, policy: Policy) -> Outcome:
 
 def simulate_blocks(profile: Profile, blocks: Sequence[BlockOutcome]) -> Outcome:
     """Simulate a training step in which the i-th block of `profile` has the outcome `blocks[i]`."""
-    timeline = _timeline(profile, blocks)
+    timeline = _step_timeline(profile, blocks)
     read = frozenset().union(*(block.shared for block in blocks))
     shared_bytes = sum(shared.nbytes for i, shared in enumerate(profile.shared) if shared.saved or i in read)
     return Outcome(
@@ -122,7 +122,7 @@ def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
     return max(*peaks, *earlier.head_peaks(profile))
 
 
-def _timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
+def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:
     """Return (label, live bytes) of each moment of a step.
 
     The order is: forward, head and loss, backward from the last block to the first, the rest of the backward, and the

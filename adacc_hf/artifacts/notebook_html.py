@@ -31,9 +31,9 @@ are left out."""
 def table_html(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> str:
     """Return an HTML table. Cells are HTML, headers are text. Columns with a header in `numbers` are right-aligned."""
     sides = ["right" if header in numbers else "left" for header in headers]
-    head = "".join(_cell("th", side, escape(header)) for side, header in zip(sides, headers, strict=True))
+    head = "".join(_notebook_cell("th", side, escape(header)) for side, header in zip(sides, headers, strict=True))
     body = "".join(
-        "<tr>" + "".join(_cell("td", side, cell) for side, cell in zip(sides, row, strict=True)) + "</tr>"
+        "<tr>" + "".join(_notebook_cell("td", side, cell) for side, cell in zip(sides, row, strict=True)) + "</tr>"
         for row in rows
     )
     style = "border-collapse:collapse;font-variant-numeric:tabular-nums"
@@ -121,6 +121,7 @@ def profile_html(profile: Profile) -> str:
 
 
 def paragraph(text: str) -> str:
+    """Return a paragraph of HTML for a notebook."""
     return f"<p>{escape(text)}</p>"
 
 
@@ -131,5 +132,6 @@ def describe_names(names: Sequence[str]) -> str:
     return f"{names[0]}, {names[1]} and {len(names) - 2} more, up to {names[-1]}"
 
 
-def _cell(tag: str, side: str, content: str) -> str:
+def _notebook_cell(tag: str, side: str, content: str) -> str:
+    """Return a cell of a record's HTML table in a notebook."""
     return f'<{tag} style="{CELL.format(side=side)}">{content}</{tag}>'

@@ -101,7 +101,7 @@ class RuleFit:
         """
         column = columns[place]
         best: tuple[Rule, Polynomial] | None = None
-        for neighbour in _neighbours(columns, place):
+        for neighbour in _neighbour_columns(columns, place):
             if neighbour not in rules:
                 continue
             difference = self._difference(tuple(a - b for a, b in zip(column, neighbour, strict=True)))
@@ -109,7 +109,7 @@ class RuleFit:
                 best = rules[neighbour], difference
                 if len(difference.terms) <= 1:
                     break
-        return None if best is None else _sum_of(*best, column[0])
+        return None if best is None else _rule_plus(*best, column[0])
 
     def _difference(self, column: Column) -> Polynomial | None:
         if column not in self._differences:
@@ -117,8 +117,8 @@ class RuleFit:
         return self._differences[column]
 
 
-def _neighbours(columns: Sequence[Column], place: int) -> Iterator[Column]:
-    """Yield the columns near `place`, the nearest first."""
+def _neighbour_columns(columns: Sequence[Column], place: int) -> Iterator[Column]:
+    """Yield the columns of a profile's numbers near `place`, the nearest first."""
     for distance in range(1, NEIGHBOURS + 1):
         if distance <= place:
             yield columns[place - distance]
@@ -126,7 +126,8 @@ def _neighbours(columns: Sequence[Column], place: int) -> Iterator[Column]:
             yield columns[place + distance]
 
 
-def _sum_of(rule: Rule, difference: Polynomial, measured: int) -> Rule:
+def _rule_plus(rule: Rule, difference: Polynomial, measured: int) -> Rule:
+    """Return the rule of a profile's number that is another number's `rule` plus the polynomial `difference`."""
     if isinstance(rule, Exact):
         return Exact(rule.polynomial + difference, measured)
     if isinstance(rule, Difference):

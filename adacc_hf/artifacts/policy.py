@@ -326,12 +326,14 @@ class Policy:
 
 
 def _checked_head(name: str) -> str:
+    """Return the head `name` of a policy file. Raises ValueError for an unknown head."""
     if name not in HEADS:
         raise ValueError(f"head {name!r} is not one of {', '.join(HEADS)}")
     return name
 
 
 def _checked_blocks(record: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return (block, plan number) of each block in a policy file. Raises ValueError if a plan is missing."""
     blocks = [(str(name), int(plan)) for name, plan in record["blocks"].items()]
     if any(not 0 <= plan < len(record["plans"]) for _, plan in blocks):
         raise ValueError("a block names a plan that is not in the file")

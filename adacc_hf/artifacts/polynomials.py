@@ -75,7 +75,7 @@ class Basis:
     """
 
     def __init__(self, calls: Sequence[Sizes]) -> None:
-        self._exponents = _exponents(len(calls[0]))
+        self._exponents = _product_exponents(len(calls[0]))
         self._columns = list(zip(*map(self.products, calls), strict=True))
         self.num_calls = len(calls)
         self._combined: dict[int, tuple[Any, Any, Any]] = {}
@@ -167,7 +167,7 @@ class Basis:
 
 
 @cache
-def _exponents(num_sizes: int) -> list[tuple[int, ...]]:
+def _product_exponents(num_sizes: int) -> list[tuple[int, ...]]:
     """Return the exponents of the sizes in each product, by ascending degree. The first product is the constant 1."""
     exponents = [e for e in product(range(MAX_DEGREE), repeat=num_sizes) if sum(e) <= MAX_DEGREE]
     return sorted(exponents, key=lambda e: (sum(e), max(e, default=0)))

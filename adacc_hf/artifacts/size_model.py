@@ -85,12 +85,12 @@ class SizeModel:
 
     def __init__(self, measured: Sequence[tuple[Shapes, Sequence[int]]]) -> None:
         self._shapes = measured[0][0]
-        calls = [_dimensions(shapes) for shapes, _ in measured]
+        calls = [_batch_dimensions(shapes) for shapes, _ in measured]
         self._reference = calls[0]
         self._symbols = independent_sizes(calls) or ()
         self._basis = Basis([tuple(call[p] for p in self._symbols) for call in calls])
         self._dimension_rules = [self._basis.fit(column) for column in zip(*calls, strict=True)]
-        self._num_elements = [_num_elements(shapes) for shapes, _ in measured]
+        self._num_elements = [_num_batch_elements(shapes) for shapes, _ in measured]
         """Number of elements of each measured batch."""
         elements = self._basis.fit(tuple(self._num_elements))
         smallest = tuple(min(calls, key=prod)[p] for p in self._symbols)
@@ -126,7 +126,7 @@ class SizeModel:
         shapes = tuple((name, size) for name, size in shapes if name in ranks)  # the Trainer's batch may have more
         if {name: len(size) for name, size in shapes} != ranks:
             return None
-        dimensions = _dimensions(shapes)
+        dimensions = _batch_dimensions(shapes)
         products = self._basis.products(tuple(_round_size(dimensions[p], self._reference[p]) for p in self._symbols))
         rounded = [polynomial(products) if polynomial else None for polynomial in self._dimension_rules]
         if any(size is None or size < lower for size, lower in zip(rounded, dimensions, strict=True)):
@@ -143,7 +143,7 @@ class SizeModel:
         """
         if shapes == self._shapes:
             return profile
-        dimensions, num_elements = _dimensions(shapes), _num_elements(shapes)
+        dimensions, num_elements = _batch_dimensions(shapes), _num_batch_elements(shapes)
         products = self._basis.products(tuple(dimensions[p] for p in self._symbols))
         reference = self._basis.products(tuple(self._reference[p] for p in self._symbols))
         rules = iter(self._rules)
@@ -177,11 +177,13 @@ def _round_size(size: int, reference: int) -> int:
     return max(size, math.ceil(reference * SIZE_CLASS_RATIO**num_steps - 1e-9))
 
 
-def _dimensions(shapes: Shapes) -> tuple[int, ...]:
+def _batch_dimensions(shapes: Shapes) -> tuple[int, ...]:
+    """Return the sizes of all dimensions of a batch's tensors."""
     return tuple(n for _, size in shapes for n in size)
 
 
-def _num_elements(shapes: Shapes) -> int:
+def _num_batch_elements(shapes: Shapes) -> int:
+    """Return the number of elements of all tensors in a batch."""
     return sum(prod(size) for _, size in shapes)
 
 
@@ -211,6 +213,7 @@ def _map_numbers(profile: Profile, change: NumberMap) -> Profile:
 
 
 def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
+    """Return a copy of a profile's `kind` with each number that depends on the batch's sizes changed by `change`."""
     return replace(
         kind,
         values=tuple(_map_value(value, change) for value in kind.values),
@@ -224,11 +227,13 @@ def _map_kind(kind: KindProfile, change: NumberMap) -> KindProfile:
 
 
 def _map_value(value: Value, change: NumberMap) -> Value:
+    """Return a copy of a profile's `value` with shapes and bytes changed by `change`."""
     shape, encoded = tuple(map(change, value.shape)), tuple(map(change, value.encoded_shape))
     return replace(value, shape=shape, encoded_shape=encoded, nbytes=change(value.nbytes))
 
 
 def _map_head(head: Head, change: NumberMap) -> Head:
+    """Return a copy of a profile's `head` with its bytes changed by `change`."""
     return replace(
         head,
         outside_stored_bytes=change(head.outside_stored_bytes),
@@ -254,6 +259,7 @@ def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:
 
 
 def _timed_kind(before: KindProfile, after: KindProfile) -> KindProfile:
+    """Return the profiled kind `after` with times predicted from `before`, the same kind at another batch size."""
     launch_ms = min((op.ms for op in before.operators if op.ms > 0), default=0.0)
     operators = tuple(_timed_operator(op, before, after, launch_ms) for op in after.operators)
     return replace(after, operators=operators, forward_ms=sum(op.ms for op in operators))
@@ -266,13 +272,17 @@ def _timed_operator(operator: Operator, before: KindProfile, after: KindProfile,
     kernel launch.
     """
     accessed = (*operator.inputs, *operator.outputs)
-    ratio = _ratio(sum(before.values[v].nbytes for v in accessed), sum(after.values[v].nbytes for v in accessed))
-    return replace(operator, ms=min(operator.ms, launch_ms) if ratio == 0 else _scaled(operator.ms, ratio, launch_ms))
+    ratio = _growth_ratio(sum(before.values[v].nbytes for v in accessed), sum(after.values[v].nbytes for v in accessed))
+    return replace(
+        operator, ms=min(operator.ms, launch_ms) if ratio == 0 else _scaled_ms(operator.ms, ratio, launch_ms)
+    )
 
 
-def _scaled(ms: float, ratio: float, min_ms: float) -> float:
+def _scaled_ms(ms: float, ratio: float, min_ms: float) -> float:
+    """Return an operator's time at another batch size, limited below by the time to launch a kernel."""
     return max(ms * ratio, min(ms, min_ms))
 
 
-def _ratio(before: int, after: int) -> float:
+def _growth_ratio(before: int, after: int) -> float:
+    """Return the ratio of an operator's bytes at two batch sizes, or 1.0 if the operator has none."""
     return after / before if before else 1.0

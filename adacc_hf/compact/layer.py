@@ -52,7 +52,7 @@ def _(seed: Tensor, inputs: int, rank: int, orthonormal: bool, dtype: torch.dtyp
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a seed computed as a hash of `parts`.
+    """Return the seed of a random projection, computed as a hash of `parts`.
 
     The seed's lower 32 bits, which the CPU's generator uses, depend on all parts.
     """
@@ -71,7 +71,7 @@ class InputGroup:
         present period."""
         self.orthonormal = orthonormal
         self._period = 0
-        self._last_projection: _Projection | None = None
+        self._last_projection: _CachedProjection | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_last_projection": None}
@@ -100,7 +100,7 @@ class InputGroup:
         if last is not None and last.key == key and last.x() is x:
             return last.z
         z = self._compute(x, rank, dtype)
-        self._last_projection = _Projection(key, weakref.ref(x, self._forget), z)
+        self._last_projection = _CachedProjection(key, weakref.ref(x, self._forget), z)
         return z
 
     def _forget(self, x: weakref.ref[Tensor]) -> None:
@@ -113,7 +113,7 @@ class InputGroup:
         return rows @ self.projection(x.shape[-1], rank, dtype, x.device)
 
 
-class _Projection(NamedTuple):
+class _CachedProjection(NamedTuple):
     """Cache entry of a group: an input x of its layers, and the projection z of x."""
 
     key: tuple[Any, ...]
@@ -190,15 +190,15 @@ class CompactLayer(nn.Module):
     @torch.no_grad()
     def apply_core(self, scale: float) -> None:
         """After an optimizer step, add `scale` * core P^T to the weight, and set `core` to zero."""
-        matrix, core = _local(self.matrix), _local(self.core)
+        matrix, core = _local_part(self.matrix), _local_part(self.core)
         p = self.group.projection(matrix.shape[1], self.rank, core.dtype, core.device)
         matrix.addmm_(core, p.t(), alpha=scale)
         self.clear_core()
 
     @torch.no_grad()
     def clear_core(self) -> None:
-        """Set `core` to an expanded zero, which frees the memory of `core`. A shard of FSDP keeps its memory."""
-        if _local(self.core) is self.core:
+        """Set `core` to an expanded zero, which frees its memory. A shard of FSDP keeps its memory."""
+        if _local_part(self.core) is self.core:
             self.core.data = self.core.new_zeros(()).expand(self.core.shape)
         else:
             self.core.zero_()
@@ -250,11 +250,11 @@ def make_plain(layer: CompactLayer) -> None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products with `x`: autocast's dtype if autocast is enabled, else the dtype of `x`."""
+    """Return the dtype of a compact layer's products with `x`: autocast's if it is enabled, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor."""
+def _local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a compact layer's sharded tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -185,18 +185,18 @@ class CompactFactory:
 
         Raises ValueError for settings out of range, and for layers whose weights are not supported.
         """
-        _check(rank, update_proj_gap, scale, projection)
-        layers = dict(_targets(model, target_modules))
+        _check_compact_settings(rank, update_proj_gap, scale, projection)
+        layers = dict(_target_layers(model, target_modules))
         if not layers:
             raise ValueError(
                 f"target_modules={target_modules!r} names no linear layer of {type(model).__name__} that is trained: "
                 f"use 'all-linear', a regular expression, or parts of the names in model.named_modules()"
             )
-        ranks = {name: _rank_of(name, layer, rank) for name, layer in layers.items()}
+        ranks = {name: _subspace_rank(name, layer, rank) for name, layer in layers.items()}
         groups: dict[str, InputGroup] = {}
         compact_layers: list[CompactLayer] = []
         for name, layer in layers.items():
-            key = f"{name.rpartition('.')[0]} {ranks[name]} of {_inputs(layer)}" if share_inputs else name
+            key = f"{name.rpartition('.')[0]} {ranks[name]} of {_num_layer_inputs(layer)}" if share_inputs else name
             if key not in groups:
                 groups[key] = InputGroup(derive_seed(seed, key), projection == "orthonormal")
             compact_layers.append(make_compact(layer, ranks[name], groups[key]))
@@ -210,11 +210,12 @@ class CompactFactory:
 
 
 def parse_rank(text: str) -> float | int:
-    """Parse a rank from the command line: an integer is a number of inputs, a decimal is a fraction of the inputs."""
+    """Parse CompAct's rank from the command line: an integer is a number of inputs, a decimal is a fraction of the
+    inputs."""
     return int(text) if text.isdigit() else float(text)
 
 
-def _check(rank: float | int, gap: int, scale: float, projection: str) -> None:
+def _check_compact_settings(rank: float | int, gap: int, scale: float, projection: str) -> None:
     """Raise ValueError if a setting of the factory is out of range."""
     if isinstance(rank, bool) or not (0 < rank <= 1 if isinstance(rank, float) else isinstance(rank, int) and rank > 0):
         raise ValueError(
@@ -228,7 +229,7 @@ def _check(rank: float | int, gap: int, scale: float, projection: str) -> None:
         raise ValueError(f"projection={projection!r} must be one of {', '.join(PROJECTIONS)}")
 
 
-def _targets(model: nn.Module, target_modules: str | Collection[str]) -> Iterator[tuple[str, Plain]]:
+def _target_layers(model: nn.Module, target_modules: str | Collection[str]) -> Iterator[tuple[str, Plain]]:
     """Yield (name, layer) of each linear layer that `target_modules` selects.
 
     Raise ValueError for a layer whose weight is not supported.
@@ -245,7 +246,7 @@ def _targets(model: nn.Module, target_modules: str | Collection[str]) -> Iterato
         is_target = name.startswith(blocks) if is_all else check_target_module_exists(target_modules, name)
         if not is_target or not isinstance(layer, (nn.Linear, Conv1D)):
             continue
-        if not (layer.weight.requires_grad or _is_quantized(layer.weight)):
+        if not (layer.weight.requires_grad or _is_quantized_weight(layer.weight)):
             continue
         if layer is head or (is_all and ATTENTION_OUTPUT.fullmatch(name)):
             full_layers.append(re.sub(r"\d+", "*", name))
@@ -271,7 +272,7 @@ def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:
             f"this optimizer was created): train with DDP, or with FSDP2 applied after this optimizer, as the Trainer "
             f"does"
         )
-    if _is_quantized(weight):
+    if _is_quantized_weight(weight):
         raise ValueError(f"{where}: its weight is quantized and not trained; train adapters on it (PEFT) instead")
     if type(module) not in CLASSES:
         raise ValueError(f"{where}: only nn.Linear and Conv1D are supported; leave it out of target_modules")
@@ -279,18 +280,20 @@ def _check_weight(name: str, module: Plain, uses: Mapping[int, int]) -> None:
         raise ValueError(f"{where}: another module has the same weight (tied); leave both out of target_modules")
 
 
-def _is_quantized(weight: Tensor) -> bool:
+def _is_quantized_weight(weight: Tensor) -> bool:
+    """Return True if `weight` is quantized, so that CompAct cannot train its layer."""
     is_wrapped = hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "to_local")
     return not weight.is_floating_point() or is_wrapped or hasattr(weight, "quant_state")
 
 
-def _inputs(layer: Plain) -> int:
+def _num_layer_inputs(layer: Plain) -> int:
+    """Return the number of inputs of a layer that becomes a compact layer."""
     return layer.weight.shape[1 if isinstance(layer, nn.Linear) else 0]
 
 
-def _rank_of(name: str, layer: Plain, rank: float | int) -> int:
+def _subspace_rank(name: str, layer: Plain, rank: float | int) -> int:
     """Return the dimension of the subspace of a layer, for a rank as a fraction or a number of inputs."""
-    inputs = _inputs(layer)
+    inputs = _num_layer_inputs(layer)
     if isinstance(rank, float):
         return max(1, round(rank * inputs))
     if rank > inputs:

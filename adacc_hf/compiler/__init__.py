@@ -1,4 +1,7 @@
-"""Adacc inside compiled graphs: a partitioner for AOTAutograd that retains, compresses or recomputes every value.
+"""Adacc in torch.compile: partitioner with its own costs, integer program, shares for graph regions, and controller.
+
+AOTAutograd calls the partitioner, which retains, compresses or recomputes every value of a region's graph. The
+controller of a compiled run sets the share of memory that all regions may store.
 
     torch.compile(model, backend="adacc", options={"memory_budget": 0.5})
 

@@ -35,7 +35,7 @@ def adacc(
     Raises ValueError for an unknown option or a value out of range. Raises InfeasibleBudgetError if the region cannot
     stay within a budget in bytes; Dynamo shows this error as the cause of its BackendCompilerFailed.
     """
-    adacc_options, inductor_options = _split(options or {})
+    adacc_options, inductor_options = _split_backend_options(options or {})
     config = AdaccConfig(**{"memory_budget": 0.5, **adacc_options})
     sizes = tuple(hint(size) for size in inputs if isinstance(size, torch.SymInt))
     partitioner = AdaccPartitioner(config, store=PlanStore(), example_sizes=sizes)
@@ -44,8 +44,9 @@ def adacc(
     return compile_by_inductor(module, inputs, settings)
 
 
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split `options` into fields of `AdaccConfig` and Inductor's settings. Raises ValueError for an unknown option."""
+def _split_backend_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a backend's `options` into fields of `AdaccConfig` and Inductor's settings. Raises ValueError for an
+    unknown option."""
     if not isinstance(options, Mapping):
         raise ValueError(
             f"options={options!r} is of type {type(options).__name__}: give a dict, options={{'memory_budget': 0.5}}"

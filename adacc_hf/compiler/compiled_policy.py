@@ -151,7 +151,7 @@ class CompiledPolicy:
         return self._most(region_bytes) if region_bytes and len(region_bytes) == len(plans) else None
 
     def _most(self, live_bytes: Sequence[int]) -> int:
-        """Return the maximum, over the regions, of `live_bytes` plus the bytes that earlier regions store."""
+        """Return the maximum, over the compiled regions, of `live_bytes` plus the bytes that earlier regions store."""
         stored = [0, *accumulate(plan.stored_bytes for plan in self.call_plans)]
         return max((before + live for before, live in zip(stored, live_bytes, strict=False)), default=0)
 
@@ -244,12 +244,13 @@ def graph_tensors(
 ) -> tuple[GraphTensor, ...]:
     """Describe the values in `plain`, which torch would save, and the `stored` values, in the order of forward."""
     return tuple(
-        _tensor(joint, value, stored.get(value, RECOMPUTE), stored_bytes.get(value, 0))
+        _graph_tensor(joint, value, stored.get(value, RECOMPUTE), stored_bytes.get(value, 0))
         for value in sorted({*plain, *stored})
     )
 
 
-def _tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) -> GraphTensor:
+def _graph_tensor(joint: JointGraph, value: int, choice: Choice, stored_bytes: int) -> GraphTensor:
+    """Describe one value of a compiled region's graph, and how its plan stores the value."""
     record, node = joint.kind.values[value], joint.nodes[value]
     maker = maker_of(node)
     return GraphTensor(
@@ -296,17 +297,19 @@ class PlanStore:
 
         A plan that was made with different settings has a different `decision_key`, and is not returned.
         """
-        record = self._records.get(_name(decision_key, digest)) if _is_on() else None
+        record = self._records.get(_stored_plan_name(decision_key, digest)) if _is_graph_cache_on() else None
         return None if record is None else RegionPlan.from_json(record)
 
     def save(self, decision_key: str, plan: RegionPlan) -> None:
-        if _is_on():
-            self._records.put(_name(decision_key, plan.digest), plan.to_json())
+        if _is_graph_cache_on():
+            self._records.put(_stored_plan_name(decision_key, plan.digest), plan.to_json())
 
 
-def _name(decision_key: str, digest: str) -> str:
+def _stored_plan_name(decision_key: str, digest: str) -> str:
+    """Return the name of a compiled region's plan in Inductor's cache folder."""
     return f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}"
 
 
-def _is_on() -> bool:
+def _is_graph_cache_on() -> bool:
+    """Return True if Inductor's cache of compiled graphs is switched on."""
     return inductor_config.fx_graph_cache and not inductor_config.force_disable_caches

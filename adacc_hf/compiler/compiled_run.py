@@ -145,7 +145,7 @@ class CompiledRun:
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
 
     def end_step(self, step: int, model: Any) -> None:
-        """Report the newly compiled regions, and adjust the share after a measured step.
+        """Report the newly compiled regions, and adjust the regions' share of memory after a measured step.
 
         Raises RuntimeError if no compiled graph reached Adacc in the first step.
         """
@@ -177,7 +177,7 @@ class CompiledRun:
         return figures
 
     def save(self, folder: str | Path, history: list[dict[str, Any]]) -> None:
-        """Write the policy and the history into `folder`, for reports and for resumed runs."""
+        """Write the compiled regions' policy and the history into `folder`, for reports and for resumed runs."""
         save_history(folder, history)  # before the policy: a resumed run reads the history if there is a policy
         self.policy.save(Path(folder) / COMPILED_FILE)
 
@@ -318,7 +318,8 @@ class CompiledRun:
 
 
 class _ShareChange(NamedTuple):
-    """Change of the fraction of bytes that regions may store (the share). Takes effect when the next step starts."""
+    """Change of the fraction of bytes that compiled regions may store (the share). Takes effect when the next step
+    starts."""
 
     step: int
     share: float | None
@@ -338,7 +339,8 @@ def _warn_of_idle_settings(config: AdaccConfig) -> None:
 
 
 def _fair_share(policy: CompiledPolicy, budget: float) -> float | None:
-    """Return a lower share, at which all regions together store `budget`, a fraction of torch.compile's stored bytes.
+    """Return a lower share, at which all compiled regions together store `budget`, a fraction of torch.compile's stored
+    bytes.
 
     Regions that cannot stay within the current share continue to store the same bytes, so the new share is computed for
     the other regions. Return None if no share is low enough, or if the regions store the least possible already.
@@ -376,7 +378,7 @@ def begin_compiled_run(
     policy_file: Any,
     checkpoint: str | Path | None,
 ) -> tuple[CompiledRun, list[dict[str, Any]]]:
-    """Return (run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
+    """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
 
     The checkpoint's policy is followed only if the earlier run had finished adjusting the share for the same budget.
     The history has the events of the earlier run. `note` reports events of the new run. Raises ValueError for a policy

@@ -33,12 +33,16 @@ def compress_saved(
     notes = {name: list(output.meta[name]) for name in ("desc", "output_stack_traces") if name in output.meta}
     sources = list(range(num_outputs))
     for position, node in enumerate(output.args[0][num_outputs:], start=num_outputs):
-        nodes = _encode(forward.graph, output, node, codecs[node.name]) if _has_codec(node, codecs) else [node]
+        nodes = (
+            _insert_encoding(forward.graph, output, node, codecs[node.name])
+            if _is_compressed_node(node, codecs)
+            else [node]
+        )
         handed_over += nodes
         sources += [position] * len(nodes)
     for placeholder in backward.graph.find_nodes(op="placeholder"):
         if placeholder.name in codecs:
-            _decode(backward.graph, placeholder, codecs[placeholder.name])
+            _insert_decoding(backward.graph, placeholder, codecs[placeholder.name])
     output.args = ((*output.args[0][:num_outputs], *handed_over),)
     for name, entries in notes.items():
         output.meta[name] = [entries[source] for source in sources]
@@ -48,7 +52,8 @@ def compress_saved(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a saved tensor from the outermost to the innermost in memory, the order of encoding."""
+    """Return the dimensions of a graph's saved tensor from the outermost to the innermost in memory, the order of
+    encoding."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda d: (-hint(strides[d]), d))
 
@@ -59,22 +64,24 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor if order == sorted(order) else tensor.permute(order)
 
 
-def _has_codec(node: Any, codecs: Mapping[str, Codec]) -> bool:
+def _is_compressed_node(node: Any, codecs: Mapping[str, Codec]) -> bool:
     return isinstance(node, fx.Node) and node.name in codecs
 
 
-def _encode(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
+def _insert_encoding(graph: fx.Graph, before: fx.Node, node: fx.Node, codec: Codec) -> list[fx.Node]:
     """Insert nodes that encode `node` before the node `before`. Return the nodes of the payload."""
     example = node.meta["val"]
-    traced = _traced(lambda tensor: codec.encode_traceable(_in_memory_order(tensor)), [example], example.fake_mode)
+    traced = _traced_graph(
+        lambda tensor: codec.encode_traceable(_in_memory_order(tensor)), [example], example.fake_mode
+    )
     with graph.inserting_before(before):
-        payload = _inline(graph, traced, [node])
+        payload = _inline_graph(graph, traced, [node])
     for number, tensor in enumerate(payload):
         tensor.name = payload_name(node.name, number)
     return payload
 
 
-def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
+def _insert_decoding(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
     """Replace a saved tensor's `placeholder` by placeholders of the payload, and insert the decoding before the first
     reader."""
     example = placeholder.meta["val"]
@@ -90,7 +97,7 @@ def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
         full_size = tuple(next(lengths) if d in dynamic else length for d, length in enumerate(size))
         return (codec.decode_traceable(tensors, full_size, example.dtype).permute(inverse_order),)
 
-    traced = _traced(decode, [*payload, *(size[d] for d in dynamic)], example.fake_mode)
+    traced = _traced_graph(decode, [*payload, *(size[d] for d in dynamic)], example.fake_mode)
     inputs = []
     with graph.inserting_before(placeholder):
         for number, tensor in enumerate(payload):
@@ -100,7 +107,7 @@ def _decode(graph: fx.Graph, placeholder: fx.Node, codec: Codec) -> None:
     # Decode as late as possible, because the decoded tensor takes memory until it is read.
     with graph.inserting_before(min(placeholder.users)):
         lengths = [size_node(graph, size[d]) for d in dynamic]
-        (decoded,) = _inline(graph, traced, [*inputs, *lengths])
+        (decoded,) = _inline_graph(graph, traced, [*inputs, *lengths])
     placeholder.replace_all_uses_with(decoded)
     graph.erase_node(placeholder)
 
@@ -110,13 +117,15 @@ def payload_name(value: str, number: int) -> str:
     return f"{value}_coded_{number}"
 
 
-def _traced(function: Callable[..., Sequence[Tensor]], examples: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+def _traced_graph(
+    function: Callable[..., Sequence[Tensor]], examples: Sequence[Any], mode: FakeTensorMode
+) -> fx.GraphModule:
     """Trace `function` to a graph of operators that Inductor lowers."""
     with mode:
         return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
 
 
-def _inline(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+def _inline_graph(graph: fx.Graph, traced: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Copy the operators of `traced` to the insertion point of `graph`. Return the nodes of the results."""
     copies: dict[fx.Node, Any] = {}
     remaining_inputs = iter(inputs)
@@ -147,18 +156,18 @@ def prevent_addmm_fusion(backward: fx.GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         terms = [argument for argument in node.args if isinstance(argument, fx.Node)]
         are_all_nodes = not node.kwargs and len(terms) == len(node.args)
-        if node in gradients and are_all_nodes and any(map(_is_product, terms)):
+        if node in gradients and are_all_nodes and any(map(_is_matrix_product, terms)):
             _subtract_instead(graph, node, terms)
     graph.lint()
     backward.recompile()
 
 
-def _is_product(term: fx.Node) -> bool:
+def _is_matrix_product(term: fx.Node) -> bool:
     return root_of(term).target is aten.mm.default
 
 
 def _subtract_instead(graph: fx.Graph, node: fx.Node, terms: list[fx.Node]) -> None:
-    product, other = terms if _is_product(terms[0]) else terms[::-1]
+    product, other = terms if _is_matrix_product(terms[0]) else terms[::-1]
     with graph.inserting_before(node):
         negative = graph.call_function(aten.neg.default, (product,))
         negative.meta = {**product.meta}

@@ -229,10 +229,10 @@ def is_random(node: fx.Node) -> bool:
         return False
     if target.namespace == "prims" and op_name(target).startswith("inductor_"):
         return True
-    return torch.Tag.nondeterministic_seeded in target.tags and _argument(node, "dropout_p") != 0.0
+    return torch.Tag.nondeterministic_seeded in target.tags and _node_argument(node, "dropout_p") != 0.0
 
 
-def _argument(node: fx.Node, name: str) -> Any:
+def _node_argument(node: fx.Node, name: str) -> Any:
     """Return the node's argument `name`, or its default. Return None if the schema lacks the argument."""
     for position, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
@@ -246,7 +246,7 @@ def must_be_saved(node: fx.Node) -> bool:
 
 
 def must_run_in_forward(node: fx.Node) -> bool:
-    """Return True if forward must run the node even if only backward reads the result."""
+    """Return True if the compiled forward must run the node even if only backward reads the result."""
     return must_be_saved(node) and node.meta.get("partitioner_tag") == "is_forward"
 
 

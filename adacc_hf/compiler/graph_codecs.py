@@ -44,7 +44,7 @@ def graph_codec_options(
     # Outliers are separated along the last dimension in memory, which must be the same in every call.
     is_fixed = bool(size) and isinstance(size[-1], int)
     num_outliers = assumed_outliers(size[-1], config, config.compiled_outliers) if is_fixed else 0
-    names = _names(joint, value, config)
+    names = _graph_codec_names(joint, value, config)
     if config.codecs is None and any(not codec_type(name).lossless for name in names):
         if value in fine:
             names = [precise_codec()]
@@ -52,31 +52,33 @@ def graph_codec_options(
             names = list(dict.fromkeys([*names, precise_codec()]))
     codecs = [make_codec(name, config, num_outliers) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in degraded]
-    options = [_option(codec, node, size, joint.forward) for codec in codecs if codec.supports(size, tensor.dtype)]
+    options = [
+        _graph_codec_option(codec, node, size, joint.forward) for codec in codecs if codec.supports(size, tensor.dtype)
+    ]
     return tuple(option for option in options if config.max_error is None or option.error <= config.max_error)
 
 
-def _names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
+def _graph_codec_names(joint: JointGraph, value: int, config: AdaccConfig) -> list[str]:
     node = joint.nodes[value]
     if node.meta["val"].dtype is torch.bool:
-        return _traceable(codecs_suiting(MASK))
+        return _traceable_codecs(codecs_suiting(MASK))
     if "compress" not in config.actions or not node.meta["val"].is_floating_point() or is_attention_bias(node):
         return []
-    names = codecs_of_role(_role(node), config)
-    return _traceable(names) if config.codecs is None else names
+    names = codecs_of_role(_role_of_node(node), config)
+    return _traceable_codecs(names) if config.codecs is None else names
 
 
-def _traceable(names: Sequence[str]) -> list[str]:
+def _traceable_codecs(names: Sequence[str]) -> list[str]:
     """Return the names of the codecs that can be traced into a graph. Codecs from the user's settings are not
     filtered."""
     return [name for name in names if codec_type(name).is_traceable()]
 
 
-def _role(node: fx.Node) -> str:
+def _role_of_node(node: fx.Node) -> str:
     """Return the tensor's role (paper, section 3.2), such as "qkv", as far as primitive operators reveal the role."""
     if node.op == "placeholder":
         return "input"
-    if _is_softmax(node):
+    if _is_softmax_node(node):
         return "softmax"
     products = [user for user in readers(node) if op_types().is_compute_intensive(user)]
     if any(user.target is aten.bmm.default or "attention" in str(user.target) for user in products):
@@ -94,7 +96,7 @@ def is_attention_bias(node: fx.Node) -> bool:
     return is_added or any(map(is_attention_bias, views))
 
 
-def _is_softmax(node: fx.Node) -> bool:
+def _is_softmax_node(node: fx.Node) -> bool:
     """Return True if the value is a softmax, possibly decomposed to exp / sum, and possibly masked, scaled or cast."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is SOFTMAX:
@@ -102,9 +104,9 @@ def _is_softmax(node: fx.Node) -> bool:
     if packet is aten.div and getattr(getattr(node.args[0], "target", None), "overloadpacket", None) is aten.exp:
         return True
     if is_view(node):
-        return _is_softmax(node.all_input_nodes[0])
+        return _is_softmax_node(node.all_input_nodes[0])
     return packet in _MASKING and any(
-        _is_softmax(read) for read in node.all_input_nodes if _have_same_shape(read, node)
+        _is_softmax_node(read) for read in node.all_input_nodes if _have_same_shape(read, node)
     )
 
 
@@ -114,7 +116,7 @@ def _have_same_shape(first: fx.Node, second: fx.Node) -> bool:
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
 
 
-def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: frozenset[fx.Node]) -> CodecOption:
+def _graph_codec_option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: frozenset[fx.Node]) -> CodecOption:
     payload_bytes = codec.predicted_bytes(size, node.meta["val"].dtype)
     encode_ms, decode_ms = coding_ms(codec, node, payload_bytes, forward)
     return CodecOption(
@@ -130,7 +132,7 @@ def _option(codec: Codec, node: fx.Node, size: tuple[int, ...], forward: frozens
 
 @cache
 def _typical_error(name: str, group_size: int | None) -> float:
-    """Return the codec's relative round-trip error on normally distributed numbers.
+    """Return the error assumed for a codec in a compiled graph: relative, on normally distributed numbers.
 
     No real data exists when a graph is partitioned. `group_size` is None for a codec without groups.
     """

@@ -131,13 +131,13 @@ def _is_normalized(node: fx.Node) -> bool:
 
 def _is_reduction_of(result: fx.Node, source: fx.Node) -> bool:
     """Return True if `result` has far fewer elements than `source`, and Inductor can fuse the operator of `result`."""
-    num_results, num_sources = _num_elements(result), _num_elements(source)
+    num_results, num_sources = _num_node_elements(result), _num_node_elements(source)
     if num_results is None or num_sources is None:
         return False
     return op_types().is_fusible(result) and REDUCTION_RATIO * num_results <= num_sources
 
 
-def _num_elements(node: fx.Node) -> int | None:
+def _num_node_elements(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     tensor = value[0] if isinstance(value, (tuple, list)) and value else value
     return hint(tensor.numel()) if isinstance(tensor, torch.Tensor) else None
@@ -215,7 +215,8 @@ def function_ms(function: Any, device: torch.device) -> float:
 
 
 def least_replay_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of the fastest of several runs. Other load on the machine only makes runs slower."""
+    """Return the milliseconds of a compiled operator's fastest run of several. Other load on the machine only makes
+    runs slower."""
     return min(median_ms(run, device, repeats=1) for _ in range(TIMING_REPEATS))
 
 
@@ -251,11 +252,11 @@ class OperatorTimes:
         return _fused_ms(node, results, device)
 
     def _timed_ms(self, node: fx.Node, device: torch.device) -> float:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _Example.of(read))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _ExampleTensor.of(read))
         key = (node.target, repr(args), repr(kwargs))
         if key not in self._timed:
             assert callable(node.target)  # the target of every call_function node is callable
-            self._timed[key] = _measure(node.target, args, kwargs, device)
+            self._timed[key] = _measured_operator_ms(node.target, args, kwargs, device)
         return self._timed[key]
 
 
@@ -277,7 +278,7 @@ def _fused_ms(node: fx.Node, results: list[fx.Node], device: torch.device) -> fl
 
 
 @dataclass(frozen=True)
-class _Example:
+class _ExampleTensor:
     """Layout of a tensor argument, from which a sample tensor is built."""
 
     size: tuple[int, ...]
@@ -292,7 +293,7 @@ class _Example:
             return hint(value)
         if not isinstance(value, torch.Tensor):
             return None
-        return cls(_hinted(value.shape), _hinted(value.stride()), value.dtype, value.device)
+        return cls(_hinted_sizes(value.shape), _hinted_sizes(value.stride()), value.dtype, value.device)
 
     def make(self) -> torch.Tensor:
         # Fill the flat storage, because several elements of an expanded tensor share one address.
@@ -304,11 +305,13 @@ class _Example:
         return flat.as_strided(self.size, self.stride)
 
 
-def _hinted(sizes: Any) -> tuple[int, ...]:
+def _hinted_sizes(sizes: Any) -> tuple[int, ...]:
+    """Return a graph tensor's sizes as integers, with hints in place of symbolic sizes."""
     return tuple(hint(size) for size in sizes)
 
 
-def _measure(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
+def _measured_operator_ms(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> float:
+    """Measure the time of a graph's operator on sample tensors."""
     with no_dispatch(), torch.no_grad():
-        args, kwargs = tree_map_only(_Example, _Example.make, (args, kwargs))
+        args, kwargs = tree_map_only(_ExampleTensor, _ExampleTensor.make, (args, kwargs))
         return least_replay_ms(lambda: target(*args, **kwargs), device)

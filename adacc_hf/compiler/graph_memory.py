@@ -33,7 +33,7 @@ def most_live_bytes(graph: fx.Graph, elsewhere: Set[str]) -> int:
     """
     results = {root_of(node) for node in graph.find_nodes(op="output")[0].args[0] if isinstance(node, fx.Node)}
     tensors = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
-    buffers = [node for node in tensors if _is_buffer(node, results)]
+    buffers = [node for node in tensors if _is_buffer_node(node, results)]
     own = [node for node in buffers if node.name not in elsewhere]
     last_reads = _last_reads(buffers, set(own) - results)
     live = most = sum(nbytes_of(node) for node in own if node.op == "placeholder")
@@ -50,14 +50,14 @@ def most_live_bytes(graph: fx.Graph, elsewhere: Set[str]) -> int:
     return most
 
 
-def _is_buffer(node: fx.Node, results: Set[fx.Node]) -> bool:
+def _is_buffer_node(node: fx.Node, results: Set[fx.Node]) -> bool:
     if root_of(node) is not node:
         return False
     is_stored = node.op == "placeholder" or node in results or is_getitem(node)
-    return is_stored or is_materialized(node) or _is_reduction(node)
+    return is_stored or is_materialized(node) or _is_reduction_node(node)
 
 
-def _is_reduction(node: fx.Node) -> bool:
+def _is_reduction_node(node: fx.Node) -> bool:
     reads = [read.meta["val"] for read in node.all_input_nodes if isinstance(read.meta.get("val"), torch.Tensor)]
     return any(hint(node.meta["val"].numel()) < hint(read.numel()) for read in reads)
 
@@ -105,15 +105,15 @@ class GraphInput:
     on_gpu: bool
 
     def make(self) -> Any:
-        return self.number if self.layout is None else _empty(*self.layout)
+        return self.number if self.layout is None else _empty_on_meta(*self.layout)
 
 
 def graph_inputs(graph: fx.Graph, owned: Set[str]) -> tuple[GraphInput, ...]:
     """Return the inputs of `graph`. `owned` has the names of the inputs that no code outside the graph keeps alive."""
-    return tuple(_input(node, node.name in owned) for node in graph.find_nodes(op="placeholder"))
+    return tuple(_graph_input(node, node.name in owned) for node in graph.find_nodes(op="placeholder"))
 
 
-def _input(node: fx.Node, owned: bool) -> GraphInput:
+def _graph_input(node: fx.Node, owned: bool) -> GraphInput:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         size, stride = (tuple(map(hint, numbers)) for numbers in (value.shape, value.stride()))
@@ -131,7 +131,7 @@ def most_live_bytes_of_code(code: Any, inputs: Sequence[GraphInput]) -> int | No
     if not isinstance(call, FunctionType) or "AsyncCompile" not in call.__globals__:
         return None
     names = call.__globals__
-    dry_run = FunctionType(call.__code__, {**names, **_stand_ins(names)}, call.__name__)
+    dry_run = FunctionType(call.__code__, {**names, **_idle_kernels(names)}, call.__name__)
     arguments = [graph_input.make() for graph_input in inputs]
     live = _LiveBytes(CUDA_BLOCK if any(graph_input.on_gpu for graph_input in inputs) else 1)
     live.count(value for value, graph_input in zip(arguments, inputs, strict=True) if graph_input.owned)
@@ -182,8 +182,9 @@ class _LiveBytes(TorchDispatchMode):
         return -(-nbytes // self._block_bytes) * self._block_bytes
 
 
-class _Kernel:
-    """Replacement for a generated kernel, which does nothing when called directly or through Triton's `run`."""
+class _IdleKernel:
+    """Replacement for a kernel that Inductor generated. Does nothing, both when called directly and through Triton's
+    `run`."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None
@@ -191,10 +192,12 @@ class _Kernel:
     run = __call__
 
 
-def _stand_ins(names: Iterable[str]) -> dict[str, Any]:
-    idle = {name: _Kernel() for name in names if name.startswith(KERNELS) or name in CHECKS}
-    return {**idle, **{name: _empty for name in names if name.startswith(ALLOCATION)}}
+def _idle_kernels(names: Iterable[str]) -> dict[str, Any]:
+    """Return replacements for the kernels and allocations that Inductor's generated code calls, by name."""
+    idle = {name: _IdleKernel() for name in names if name.startswith(KERNELS) or name in CHECKS}
+    return {**idle, **{name: _empty_on_meta for name in names if name.startswith(ALLOCATION)}}
 
 
-def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _empty_on_meta(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate a buffer of Inductor's generated code on meta, without memory."""
     return torch.empty_strided(size, stride, dtype=dtype, device="meta")

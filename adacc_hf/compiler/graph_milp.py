@@ -154,7 +154,7 @@ class _GraphProgram:
             return None
         menus = self._graph.model.menus
         stored = {v: menus[v][option] for (v, option), x in self.block.store.items() if solution[x] > 0.5}
-        return _choice(self._graph, stored)
+        return _graph_choice(self._graph, stored)
 
     def segment_bytes(self, segment: int) -> list[tuple[int, float]]:
         """Return the live KiB while a segment is recomputed, as terms of the integer program.
@@ -201,11 +201,12 @@ def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> Grap
 
 def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:
     """Return the choice that retains `values` and recomputes all other values that backward needs."""
-    return _choice(graph, {value: graph.model.menus[value][0] for value in values})
+    return _graph_choice(graph, {value: graph.model.menus[value][0] for value in values})
 
 
-def _choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
-    """Return the choice that stores each value of `forms` in the given form. Values that nothing reads are left out."""
+def _graph_choice(graph: GraphModel, forms: Mapping[int, StoredForm]) -> GraphChoice:
+    """Return the choice that stores each graph value of `forms` in the given form. Values that nothing reads are left
+    out."""
     model = graph.model
     runs: set[int] = set()
 
@@ -285,7 +286,7 @@ def cut_into_segments(kind: KindProfile, value_bytes: Sequence[int]) -> Segments
     for step in range(1, NUM_SIZES + 1):
         # Limits in a geometric sequence, from half the graph down to a few operators.
         limit = total * 0.75 ** (2 * step)
-        boundaries = _cheapest(positions, live_bytes, cumulative, limit)
+        boundaries = _cheapest_boundaries(positions, live_bytes, cumulative, limit)
         if boundaries is not None:
             largest = _largest_segment(boundaries, cumulative)
             best = min(best, (largest + sum(live_bytes[p] for p in boundaries), boundaries))
@@ -319,7 +320,8 @@ def _live_across(kind: KindProfile, producer_positions: Sequence[int]) -> list[l
 
 
 def _local_minima(live_bytes: Sequence[int]) -> list[int]:
-    """Return the positions in `live_bytes` of local minima. Of equal neighbours, the last position is returned."""
+    """Return the positions in a graph's `live_bytes` of local minima. Of equal neighbours, the last position is
+    returned."""
     last = len(live_bytes) - 1
     return [
         position
@@ -329,10 +331,11 @@ def _local_minima(live_bytes: Sequence[int]) -> list[int]:
     ]
 
 
-def _cheapest(
+def _cheapest_boundaries(
     positions: Sequence[int], live_bytes: Sequence[int], cumulative: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
-    """Return the boundaries with the least bytes, such that no segment exceeds `limit`.
+    """Return the boundaries between segments of the compiled graph with the least bytes, such that no segment exceeds
+    `limit`. Return None if impossible.
 
     Return None if no boundaries satisfy `limit`. `positions` are the possible boundaries, `live_bytes` the bytes stored
     at each of them, and `cumulative` the bytes of all operators before each position.
@@ -362,5 +365,6 @@ def _cheapest(
 
 
 def _largest_segment(boundaries: Sequence[int], cumulative: Sequence[int]) -> int:
+    """Return the bytes of the largest segment of a compiled graph that is cut at `boundaries`."""
     edges = [0, *(position + 1 for position in boundaries), len(cumulative) - 1]
     return max(cumulative[end] - cumulative[start] for start, end in pairwise(edges))

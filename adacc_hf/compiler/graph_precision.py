@@ -40,16 +40,18 @@ def precision_sensitive_nodes(joint: JointGraph) -> frozenset[int]:
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     huge: set[fx.Node] = set()
     ordinary: set[fx.Node] = set()
-    precise = exponents(graph) | _divisors(graph)
+    precise = exponents(graph) | _divisor_nodes(graph)
     for node in graph.nodes:
-        if _is_huge(node, huge):
+        if _is_huge_node(node, huge):
             huge.add(node)
-        if _is_float(node) and (node.op == "placeholder" or any(read in ordinary for read in node.all_input_nodes)):
+        if _is_float_node(node) and (
+            node.op == "placeholder" or any(read in ordinary for read in node.all_input_nodes)
+        ):
             ordinary.add(node)
     return frozenset(
         index
         for index, node in enumerate(joint.nodes)
-        if node in huge or node in precise or node not in ordinary or _is_statistic(node)
+        if node in huge or node in precise or node not in ordinary or _is_statistic_node(node)
     )
 
 
@@ -83,7 +85,7 @@ def _is_logistic(node: fx.Node) -> bool:
     return short_name(node) == "exp" and are_sums and all(_is_inverted_by(user, s) for s in sums for user in s.users)
 
 
-def _divisors(graph: fx.Graph) -> set[fx.Node]:
+def _divisor_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes used as divisors, and the nodes from which divisors are computed by operators that map 0 to
     0."""
     return divisors(
@@ -113,29 +115,29 @@ def _is_elementwise(source: fx.Node, user: fx.Node) -> bool:
     return hint(tensor.numel()) <= hint(result.numel())
 
 
-def _is_huge(node: fx.Node, huge: set[fx.Node]) -> bool:
+def _is_huge_node(node: fx.Node, huge: set[fx.Node]) -> bool:
     """Return True if the node may contain a mask's large numbers, from a constant or from an input in `huge`."""
-    if short_name(node) in BOUNDED or _is_boolean(node):
+    if short_name(node) in BOUNDED or _is_boolean_node(node):
         return False
     numbers = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
-    if _is_float(node) and any(not abs(number) < HUGE for number in numbers):  # True for nan as well
+    if _is_float_node(node) and any(not abs(number) < HUGE for number in numbers):  # True for nan as well
         return True
     return any(read in huge for read in node.all_input_nodes)
 
 
-def _is_boolean(node: fx.Node) -> bool:
+def _is_boolean_node(node: fx.Node) -> bool:
     tensor = node.meta.get("val")
     return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
 
 
-def _is_float(node: fx.Node) -> bool:
+def _is_float_node(node: fx.Node) -> bool:
     tensor = node.meta.get("val")
     if isinstance(tensor, (tuple, list)):  # the parts of a tuple are separate getitem nodes
         return any(isinstance(part, torch.Tensor) and part.is_floating_point() for part in tensor)
     return isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
 
 
-def _is_statistic(node: fx.Node) -> bool:
+def _is_statistic_node(node: fx.Node) -> bool:
     inputs = maker_of(node).all_input_nodes
     reads = [read.meta["val"] for read in inputs if isinstance(read.meta.get("val"), torch.Tensor)]
     sizes = [[hint(length) for length in tensor.shape] for tensor in (node.meta["val"], *reads[:1])]
@@ -175,7 +177,9 @@ def precision_needs(joint: JointGraph) -> PrecisionNeeds:
     # Products average errors out: hardly any element of a product of coarse values becomes zero by an error. So values
     # that are compared may be recomputed from coarse values.
     compared = _sources_read_by(_is_compared_by, graph)
-    return PrecisionNeeds(fine=_indices(joint, factors | compared), precise=_indices(joint, factors | exponents(graph)))
+    return PrecisionNeeds(
+        fine=_node_indices(joint, factors | compared), precise=_node_indices(joint, factors | exponents(graph))
+    )
 
 
 def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
@@ -185,7 +189,7 @@ def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Gr
     return elementwise_sources(graph, nodes)
 
 
-def _indices(joint: JointGraph, nodes: set[fx.Node]) -> frozenset[int]:
+def _node_indices(joint: JointGraph, nodes: set[fx.Node]) -> frozenset[int]:
     return frozenset(index for index, node in enumerate(joint.nodes) if node in nodes)
 
 

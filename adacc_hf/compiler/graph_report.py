@@ -34,13 +34,13 @@ def compiled_report(
     Raises ImportError without matplotlib.
     """
     overview = (
-        *_summary(policy),
-        *_map(policy),
+        *_region_summary(policy),
+        *_compiled_policy_map(policy),
         *fallback_parts(history),
         *first_steps_parts(first_steps),
         *timeline_parts(history),
     )
-    return Report(title=GRAPHS_TITLE, overview=overview, details=(*_tensors(policy), *event_parts(history)))
+    return Report(title=GRAPHS_TITLE, overview=overview, details=(*_graph_tensor_tables(policy), *event_parts(history)))
 
 
 def write_compiled_report(
@@ -58,7 +58,7 @@ def write_compiled_report(
     return compiled_report(policy=policy, history=history, first_steps=first_steps).save(folder)
 
 
-def _summary(policy: CompiledPolicy) -> list[Part]:
+def _region_summary(policy: CompiledPolicy) -> list[Part]:
     rows = [
         (
             plan.region,
@@ -96,8 +96,8 @@ def _summary(policy: CompiledPolicy) -> list[Part]:
     ]
 
 
-def _map(policy: CompiledPolicy) -> list[Part]:
-    groups = _groups(policy)
+def _compiled_policy_map(policy: CompiledPolicy) -> list[Part]:
+    groups = _module_groups(policy)
     if not groups:
         return []
     return [
@@ -110,7 +110,7 @@ def _map(policy: CompiledPolicy) -> list[Part]:
     ]
 
 
-def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
+def _module_groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
     """Return the bytes of the tensors by action, for each block or other module and each region, in forward order.
 
     Tensors without a module, such as inputs, share one entry per region.
@@ -119,13 +119,13 @@ def _groups(policy: CompiledPolicy) -> dict[str, dict[str, int]]:
     for plan in dict.fromkeys(policy.call_plans):
         calls = f", {plan.calls} calls" if (plan.calls or 1) > 1 else ""
         for tensor in plan.tensors:
-            label = f"{_block(tensor.module) or 'inputs and other'} (region {plan.region}{calls})"
+            label = f"{_block_of_module(tensor.module) or 'inputs and other'} (region {plan.region}{calls})"
             actions = groups.setdefault(label, dict.fromkeys(ACTION_COLORS, 0))
             actions[tensor.action] += tensor.nbytes * (plan.calls or 1)
     return groups
 
 
-def _block(module: str) -> str:
+def _block_of_module(module: str) -> str:
     """Return the block that the module path belongs to: "transformer.h.0.mlp" -> "transformer.h.0".
 
     For a path without a number, which is not in a block, return the first name of the path.
@@ -152,14 +152,14 @@ def _draw_map(groups: dict[str, dict[str, int]]) -> bytes:
         return to_png(figure)
 
 
-def _tensors(policy: CompiledPolicy) -> list[Part]:
+def _graph_tensor_tables(policy: CompiledPolicy) -> list[Part]:
     parts: list[Part] = [Heading("Tensors")]
     for plan in policy.regions:
-        parts += [Heading(_title(plan), level=3), Table(HEADERS, tensor_rows(plan), NUMBERS)]
+        parts += [Heading(_region_title(plan), level=3), Table(HEADERS, tensor_rows(plan), NUMBERS)]
     return parts
 
 
-def _title(plan: RegionPlan) -> str:
+def _region_title(plan: RegionPlan) -> str:
     return f"{plan.summary()}{describe_calls(plan)}"
 
 
@@ -209,10 +209,10 @@ def describe_calls(plan: RegionPlan) -> str:
 
 def tensor_rows(plan: RegionPlan) -> list[tuple[str, ...]]:
     """Return a table of the tensors in a region's plan, with the columns of `HEADERS`."""
-    return [_cells(tensor) for tensor in plan.tensors]
+    return [_graph_tensor_cells(tensor) for tensor in plan.tensors]
 
 
-def _cells(tensor: GraphTensor) -> tuple[str, ...]:
+def _graph_tensor_cells(tensor: GraphTensor) -> tuple[str, ...]:
     return (
         tensor.module or "-",
         f"{tensor.name} ({tensor.operator.removeprefix('aten.')})",

@@ -73,7 +73,7 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
     `held_inputs` are not listed as values, because they stay allocated until backward.
     """
     static, forward = set(held_inputs), _forward_nodes(module, info)
-    nodes = [n for n in forward if _is_value(n) and n not in static]
+    nodes = [n for n in forward if _is_value_node(n) and n not in static]
     index = {node: number for number, node in enumerate(nodes)}
     read_in_backward = {
         root_of(read)
@@ -86,10 +86,10 @@ def read_joint_graph(module: fx.GraphModule, info: NodeInfo, held_inputs: Iterab
     makers = {node: number for number, node in enumerate(operators)}
     parameter_values = _parameter_values(nodes, set(info.static_lifetime_input_nodes))
     values = tuple(
-        _value(number, node, makers, node in read_in_backward, node in parameter_values)
+        _graph_value(number, node, makers, node in read_in_backward, node in parameter_values)
         for number, node in enumerate(nodes)
     )
-    records = tuple(_operator(number, node, index) for number, node in enumerate(operators))
+    records = tuple(_graph_operator(number, node, index) for number, node in enumerate(operators))
     kind = KindProfile(
         digest="graph",
         block_class="joint graph",
@@ -150,7 +150,7 @@ def _forward_nodes(module: fx.GraphModule, info: NodeInfo) -> dict[fx.Node, None
     )
 
 
-def _is_value(node: fx.Node) -> bool:
+def _is_value_node(node: fx.Node) -> bool:
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
     return is_tensor and node.op in ("call_function", "placeholder") and root_of(node) is node
 
@@ -170,7 +170,7 @@ def _parameter_values(nodes: list[fx.Node], static: set[fx.Node]) -> set[fx.Node
     return values
 
 
-def _value(index: int, node: fx.Node, makers: dict[fx.Node, int], is_saved: bool, is_parameter: bool) -> Value:
+def _graph_value(index: int, node: fx.Node, makers: dict[fx.Node, int], is_saved: bool, is_parameter: bool) -> Value:
     maker = maker_of(node)
     producer = makers.get(maker)
     tensor = node.meta["val"]
@@ -186,12 +186,12 @@ def _value(index: int, node: fx.Node, makers: dict[fx.Node, int], is_saved: bool
         saved=is_saved,
         activation=True,
         shared=None,
-        recomputable=producer is not None and _is_replayable(maker),
+        recomputable=producer is not None and _is_replayable_node(maker),
         role="parameter" if is_parameter else "other",
     )
 
 
-def _operator(index: int, node: fx.Node, values: dict[fx.Node, int]) -> Operator:
+def _graph_operator(index: int, node: fx.Node, values: dict[fx.Node, int]) -> Operator:
     inputs = dict.fromkeys(values[root] for root in map(root_of, node.all_input_nodes) if root in values)
     results = [node, *(user for user in node.users if is_getitem(user))]
     return Operator(
@@ -201,11 +201,11 @@ def _operator(index: int, node: fx.Node, values: dict[fx.Node, int]) -> Operator
         inputs=tuple(inputs),
         outputs=tuple(values[result] for result in results if result in values),
         ms=0.0,
-        replayable=_is_replayable(node),
+        replayable=_is_replayable_node(node),
     )
 
 
-def _is_replayable(node: fx.Node) -> bool:
+def _is_replayable_node(node: fx.Node) -> bool:
     """Return True if replaying a node gives the same result.
 
     The node must be an operator of torch itself, draw no random numbers and write nothing in place. An operator with

@@ -88,7 +88,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._store = store
         self._example_sizes = example_sizes
         self._recorded_plans = {plan.digest: plan for plan in self._initial_policy.regions}
-        self._graphs: list[_Graph] = []
+        self._graphs: list[_RegionGraph] = []
         """Graph of each plan in `policy`, in the same order."""
         self._num_split: Counter[str] = Counter()
         """Number of graphs partitioned so far in each compilation, which can split a function into several graphs."""
@@ -134,7 +134,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         """
         self._update(lambda plan, graph: replace(plan, code_bytes=plan.code_bytes or graph.code_bytes()))
 
-    def _update(self, change: Callable[[RegionPlan, _Graph], RegionPlan]) -> None:
+    def _update(self, change: Callable[[RegionPlan, _RegionGraph], RegionPlan]) -> None:
         regions = tuple(map(change, self.policy.regions, self._graphs))
         self.policy = replace(self.policy, regions=regions)
 
@@ -175,7 +175,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         stored = plan_for(joint, plan)
         saved = [joint.nodes[value] for value in stored]
         forward, backward = functorch.extract(gm, info, [*held_inputs, *saved], num_outputs)
-        compress_saved(forward, backward, _codecs(joint, stored), num_outputs)
+        compress_saved(forward, backward, _codecs_of_nodes(joint, stored), num_outputs)
         prevent_addmm_fusion(backward)
         self._note_graphs(plan, forward.graph, backward.graph, elsewhere)
         return forward, backward
@@ -206,7 +206,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return f"{self.uuid()} {plan.plain_bytes} {sorted(devices)}"
 
     def _decide(self, joint: JointGraph, plan: RegionPlan, plain: Set[int], plain_sources: Set[int]) -> RegionPlan:
-        """Return `plan`, completed with the solver's choice or with the reason why torch's own partition is used.
+        """Return the region's `plan`, completed with the choice of the graph's integer program or with the reason why
+        torch's own partition is used.
 
         `plain` contains the values of the joint graph that torch's own partition would save. This partition may also
         save tensors that are not values of the joint graph. `plain_sources` contains `plain`, and the values from which
@@ -255,7 +256,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         self._graphs[-1].backward = graph_inputs(backward, inputs - elsewhere)
 
     def _note(self, plan: RegionPlan) -> None:
-        self._graphs.append(_Graph(functorch.graph_number()))
+        self._graphs.append(_RegionGraph(functorch.graph_number()))
         self.policy = replace(self.policy, regions=(*self.policy.regions, plan))
         log.info("Adacc: %s", plan.summary())
 
@@ -280,7 +281,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         return SolverLog(gap=self.config.solver_gap, seconds=self.config.solver_seconds)
 
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
-        """Return the fastest choice within `allowed_bytes`.
+        """Return the fastest choice for a region's graph within `allowed_bytes`.
 
         If no choice fits a budget in bytes, raise InfeasibleBudgetError. If no choice fits a fraction, warn and return
         the choice with the least bytes. The region of the loss, for example, stores little and often cannot store less.
@@ -313,8 +314,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
 
 
 @dataclass
-class _Graph:
-    """Number, inputs and compiled code of a region's graph, needed to count calls and to measure memory."""
+class _RegionGraph:
+    """Number, inputs and compiled code of a region's graph, for counting calls and measuring memory."""
 
     number: int | None
     """Number that AOTAutograd gave to the graph, or None if there is no number."""
@@ -338,7 +339,7 @@ class _Graph:
 
 
 def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
-    """Return a policy without regions for the budget of `config`. Raises ValueError for "auto"."""
+    """Return a policy without compiled regions for the budget of `config`. Raises ValueError for "auto"."""
     budget = config.memory_budget
     if budget == "auto":
         raise ValueError(
@@ -353,7 +354,7 @@ def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
     )
 
 
-def _codecs(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
+def _codecs_of_nodes(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
     return {
         joint.nodes[value].name: codec_of(choice)
         for value, choice in stored.items()

@@ -1,1 +1,1 @@
-"""Predictions of memory and time before a run, by fake models whose forward and backward need no device."""
+"""`adacc plan`: predicts memory and time before a run, with presets, a table of devices, and fake models."""

@@ -71,15 +71,13 @@ def lora_model(
                     parameter.data = parameter.data.to(getattr(torch, adapters.dtype))
         if quantization is not None:
             follow_bitsandbytes(adapted)
-    _from_meta(adapted)
+    _materialize_fake_model(adapted)
     return cast("PreTrainedModel", adapted)  # PeftModel forwards missing attributes to the model
 
 
-def _from_meta(model: nn.Module) -> None:
-    """Replace every parameter and buffer on device "meta" by a new tensor on the default device.
-
-    Shared tensors stay shared.
-    """
+def _materialize_fake_model(model: nn.Module) -> None:
+    """Replace a fake model's parameters and buffers on meta by new tensors on the default device. Shared tensors stay
+    shared."""
     replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

@@ -134,15 +134,15 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Compute the prediction that `arguments` describe, and return text or JSON. Progress is printed on stderr."""
-    options = _check(arguments)
+    options = _check_plan_options(arguments)
     with _progress_on_stderr(), torchao_imported_silently():
         log.info("loading torch and Transformers")
         from adacc_hf.estimate.plan_report import to_json, to_text
         from adacc_hf.estimate.planning import plan
 
-        training_plan = plan(_request(arguments, options))
+        training_plan = plan(_plan_request(arguments, options))
     if arguments.html is not None:
-        _write_report(arguments.html, training_plan)
+        _write_plan_report(arguments.html, training_plan)
     return json.dumps(to_json(training_plan), indent=1) if arguments.json else to_text(training_plan)
 
 
@@ -192,7 +192,7 @@ def _progress_on_stderr() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class _PlanOptions:
     """Options of `adacc plan` that argparse does not convert, checked and converted."""
 
     sharding: Sharding
@@ -201,13 +201,13 @@ class _Options:
     host_bandwidth_bytes: int | None
 
 
-def _check(arguments: argparse.Namespace) -> _Options:
-    """Check all options, and convert the options that are fields of `_Options`.
+def _check_plan_options(arguments: argparse.Namespace) -> _PlanOptions:
+    """Check all options, and convert the options that are fields of `_PlanOptions`.
 
     Raises ValueError for the first invalid option.
     """
     for option, reason in _NOT_PLANNED.items():
-        if getattr(arguments, _dest(option)) is not None:
+        if getattr(arguments, _option_attribute(option)) is not None:
             raise ValueError(f"{option}: {reason}")
     if arguments.device != "cpu":  # whose rates are measured
         find_device(arguments.device).check_dtype(COMPUTED_IN[arguments.dtype])
@@ -220,11 +220,11 @@ def _check(arguments: argparse.Namespace) -> _Options:
         )
     _check_adapters(arguments)
     _check_sequence_ranks(arguments)
-    options = _Options(
-        sharding=_sharding(arguments),
-        budget_bytes=_bytes_of(arguments.budget, "--budget"),
-        host_bytes=_bytes_of(arguments.host_memory, "--host-memory"),
-        host_bandwidth_bytes=_bytes_of(arguments.host_bandwidth, "--host-bandwidth"),
+    options = _PlanOptions(
+        sharding=_plan_sharding(arguments),
+        budget_bytes=_option_bytes(arguments.budget, "--budget"),
+        host_bytes=_option_bytes(arguments.host_memory, "--host-memory"),
+        host_bandwidth_bytes=_option_bytes(arguments.host_bandwidth, "--host-bandwidth"),
     )
     if options.host_bandwidth_bytes is not None and options.host_bytes is None:
         raise ValueError(
@@ -259,7 +259,7 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
     """Raise ValueError if the options of LoRA's adapters are out of range, or are passed without --peft."""
     if arguments.peft is None:
         for option in ("--lora-rank", "--lora-targets", "--lora-dropout", "--modules-to-save", "--load-in-4bit"):
-            value = getattr(arguments, _dest(option))
+            value = getattr(arguments, _option_attribute(option))
             if value is not None and value is not False:
                 raise ValueError(f"{option} needs --peft lora: pass both options, or neither")
     if arguments.lora_rank is not None and arguments.lora_rank < 1:
@@ -268,7 +268,7 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--lora-dropout={arguments.lora_dropout} must be at least 0 and below 1")
 
 
-def _bytes_of(text: str | None, option: str) -> int | None:
+def _option_bytes(text: str | None, option: str) -> int | None:
     """Return the size `text` in bytes, or None if the option was not passed. Raises ValueError for small sizes."""
     if text is None:
         return None
@@ -280,12 +280,12 @@ def _bytes_of(text: str | None, option: str) -> int | None:
     return num_bytes
 
 
-def _dest(option: str) -> str:
+def _option_attribute(option: str) -> str:
     """Return argparse's attribute name for an option: "--batch-size" -> "batch_size"."""
     return option.removeprefix("--").replace("-", "_")
 
 
-def _request(arguments: argparse.Namespace, options: _Options) -> Request:
+def _plan_request(arguments: argparse.Namespace, options: _PlanOptions) -> Request:
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.estimate.fake_model import PRECISIONS, Workload
     from adacc_hf.estimate.model_presets import checked_seq_len, context_length, load_config
@@ -304,9 +304,9 @@ def _request(arguments: argparse.Namespace, options: _Options) -> Request:
         device=device,
         precision=PRECISIONS[arguments.dtype],
         attention=arguments.attn,
-        adapters=_adapters(arguments),
+        adapters=_plan_adapters(arguments),
         quantization=quantization,
-        compact_rank=_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
+        compact_rank=_option_rank(arguments.rank) if arguments.optimizer == COMPACT else None,
         ranks_per_sequence=arguments.sp or 1,
         trace=arguments.trace or device.trace,
         sharding=options.sharding,
@@ -327,24 +327,24 @@ def _request(arguments: argparse.Namespace, options: _Options) -> Request:
     )
 
 
-def _adapters(arguments: argparse.Namespace) -> Any:
+def _plan_adapters(arguments: argparse.Namespace) -> Any:
     from adacc_hf.estimate.adapters import Adapters
 
     if arguments.peft is None:
         return None
     return Adapters(
         rank=arguments.lora_rank,
-        targets=_names(arguments.lora_targets),
+        targets=_option_names(arguments.lora_targets),
         dropout=arguments.lora_dropout,
-        modules_to_save=_names(arguments.modules_to_save),
+        modules_to_save=_option_names(arguments.modules_to_save),
     )
 
 
-def _names(names: list[str] | None) -> tuple[str, ...] | None:
+def _option_names(names: list[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
 
 
-def _rank(text: str | None) -> float | int:
+def _option_rank(text: str | None) -> float | int:
     from adacc_hf.compact import parse_rank
 
     try:
@@ -355,7 +355,7 @@ def _rank(text: str | None) -> float | int:
         ) from None
 
 
-def _sharding(arguments: argparse.Namespace) -> Sharding:
+def _plan_sharding(arguments: argparse.Namespace) -> Sharding:
     if arguments.ddp is not None:
         return Sharding(method="ddp", num_devices=arguments.ddp)
     if arguments.fsdp is not None:
@@ -368,7 +368,7 @@ def _sharding(arguments: argparse.Namespace) -> Sharding:
     return Sharding()
 
 
-def _write_report(folder: Path, plan: TrainingPlan) -> None:
+def _write_plan_report(folder: Path, plan: TrainingPlan) -> None:
     from adacc_hf.estimate.plan_report import remarks
     from adacc_hf.reports.report import write_report
 

@@ -73,7 +73,7 @@ that remain in one direction after encoding (PCI Express Base Specification: 8, 
 memory, 52 to 55 GB/s are reported for H100 SXM. Ranks that share a switch get less: `adacc plan --host-bandwidth`."""
 
 
-def _gpu(
+def _gpu_device(
     name: str,
     title: str,
     source: str,
@@ -102,7 +102,7 @@ _H100 = {"float32": 67, "float16": 989, "bfloat16": 989}
 _A100 = {"float32": 19.5, "float16": 312, "bfloat16": 312}
 
 _DEVICES = (
-    _gpu(
+    _gpu_device(
         "h100",
         "NVIDIA H100 SXM 80 GB",
         "NVIDIA H100 Tensor Core GPU data sheet",
@@ -112,7 +112,7 @@ _DEVICES = (
         _HOPPER_ATTENTION,
         pcie=5,
     ),
-    _gpu(
+    _gpu_device(
         "h200",
         "NVIDIA H200 SXM 141 GB",
         "NVIDIA H200 Tensor Core GPU data sheet",
@@ -122,9 +122,9 @@ _DEVICES = (
         _HOPPER_ATTENTION,
         pcie=5,
     ),
-    _gpu("a100", "NVIDIA A100 SXM 80 GB", "NVIDIA A100 Tensor Core GPU data sheet", 80, 2039, _A100),
-    _gpu("a100-40gb", "NVIDIA A100 SXM 40 GB", "NVIDIA A100 Tensor Core GPU data sheet", 40, 1555, _A100),
-    _gpu(
+    _gpu_device("a100", "NVIDIA A100 SXM 80 GB", "NVIDIA A100 Tensor Core GPU data sheet", 80, 2039, _A100),
+    _gpu_device("a100-40gb", "NVIDIA A100 SXM 40 GB", "NVIDIA A100 Tensor Core GPU data sheet", 40, 1555, _A100),
+    _gpu_device(
         "v100",
         "NVIDIA V100 SXM2 32 GB",
         "NVIDIA V100 Tensor Core GPU data sheet",
@@ -133,7 +133,7 @@ _DEVICES = (
         {"float32": 15.7, "float16": 125},
         pcie=3,
     ),
-    _gpu(
+    _gpu_device(
         "l4",
         "NVIDIA L4 24 GB",
         "NVIDIA L4 Tensor Core GPU data sheet",
@@ -141,7 +141,7 @@ _DEVICES = (
         300,
         {"float32": 30.3, "float16": 121, "bfloat16": 121},
     ),
-    _gpu(
+    _gpu_device(
         "rtx4090",
         "NVIDIA GeForce RTX 4090 24 GB",
         "NVIDIA Ada GPU Architecture white paper (float16 and bfloat16 with float32 accumulation)",
@@ -197,13 +197,16 @@ def measure_cpu() -> Device:
         source="measured here: products of 1024 x 1024 matrices, and a copy of 64 MiB",
         memory_bytes=psutil.virtual_memory().total,
         bandwidth_bytes=2 * _COPIED_BYTES / copied_ms * 1e3,
-        flops={str(dtype).removeprefix("torch."): _flops(dtype) for dtype in (torch.float32, torch.bfloat16)},
+        flops={
+            str(dtype).removeprefix("torch."): _measured_cpu_flops(dtype) for dtype in (torch.float32, torch.bfloat16)
+        },
         launch_ms=median_ms(lambda: one.add_(1), cpu),
         trace="cpu",
     )
 
 
-def _flops(dtype: torch.dtype) -> float:
+def _measured_cpu_flops(dtype: torch.dtype) -> float:
+    """Measure the floating-point rate of this CPU, for predictions of `adacc plan`."""
     import torch
 
     from adacc_hf.price.timing import median_ms

@@ -29,12 +29,12 @@ class FakeBackward:
 
     def on_gradient(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
         """Register a callback for the next `run`, to be called when the gradient of `tensor` is complete."""
-        key = ("leaf", id(tensor)) if tensor.grad_fn is None else _key(tensor.grad_fn)
+        key = ("leaf", id(tensor)) if tensor.grad_fn is None else _node_key(tensor.grad_fn)
         self._calls.setdefault((key, tensor.output_nr), []).append(call)
 
     def run(self, loss: torch.Tensor) -> None:
         """Run backward from `loss`: accumulate the gradients of all leaves. Detaches `loss` and frees its graph."""
-        backward_pass = _BackwardPass(graph_owner(loss), self._calls)
+        backward_pass = _FakeBackwardPass(graph_owner(loss), self._calls)
         self._calls = {}
         loss_gradient = torch.ones_like(loss)
         loss.detach_()
@@ -42,7 +42,7 @@ class FakeBackward:
             backward_pass.run(loss_gradient)
 
 
-class _BackwardPass:
+class _FakeBackwardPass:
     """State of one backward pass over fake tensors.
 
     The pass owns the graph, because a node frees its saved tensors only if no other object refers to the node.
@@ -60,7 +60,7 @@ class _BackwardPass:
 
     def run(self, loss_gradient: torch.Tensor) -> None:
         root, self._root = self._root, None
-        self._gradients[_key(root)] = [loss_gradient]
+        self._gradients[_node_key(root)] = [loss_gradient]
         self._make_ready(root)
         del root, loss_gradient
         while self._ready:
@@ -69,39 +69,39 @@ class _BackwardPass:
 
     def _make_ready(self, node: Any) -> None:
         # Accumulating nodes have priority, then the newest node. The number breaks ties without comparing nodes.
-        kind, number = _key(node)
+        kind, number = _node_key(node)
         heapq.heappush(self._ready, (float("-inf") if kind == "leaf" else -number, number, node))
 
     def _visit(self, node: Any) -> None:
-        key = _key(node)
+        key = _node_key(node)
         inputs = self._gradients.pop(key)
         for position, gradient in enumerate(inputs):
             if gradient is not None:
                 for call in self._calls.pop((key, position), ()):
                     call()
         if key[0] == "leaf":
-            _accumulate(node.variable, inputs[0])
+            _accumulate_gradient(node.variable, inputs[0])
             return
         owners = [node, *self._owners.pop(key, ())]
         with calling_node(node):  # hooks that unpack saved tensors ask for the current node
-            outputs = _apply(node, inputs)
+            outputs = _apply_node(node, inputs)
         inputs.clear()
         for position, (child, slot) in enumerate(node.next_functions):
             if child is not None:
                 if not owns_graph_node(child):
-                    self._owners.setdefault(_key(child), []).extend(owners)
+                    self._owners.setdefault(_node_key(child), []).extend(owners)
                 gradient, outputs[position] = outputs[position], None
                 self._pass_on(child, slot, gradient)
                 del gradient
 
     def _pass_on(self, child: Any, slot: int, gradient: torch.Tensor | None) -> None:
-        key = _key(child)
+        key = _node_key(child)
         metadata = input_metadata(child)
         inputs = self._gradients.setdefault(key, [None] * len(metadata))
         if gradient is not None:
             gradient = _match_metadata(gradient, metadata[slot])
             earlier, inputs[slot] = inputs[slot], None
-            inputs[slot] = gradient if earlier is None else _sum(earlier, gradient)
+            inputs[slot] = gradient if earlier is None else _gradient_sum(earlier, gradient)
         self._waiting[key] -= 1
         if self._waiting[key] > 0:
             return
@@ -114,63 +114,63 @@ class _BackwardPass:
                     self._pass_on(grandchild, position, None)
 
 
-def _key(node: Any) -> EdgeKey:
+def _node_key(node: Any) -> EdgeKey:
+    """Return the key of an autograd node of the fake backward."""
     variable = getattr(node, "variable", None)
     return ("node", sequence_number(node)) if variable is None else ("leaf", id(variable))
 
 
 def _count_edges(root: Any) -> dict[EdgeKey, int]:
-    """Return the number of incoming edges of each node of the graph."""
-    counts: dict[EdgeKey, int] = {_key(root): 0}
+    """Return the number of incoming edges of each node of the fake backward's graph."""
+    counts: dict[EdgeKey, int] = {_node_key(root): 0}
     stack = [root]
     while stack:
         for child, _ in stack.pop().next_functions:
             if child is not None:
-                key = _key(child)
+                key = _node_key(child)
                 if key not in counts:
                     stack.append(child)
                 counts[key] = counts.get(key, 0) + 1
     return counts
 
 
-def _apply(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run an autograd node on the gradients of its results, and return the gradients of its inputs."""
+def _apply_node(node: Any, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Run an autograd node of the fake backward on the gradients of its results. Return the gradients of its inputs."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        filled = [_zeros(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
+        filled = [_zero_gradient(m) if g is None else g for g, m in zip(gradients, input_metadata(node), strict=True)]
         result = node.apply(*filled)
     else:
         result = node(*gradients)
     return list(result) if isinstance(result, tuple) else [result]
 
 
-def _zeros(metadata: Any) -> torch.Tensor:
+def _zero_gradient(metadata: Any) -> torch.Tensor:
+    """Return zeros for an undefined gradient of the fake backward."""
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 def _match_metadata(gradient: torch.Tensor, metadata: Any) -> torch.Tensor:
-    """Return `gradient`, summed to the shape and cast to the dtype in `metadata`."""
+    """Return the fake `gradient`, summed to the shape and cast to the dtype in `metadata`."""
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     return gradient if gradient.dtype is metadata.dtype else gradient.to(metadata.dtype)
 
 
-def _sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients. Add in place if no other tensor uses the storage of `earlier`."""
+def _gradient_sum(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two fake gradients. Add in place if no other tensor uses the storage of `earlier`."""
     if _is_sole_owner(earlier):
         return earlier.add_(later)
     return earlier + later
 
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:
+    """Return True if no other fake tensor uses the storage of `tensor`, so that a gradient may be added in place."""
     storage = tensor.untyped_storage()
     return tensor.is_contiguous() and storage_use_count(storage) <= _SOLE_USE_COUNT
 
 
-def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add `gradient` to `variable.grad`.
-
-    The first gradient is assigned to `variable.grad`, without a copy if the strides match.
-    """
+def _accumulate_gradient(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Add a fake `gradient` to `variable.grad`. The first gradient is assigned, without a copy if the strides match."""
     if gradient is None:
         return
     if variable.grad is not None:
@@ -182,6 +182,7 @@ def _accumulate(variable: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 
 def _sole_use_count() -> int:
+    """Return the use count of a storage that only one tensor uses, as the limit for adding fake gradients in place."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return storage_use_count(storage)

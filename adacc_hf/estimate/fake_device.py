@@ -167,11 +167,11 @@ class _FusedAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is scaled_dot_product_attention and args[0].device.type == "cuda":
-            return _attention(*args, **(kwargs or {}))
+            return _gpu_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _attention(
+def _gpu_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -181,22 +181,22 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the attention kernel that torch uses on a GPU: flash, else memory-efficient, else unfused."""
+    """Call torch's attention kernel for a GPU on fake tensors: flash, else memory-efficient, else unfused."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         if attn_mask is not None and attn_mask.dtype is not torch.bool:
             attn_mask = attn_mask.to(dtype)
     if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_HEAD_DIM:
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+        return _flash_attention(query, key, value, dropout_p, is_causal, scale)
     if not enable_gqa or query.shape[1] == key.shape[1]:
-        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _efficient_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return attention_operator("math")(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
 
 
-def _flash(
+def _flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -204,6 +204,7 @@ def _flash(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
+    """Call torch's flash attention for a GPU on fake tensors."""
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
     padded = [pad(t, (0, -width % _ALIGNMENT)) if width % _ALIGNMENT else t for t in (query, key, value)]
@@ -211,7 +212,7 @@ def _flash(
     return kernel(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :width]
 
 
-def _efficient(
+def _efficient_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -220,6 +221,7 @@ def _efficient(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
+    """Call torch's memory-efficient attention for a GPU on fake tensors."""
     if attn_mask is not None:
         attn_mask = _bias_from_mask(attn_mask, query, key)
     kernel = attention_operator("efficient")
@@ -323,7 +325,7 @@ class _StorageObserver(TorchDispatchMode):
         if func.namespace == "prim" or func.is_view:
             return result
         input_keys: set[int] | None = None
-        for tensor in _tensors_in((result,)):
+        for tensor in _operator_tensors((result,)):
             # Tensors on meta take no memory on a real device either.
             if tensor.device.type == "meta":
                 continue
@@ -332,17 +334,17 @@ class _StorageObserver(TorchDispatchMode):
             if self._meter.has(key):
                 continue
             if input_keys is None:
-                inputs = (*_tensors_in(args), *_tensors_in(tuple(kwargs.values())))
+                inputs = (*_operator_tensors(args), *_operator_tensors(tuple(kwargs.values())))
                 input_keys = {storage_key(each.untyped_storage()) for each in inputs}
             if key not in input_keys:
                 self._meter.add(storage)
         return result
 
 
-def _tensors_in(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an operator's arguments or results. Operators nest tensors in lists and tuples only."""
+def _operator_tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Yield the fake tensors in an operator's arguments or results. Operators nest tensors in lists and tuples only."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
         elif isinstance(argument, (list, tuple)):
-            yield from _tensors_in(tuple(argument))
+            yield from _operator_tensors(tuple(argument))

@@ -84,7 +84,7 @@ class FakeMeasurement(Measurement):
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
         available = {
-            v.index for v in tape.values if v.source is not None and _is_external(v.source.place, v.overwritten)
+            v.index for v in tape.values if v.source is not None and _is_known_external(v.source.place, v.overwritten)
         }
         exact: set[int] = set()
         for operator in tape.operators:
@@ -113,7 +113,7 @@ class FakeMeasurement(Measurement):
             for value, names in codec_candidates(tape, config).items()
         }
         times = [self._operator_ms(operator, bases) for operator in tape.operators]
-        workspaces = [_workspace(operator) for operator in tape.operators]
+        workspaces = [_estimated_workspace(operator) for operator in tape.operators]
         return Prices(times, workspaces, codecs)
 
     def gradient_errors(
@@ -132,7 +132,9 @@ class FakeMeasurement(Measurement):
 
     def _options(self, tape: Tape, value: int, codecs: Sequence[Codec]) -> tuple[CodecOption, ...]:
         shape, dtype = encode_view(tape, value).geometry[0], tape.values[value].ref.dtype
-        suitable = [codec for codec in codecs if codec.supports(shape, dtype) and _accepts(codec, tape, value)]
+        suitable = [
+            codec for codec in codecs if codec.supports(shape, dtype) and _is_assumed_to_accept(codec, tape, value)
+        ]
         return tuple(self._option(codec, shape, dtype) for codec in suitable)
 
     def _option(self, codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> CodecOption:
@@ -145,7 +147,7 @@ class FakeMeasurement(Measurement):
             nbytes=nbytes,
             encode_ms=ms,
             decode_ms=ms,
-            error=0.0 if codec.lossless else _error_on_normal(codec.name, options),
+            error=0.0 if codec.lossless else _codec_error_on_normal(codec.name, options),
             lossless=codec.lossless,
         )
 
@@ -213,7 +215,7 @@ class FakeRngUse(RngUse):
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         may_draw = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in SUPPORTED_NAMESPACES
-        self._is_random = may_draw and _argument(func, args, kwargs, _PROBABILITIES) != 0
+        self._is_random = may_draw and _operator_argument(func, args, kwargs, _PROBABILITIES) != 0
 
     def happened(self) -> bool:
         return self._is_random
@@ -235,19 +237,22 @@ class SumOfTimes(TorchDispatchMode):
         return result
 
 
-def _workspace(operator: TapeOperator) -> int:
-    """Return the temporary bytes that a replay of the operator takes, in addition to the operator's results."""
+def _estimated_workspace(operator: TapeOperator) -> int:
+    """Return the temporary bytes that a replay of the operator on the device would take, in addition to the operator's
+    results."""
     # Replay of dropout allocates a placeholder of the input, and a result although only the mask is needed.
     blank_bytes = 0 if takes_device(operator) else 2 * sum(blank.nbytes for blank in operator.blanks())
     return blank_bytes + (NUMBER_BYTES if _has_number_argument(operator) else 0)
 
 
 def _has_number_argument(operator: TapeOperator) -> bool:
+    """Return True if an elementwise operator has a Python number as argument, for which replay makes a tensor."""
     is_pointwise = torch.Tag.pointwise in getattr(operator.target, "tags", ())
     return is_pointwise and any(isinstance(argument, (int, float)) for argument in operator.args)
 
 
-def _is_external(place: str, overwritten: bool) -> bool:
+def _is_known_external(place: str, overwritten: bool) -> bool:
+    """Return True if replay could read a value that existed before the recorded call, judged without real data."""
     return place != "unknown" and not overwritten
 
 
@@ -255,8 +260,8 @@ _PROBABILITIES = ("dropout_p", "p")
 """Names that operators give to the argument with the dropout probability."""
 
 
-def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the value of the first argument of `func` whose name is in `names`, or None if there is no such
+def _operator_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first argument of a fake call of `func` whose name is in `names`, or None if there is no such
     argument."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in names:
@@ -264,7 +269,7 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: t
     return None
 
 
-def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
+def _is_assumed_to_accept(codec: Codec, tape: Tape, value: int) -> bool:
     """Return True if the codec can be assumed to accept the value's data, which a fake tensor does not have.
 
     A codec for masks needs data with two distinct numbers. Only booleans and values computed from a Bernoulli sample
@@ -280,7 +285,8 @@ def _accepts(codec: Codec, tape: Tape, value: int) -> bool:
 
 
 @cache
-def _error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
+def _codec_error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> float:
+    """Return the codec's error on normally distributed numbers, an estimate for fake tensors."""
     with unset_fake_temporarily(), torch.device("cpu"):
         sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator("cpu").manual_seed(0))
         codec = get_codec(name, **dict(options) | ({"num_outliers": 0} if codec_type(name).keeps_outliers else {}))
@@ -304,7 +310,7 @@ def operator_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     if target.is_view or target.namespace == "prim" or target.overloadpacket in _ALLOCATE:
         return 0.0
     read_kwargs = {name: argument for name, argument in kwargs.items() if name != "out"}  # `out` is only written
-    tensors = [*_tensors((args, read_kwargs)), *_tensors(results)]
+    tensors = [*_operand_tensors((args, read_kwargs)), *_operand_tensors(results)]
     memory_ms = 1e3 * sum(map(_touched_bytes, tensors)) / device.bandwidth_bytes
     return max(memory_ms, _product_ms(device, target, args, kwargs, results)) + device.launch_ms
 
@@ -321,15 +327,15 @@ def _product_ms(device: Device, target: Any, args: tuple[Any, ...], kwargs: dict
     formula = _grouped_operations if is_grouped else flop_registry.get(_flop_equivalent(target))
     if formula is None:
         return 0.0
-    factors = _tensors((args, kwargs))[1 if target.overloadpacket in _MULTIPLY_ADD else 0 :]
+    factors = _operand_tensors((args, kwargs))[1 if target.overloadpacket in _MULTIPLY_ADD else 0 :]
     rate = device.flops.get(str(factors[0].dtype).removeprefix("torch."), device.flops["float32"])
     formula_args = [argument for argument in _expand_kv_heads(target, args) if not isinstance(argument, torch.dtype)]
     operations = formula(*formula_args, **kwargs, out_val=results)
     if "scaled_dot_product" in op_name(target):
         # Fused causal kernels skip the scores above the diagonal, except a strip whose share falls with the length.
-        operations *= 0.5 if _argument(target, args, kwargs, ("is_causal",)) else 1.0
+        operations *= 0.5 if _operator_argument(target, args, kwargs, ("is_causal",)) else 1.0
         rate *= device.attention_share
-    elif any(map(_is_unaligned, [*factors, *_tensors(results)])):
+    elif any(map(_is_unaligned, [*factors, *_operand_tensors(results)])):
         rate *= device.unaligned_share
     return 1e3 * operations / rate
 
@@ -353,7 +359,7 @@ _ROW_BYTES = 16
 
 
 def _is_unaligned(matrix: torch.Tensor) -> bool:
-    """Return True if `matrix` has 16-bit elements and some of its rows do not start at multiples of _ROW_BYTES."""
+    """Return True if a fake `matrix` has 16-bit elements, and some rows do not start at multiples of _ROW_BYTES."""
     if matrix.dim() < 2 or matrix.dtype.itemsize != 2:
         return False
     # One of the last two dimensions has a stride of 1. The stride of the other is the length of a row.
@@ -385,11 +391,12 @@ def _expand_kv_heads(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the distinct elements of `tensor`. Elements repeated by a stride of 0 count once."""
+    """Return the bytes of the distinct elements of a fake `tensor`. Elements repeated by a stride of 0 count once."""
     lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     return math.prod(lengths) * tensor.dtype.itemsize if tensor.numel() else 0
 
 
-def _tensors(tree: Any) -> Sequence[torch.Tensor]:
+def _operand_tensors(tree: Any) -> Sequence[torch.Tensor]:
+    """Return the fake tensors among the arguments or results of an operator."""
     leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

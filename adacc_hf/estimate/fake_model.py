@@ -270,7 +270,11 @@ class Thinning:
 
         A dropped block has the kind of the last block in its run of equal blocks.
         """
-        return {block.name: kinds.get(block.name, kinds[run[-1].name]) for run in _runs(self.blocks) for block in run}
+        return {
+            block.name: kinds.get(block.name, kinds[run[-1].name])
+            for run in _runs_of_blocks(self.blocks)
+            for block in run
+        }
 
     def _forward_bases(self, traced_bases: dict[str, int], cached_bytes: dict[str, int]) -> dict[str, int]:
         """Return the live bytes at the start of each block's forward.
@@ -280,7 +284,7 @@ class Thinning:
         """
         bases: dict[str, int] = {}
         extra_bytes = self.missing_bytes
-        for run in _runs(self.blocks):
+        for run in _runs_of_blocks(self.blocks):
             dropped = [block.name for block in run if block.name in self.dropped]
             traced = [block.name for block in run[len(dropped) :]]
             bytes_per_block = cached_bytes[dropped[0]] if dropped else 0
@@ -293,12 +297,12 @@ class Thinning:
             extra_bytes += len(dropped) * bytes_per_block
         return bases
 
-    def _backward_bases(self, traced_bases: dict[str, int]) -> _BackwardBases:
+    def _backward_bases(self, traced_bases: dict[str, int]) -> _FakeBackwardBases:
         """Return the live bytes at the start of each block's backward, computed from the live bytes at the traced
         blocks."""
         bases: dict[str, int] = {}
         gradient_bytes = 0
-        for run in reversed(_runs(self.blocks)):
+        for run in reversed(_runs_of_blocks(self.blocks)):
             names = [block.name for block in run]
             dropped = [name for name in names if name in self.dropped]
             first_traced = traced_bases[names[len(dropped)]]
@@ -309,11 +313,11 @@ class Thinning:
                 gradient_bytes += bytes_per_block
                 bases[name] = first_traced + self.missing_bytes + gradient_bytes
         in_order = {block.name: bases[block.name] for block in self.blocks}
-        return _BackwardBases(in_order, self.missing_bytes + gradient_bytes)
+        return _FakeBackwardBases(in_order, self.missing_bytes + gradient_bytes)
 
 
 @dataclass(frozen=True)
-class _BackwardBases:
+class _FakeBackwardBases:
     by_block: dict[str, int]
     """Live bytes at the start of each block's backward, in forward order of the blocks."""
     tail_extra_bytes: int
@@ -328,7 +332,7 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
     """
     types = getattr(getattr(model, "config", None), "layer_types", None)
     is_uniform = len(set(types or ())) < 2 and max(calls_per_block(b.name for b in profile.blocks).values()) == 1
-    runs = _runs(profile.blocks) if is_uniform else []
+    runs = _runs_of_blocks(profile.blocks) if is_uniform else []
     dropped = [block.name for run in runs for block in run[:-TRACED_PER_RUN]]
     modules = [model.get_submodule(name) for name in dropped]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -337,11 +341,11 @@ def plan_thinning(model: nn.Module, profile: Profile) -> Thinning:
 
 @contextmanager
 def thinned(model: nn.Module, thinning: Thinning) -> Iterator[None]:
-    """Remove the dropped blocks of `thinning` from `model` inside the `with` block."""
-    parents = [model.get_submodule(path) for path in {_parent(name) for name in thinning.dropped}]
+    """Remove the dropped blocks of `thinning` from `model` while the context is open."""
+    parents = [model.get_submodule(path) for path in {_parent_module(name) for name in thinning.dropped}]
     original_modules = [(parent, dict(modules_of(parent))) for parent in parents]
     for name in thinning.dropped:
-        del modules_of(model.get_submodule(_parent(name)))[name.rpartition(".")[2]]
+        del modules_of(model.get_submodule(_parent_module(name)))[name.rpartition(".")[2]]
     try:
         yield
     finally:
@@ -356,10 +360,11 @@ def _cached_bytes(profile: Profile, kind: int) -> int:
     return sum(value.nbytes for value in profile.kinds[kind].values if value.cached and value.producer is not None)
 
 
-def _parent(name: str) -> str:
+def _parent_module(name: str) -> str:
+    """Return the path of the module that contains the fake model's block `name`."""
     return name.rpartition(".")[0]
 
 
-def _runs(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
+def _runs_of_blocks(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
     """Return the runs of consecutive blocks that have the same kind and the same parent module."""
-    return [list(run) for _, run in groupby(blocks, key=lambda block: (_parent(block.name), block.kind))]
+    return [list(run) for _, run in groupby(blocks, key=lambda block: (_parent_module(block.name), block.kind))]

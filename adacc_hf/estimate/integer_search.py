@@ -37,11 +37,11 @@ def largest_fitting(excess: Callable[[int], int], start: int, limit: int, hints:
         stalls = stalls + 1 if 2 * (high - low) > previous_width else 0
         middle = (low + high) // 2
         end = min(high, MAX_GROWTH * low) if low else high
-        guess = middle if stalls > MAX_STALLS else _last_nonpositive(_interpolate(points, low, high), low, end)
+        guess = middle if stalls > MAX_STALLS else _last_nonpositive(_interpolated_excess(points, low, high), low, end)
     return low
 
 
-def _interpolate(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
+def _interpolated_excess(points: Mapping[int, int], low: int, high: int) -> Callable[[int], float]:
     """Return the polynomial through the points at `low` and `high` and the points with the smallest absolute excess.
 
     At most NUM_INTERPOLATED points are used. The interpolation uses Newton's divided differences.

@@ -67,8 +67,8 @@ def to_json(plan: TrainingPlan) -> dict[str, Any]:
 
 def to_text(plan: TrainingPlan) -> str:
     """Return the predictions of `adacc plan` as text: title, verdict, tables of methods and of memory, and notes."""
-    paragraphs = [fill(text, WIDTH) for text in (_title(plan), _verdict(plan), _expectation(plan))]
-    notes = [fill(note, WIDTH) for note in _notes(plan)]
+    paragraphs = [fill(text, WIDTH) for text in (_plan_title(plan), _plan_verdict(plan), _expected_memory(plan))]
+    notes = [fill(note, WIDTH) for note in _plan_notes(plan)]
     return "\n".join([*paragraphs, "", *_method_table(plan), "", *_memory_table(plan), "", *notes])
 
 
@@ -76,15 +76,15 @@ def remarks(plan: TrainingPlan) -> list[str]:
     """Return the first paragraphs of the HTML report of `adacc plan`: the settings, the verdict and the assumptions."""
     fallback = "The policy shown is full recomputation, because no policy fits the budget."
     return [
-        f"{_title(plan)}.",
-        f"{_verdict(plan)}.",
-        _expectation(plan),
+        f"{_plan_title(plan)}.",
+        f"{_plan_verdict(plan)}.",
+        _expected_memory(plan),
         *([] if plan.policy is not None else [fallback]),
-        " ".join(_notes(plan)),
+        " ".join(_plan_notes(plan)),
     ]
 
 
-def _title(plan: TrainingPlan) -> str:
+def _plan_title(plan: TrainingPlan) -> str:
     request, device = plan.request, plan.request.workload.device
     sharding = request.workload.sharding
     sharding_text = "" if sharding.method == "none" else f", {sharding.method} over {sharding.num_devices}"
@@ -96,7 +96,7 @@ def _title(plan: TrainingPlan) -> str:
     )
 
 
-def _verdict(plan: TrainingPlan) -> str:
+def _plan_verdict(plan: TrainingPlan) -> str:
     budget = format_bytes(plan.request.budget)
     adacc, plain = plan.forecasts["adacc"], plan.forecasts["plain"]
     if plain.fits:
@@ -111,7 +111,7 @@ def _verdict(plan: TrainingPlan) -> str:
     )
 
 
-def _expectation(plan: TrainingPlan) -> str:
+def _expected_memory(plan: TrainingPlan) -> str:
     """Return a sentence on the expected memory in use on the device.
 
     If the expected memory may exceed the device's memory, recommend a budget.
@@ -122,13 +122,13 @@ def _expectation(plan: TrainingPlan) -> str:
         return f"The peak counts live tensors: Python, its libraries and the allocator's caches come on top. {shape}"
     low, high = expected
     text = (
-        f"Expected on the device, {_chosen_method(plan)}: {format_bytes(low)} to {format_bytes(high)}. The peak counts "
+        f"Expected on the device, {_best_method(plan)}: {format_bytes(low)} to {format_bytes(high)}. The peak counts "
         f"live tensors. 8 of 10 published measurements were {MEASURED_SHARE[0]} to {MEASURED_SHARE[1]} times the "
         f"prediction (fragments of the allocator, temporary tensors of kernels), and the CUDA context takes up to "
         f"{format_bytes(CONTEXT_BYTES)}. {shape}"
     )
     memory_bytes = plan.request.workload.device.memory_bytes
-    if high <= memory_bytes or not plan.forecasts[_chosen_method(plan)].fits:
+    if high <= memory_bytes or not plan.forecasts[_best_method(plan)].fits:
         return text
     safe_bytes = (memory_bytes - CONTEXT_BYTES) / MEASURED_SHARE[1]
     return (
@@ -142,12 +142,13 @@ def expected_bytes(plan: TrainingPlan) -> tuple[int, int] | None:
     context."""
     if plan.request.workload.device.trace == "cpu":
         return None
-    peak_bytes = plan.forecasts[_chosen_method(plan)].peak_bytes
+    peak_bytes = plan.forecasts[_best_method(plan)].peak_bytes
     low, high = (round(share * peak_bytes) for share in MEASURED_SHARE)
     return low, high + CONTEXT_BYTES
 
 
-def _chosen_method(plan: TrainingPlan) -> str:
+def _best_method(plan: TrainingPlan) -> str:
+    """Return the method for which `adacc plan` predicts the memory in use."""
     return "plain" if plan.forecasts["plain"].fits else "adacc"
 
 
@@ -159,17 +160,17 @@ def _method_table(plan: TrainingPlan) -> list[str]:
         ("", *plan.forecasts),
         ("fits", *("yes" if forecast.fits else "no" for forecast in forecasts)),
         ("peak", *(format_bytes(forecast.peak_bytes) for forecast in forecasts)),
-        ("reserved", *(_optional_bytes(forecast.reserved_bytes) for forecast in forecasts)),
-        ("step", *(_ratio(forecast.step_ms, 1, "{:.1f} ms") for forecast in forecasts)),
-        ("of plain's time", *(_ratio(forecast.step_ms, plain_ms) for forecast in forecasts)),
-        ("of recomputation's", *(_ratio(forecast.step_ms, full_ms) for forecast in forecasts)),
-        ("largest batch", *(_count(forecast.largest_batch) for forecast in forecasts)),
+        ("reserved", *(_plan_bytes(forecast.reserved_bytes) for forecast in forecasts)),
+        ("step", *(_plan_ratio(forecast.step_ms, 1, "{:.1f} ms") for forecast in forecasts)),
+        ("of plain's time", *(_plan_ratio(forecast.step_ms, plain_ms) for forecast in forecasts)),
+        ("of recomputation's", *(_plan_ratio(forecast.step_ms, full_ms) for forecast in forecasts)),
+        ("largest batch", *(_plan_count(forecast.largest_batch) for forecast in forecasts)),
         (
             "longest sequence",
-            *(_length(forecast.longest_seq_len, plan.request.longest_seq_len) for forecast in forecasts),
+            *(_plan_length(forecast.longest_seq_len, plan.request.longest_seq_len) for forecast in forecasts),
         ),
     ]
-    return _table(rows)
+    return _plan_table(rows)
 
 
 def _memory_table(plan: TrainingPlan) -> list[str]:
@@ -190,10 +191,10 @@ def _memory_table(plan: TrainingPlan) -> list[str]:
     peaks = {f"peak: {phase}": nbytes for phase, nbytes in plan.phases.items()}
     rows = [("memory per device", "")] + [(name, format_bytes(n)) for name, n in bytes_by_part.items() if n]
     rows += [(f"step under {method}", "")] + [(name, format_bytes(n)) for name, n in peaks.items()]
-    return _table(rows)
+    return _plan_table(rows)
 
 
-def _notes(plan: TrainingPlan) -> list[str]:
+def _plan_notes(plan: TrainingPlan) -> list[str]:
     workload = plan.request.workload
     notes = [f"Rates: {workload.device.source}.", *ASSUMPTIONS]
     if any(
@@ -235,26 +236,32 @@ def _host_note(plan: TrainingPlan) -> str:
     )
 
 
-def _count(number: int | None) -> str:
+def _plan_count(number: int | None) -> str:
+    """Return a number in the output of `adacc plan`, "-" if the number is not predicted."""
     return "-" if number is None else str(number)
 
 
-def _length(number: int | None, limit: int | None) -> str:
-    return f"{number} (the model's limit)" if number is not None and number == limit else _count(number)
+def _plan_length(number: int | None, limit: int | None) -> str:
+    """Return a predicted length in the output of `adacc plan`, marked if it equals the model's `limit`."""
+    return f"{number} (the model's limit)" if number is not None and number == limit else _plan_count(number)
 
 
-def _optional_bytes(num_bytes: int | None) -> str:
+def _plan_bytes(num_bytes: int | None) -> str:
+    """Return bytes in the output of `adacc plan`, "-" if the bytes are not predicted."""
     return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
-def _ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:
+def _plan_ratio(ms: float | None, reference_ms: float | None, form: str = "{:.3f}") -> str:
+    """Return a ratio of predicted times in the output of `adacc plan`, "-" without a prediction."""
     return "-" if ms is None or reference_ms is None else form.format(ms / reference_ms)
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _plan_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return a table in the output of `adacc plan` as lines of aligned text."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
+    return ["  ".join(_plan_cell(n, cell, widths[n]) for n, cell in enumerate(row)).rstrip() for row in rows]
 
 
-def _cell(column: int, text: str, width: int) -> str:
+def _plan_cell(column: int, text: str, width: int) -> str:
+    """Return a cell of a table in the output of `adacc plan`, padded to its column."""
     return f"{text:{width}}" if column == 0 else f"{text:>{width}}"

@@ -118,7 +118,7 @@ def training_profile(request: Request) -> tuple[StaticMemory, Profile]:
     `plan`.
     """
     with fake_model(request.workload) as model:
-        planner = _Planner(request, model)
+        planner = _TrainingPlanner(request, model)
         return planner.static, planner.profile()
 
 
@@ -139,7 +139,7 @@ def largest_batches(request: Request, methods: Sequence[str]) -> dict[str, int]:
     batch is 0 if no batch fits. Raises the same errors as `plan`.
     """
     with fake_model(request.workload) as model:
-        return _Planner(request, model).largest_batches(methods)
+        return _TrainingPlanner(request, model).largest_batches(methods)
 
 
 def plan(request: Request) -> TrainingPlan:
@@ -150,10 +150,10 @@ def plan(request: Request) -> TrainingPlan:
     """
     log.info("building %s without memory", request.model)
     with fake_model(request.workload) as model:
-        return _Planner(request, model).plan()
+        return _TrainingPlanner(request, model).plan()
 
 
-class _Planner:
+class _TrainingPlanner:
     """Predictions for one request, with the fake model and the profiles of the batch shapes traced so far."""
 
     def __init__(self, request: Request, model: FakeModel) -> None:
@@ -179,7 +179,7 @@ class _Planner:
         )
         profile = self.profile()
         log.info("solving for a policy within %s", format_bytes(request.budget))
-        policy, peak_bytes, bound_bytes = _solve(profile, request.budget, request.workload.adacc)
+        policy, peak_bytes, bound_bytes = _solve_forecast(profile, request.budget, request.workload.adacc)
         log.info("simulating torch's allocator")
         forecasts = self._forecasts(profile, policy, peak_bytes)
         if request.find_largest and request.profile is None:
@@ -193,7 +193,7 @@ class _Planner:
             policy=policy,
             bound_bytes=bound_bytes,
             forecasts=forecasts,
-            phases=_phases(_fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
+            phases=_phase_peaks(_fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
         )
 
     def _add_traced(self, profile: Profile) -> None:
@@ -373,6 +373,7 @@ def _fully_recomputed(profile: Profile) -> Outcome:
 
 
 def _reserved_bytes(request: Request, model: FakeModel, is_checkpointed: bool) -> int | None:
+    """Predict the memory that the caching allocator reserves on the GPU, or return None if that cannot be predicted."""
     if request.workload.sharding.method != "none" or request.workload.trace == "cpu" or request.profile is not None:
         return None
     return reserved_bytes(
@@ -409,8 +410,8 @@ def _check_profile(request: Request, model: FakeModel) -> None:
         )
 
 
-def _solve(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
-    """Return (policy, peak of the policy, None) for a policy within `budget`.
+def _solve_forecast(profile: Profile, budget: int, config: AdaccConfig) -> tuple[Policy | None, int, int | None]:
+    """Return (policy, peak of the policy, None) for a policy of a fake model within `budget`.
 
     If no policy fits, return (None, smallest feasible budget, lower bound of all peaks).
     """
@@ -429,8 +430,8 @@ def plain_ms(profile: Profile) -> float:
     return profile.step_ms - uniform_policy(profile, "recompute").predicted_overhead_ms
 
 
-def _phases(outcome: Outcome) -> dict[str, int]:
-    """Return the peak of live bytes in each phase of the step."""
+def _phase_peaks(outcome: Outcome) -> dict[str, int]:
+    """Return the predicted peak of live bytes in each phase of the step."""
     phases: dict[str, int] = {}
     for label, live in outcome.timeline:
         name = {"forward": "forward of the blocks", "backward": "backward of the blocks"}.get(label.split()[0], label)
@@ -439,4 +440,5 @@ def _phases(outcome: Outcome) -> dict[str, int]:
 
 
 def _trained_bytes(module: nn.Module) -> int:
+    """Return the bytes of the trained parameters in a module of the fake model."""
     return distinct_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)

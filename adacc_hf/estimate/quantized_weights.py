@@ -71,7 +71,7 @@ def quantize_linear_layers(model: PreTrainedModel, quantization: Quantization) -
 
 
 class QuantizedLinear(nn.Linear):
-    """Linear layer with a frozen weight of 4 bits, two weights in each byte."""
+    """Linear layer of a fake model with a frozen weight of 4 bits, two weights in each byte."""
 
     scales: Tensor
     nested_scales: Tensor
@@ -97,7 +97,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer("offset", torch.zeros((), device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        product: Tensor = _Product.apply(hidden, self)
+        product: Tensor = _QuantizedProduct.apply(hidden, self)
         return product.to(hidden.dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -120,7 +120,7 @@ def _(codes: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Te
     return torch.empty(shape, dtype=dtype, device=codes.device)
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedProduct(torch.autograd.Function):
     """Product with a 4-bit weight. Forward and backward each dequantize the weight, and free the result after use."""
 
     @staticmethod

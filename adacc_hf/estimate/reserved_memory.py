@@ -44,7 +44,7 @@ def reserved_bytes(
     state: list[torch.Tensor] = []  # keeps the optimizer's state alive
     with ExitStack() as stack:
         if is_checkpointed:
-            stack.enter_context(_checkpointed(model))
+            stack.enter_context(_checkpointed_fake_blocks(model))
         stack.enter_context(meter)
         for _ in range(STEPS):
             if meter.can_repeat:
@@ -58,7 +58,7 @@ def reserved_bytes(
             del loss, batch
             if not state:
                 with meter.not_recorded():
-                    state = [part for p in trained for part in _allocate(state_bytes(optimizer, p), p)]
+                    state = [part for p in trained for part in _allocate_state(state_bytes(optimizer, p), p)]
             _allocate_update_temporaries(optimizer, trained)
             if not keeps_gradients:
                 module.zero_grad(set_to_none=True)
@@ -72,21 +72,19 @@ def _allocate_update_temporaries(optimizer: str, trained: Sequence[torch.Tensor]
     """Allocate the temporaries of the optimizer's step, and free them when this function returns."""
     remaining_bytes, temporaries = update_bytes(optimizer, trained), []
     for parameter in trained:
-        nbytes = min(remaining_bytes, _nbytes(parameter))
+        nbytes = min(remaining_bytes, _tensor_nbytes(parameter))
         remaining_bytes -= nbytes
-        temporaries += _allocate(nbytes, parameter)
+        temporaries += _allocate_state(nbytes, parameter)
 
 
-def _allocate(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return new tensors of `nbytes` in total.
-
-    Each tensor has the size of `parameter`, but the last tensor may be smaller.
-    """
-    sizes = [min(_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _nbytes(parameter))]
+def _allocate_state(nbytes: int, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Allocate `nbytes` in the simulated allocator, as tensors of the size of `parameter`. The last may be smaller."""
+    sizes = [min(_tensor_nbytes(parameter), nbytes - offset) for offset in range(0, nbytes, _tensor_nbytes(parameter))]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def _tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a fake tensor's elements."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
@@ -151,10 +149,10 @@ class AllocatorMeter(FakeMemoryMeter):
 
 
 @contextmanager
-def _checkpointed(model: FakeModel) -> Iterator[None]:
-    """Checkpoint each block of a fake model inside the `with` block, as torch's checkpoint does."""
+def _checkpointed_fake_blocks(model: FakeModel) -> Iterator[None]:
+    """Checkpoint each block of a fake model while the context is open, as torch's checkpoint does."""
     for block in model.blocks:
-        block.forward = _Checkpoint(model, block.forward)
+        block.forward = _FakeCheckpoint(model, block.forward)
     try:
         yield
     finally:
@@ -166,7 +164,7 @@ class _RecomputedError(Exception):
     """Signal that ends a recomputation early, when all tensors that backward needs are recomputed."""
 
 
-class _Checkpoint:
+class _FakeCheckpoint:
     """Checkpointed forward of a block of fake tensors. Backward runs the forward again, up to the last tensor that
     autograd saves."""
 
@@ -233,8 +231,8 @@ _SEGMENT_UNIT = 2 * 2**20
 """Unit in bytes of the sizes of segments for large blocks."""
 
 
-class _Block:
-    """Contiguous part of a segment of reserved memory, with references to the adjacent parts of the segment."""
+class _SegmentBlock:
+    """Contiguous part of a segment of reserved memory, linked with the adjacent parts of the segment."""
 
     __slots__ = ("is_small", "next", "number", "previous", "size")
 
@@ -242,8 +240,8 @@ class _Block:
         self.number = number
         self.size = size
         self.is_small = is_small
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
+        self.previous: _SegmentBlock | None = None
+        self.next: _SegmentBlock | None = None
 
 
 class CachingAllocator:
@@ -255,8 +253,8 @@ class CachingAllocator:
         self.most_reserved_bytes = 0
         """Peak of the reserved bytes."""
         self._reserved_bytes = 0
-        self._allocated: dict[Hashable, _Block] = {}
-        self.free_blocks: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._allocated: dict[Hashable, _SegmentBlock] = {}
+        self.free_blocks: dict[bool, list[tuple[int, int, _SegmentBlock]]] = {True: [], False: []}
         """Free blocks of the small pool (True) and the large pool (False), sorted by size, then by age."""
         self._free_numbers: set[int] = set()
         """Numbers of the free blocks."""
@@ -288,10 +286,10 @@ class CachingAllocator:
             if neighbour is not None and neighbour.number in self._free_numbers:
                 self._remove_from_pool(neighbour)
                 first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
-                block = _merge(first, second)
+                block = _merge_segment_blocks(first, second)
         self._add_to_pool(block)
 
-    def _take_best_fit(self, size: int, is_small: bool) -> _Block | None:
+    def _take_best_fit(self, size: int, is_small: bool) -> _SegmentBlock | None:
         """Remove the smallest free block of at least `size` bytes from its pool, and return the block.
 
         Return None if no free block is large enough.
@@ -304,7 +302,7 @@ class CachingAllocator:
         self._remove_from_pool(block)
         return block
 
-    def _new_segment(self, size: int, is_small: bool) -> _Block:
+    def _new_segment(self, size: int, is_small: bool) -> _SegmentBlock:
         if is_small:
             segment = _SMALL_SEGMENT
         elif size < _MIN_LARGE_BLOCK:
@@ -325,11 +323,11 @@ class CachingAllocator:
                     self._remove_from_pool(block)
                     self._reserved_bytes -= block.size
 
-    def _new_block(self, size: int, is_small: bool) -> _Block:
+    def _new_block(self, size: int, is_small: bool) -> _SegmentBlock:
         self._num_blocks += 1
-        return _Block(self._num_blocks, size, is_small)
+        return _SegmentBlock(self._num_blocks, size, is_small)
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: _SegmentBlock, size: int) -> None:
         rest = self._new_block(block.size - size, block.is_small)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
@@ -337,18 +335,18 @@ class CachingAllocator:
         block.next, block.size = rest, size
         self._add_to_pool(rest)
 
-    def _add_to_pool(self, block: _Block) -> None:
+    def _add_to_pool(self, block: _SegmentBlock) -> None:
         self._free_numbers.add(block.number)
         insort(self.free_blocks[block.is_small], (block.size, block.number, block))
 
-    def _remove_from_pool(self, block: _Block) -> None:
+    def _remove_from_pool(self, block: _SegmentBlock) -> None:
         self._free_numbers.remove(block.number)
         pool = self.free_blocks[block.is_small]
         del pool[bisect_left(pool, (block.size, block.number))]
 
 
-def _merge(first: _Block, second: _Block) -> _Block:
-    """Merge block `second` into `first`, the adjacent block before `second`. Return `first`."""
+def _merge_segment_blocks(first: _SegmentBlock, second: _SegmentBlock) -> _SegmentBlock:
+    """Merge the block `second` of a reserved segment into `first`, the adjacent block before. Return `first`."""
     first.size += second.size
     first.next = second.next
     if second.next is not None:

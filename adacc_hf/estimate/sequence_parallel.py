@@ -66,14 +66,14 @@ def shared_sequences(num_ranks: int) -> Iterator[None]:
         yield
         return
     attention = ALL_ATTENTION_FUNCTIONS[SDPA]
-    ALL_ATTENTION_FUNCTIONS[SDPA] = _exchanging(attention, num_ranks)
+    ALL_ATTENTION_FUNCTIONS[SDPA] = _exchanging_attention(attention, num_ranks)
     try:
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS[SDPA] = attention
 
 
-def _exchanging(attention: Callable[..., Any], num_ranks: int) -> Callable[..., Any]:
+def _exchanging_attention(attention: Callable[..., Any], num_ranks: int) -> Callable[..., Any]:
     """Return a function like `attention`, whose arguments and result hold a rank's part of the sequences."""
 
     def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:

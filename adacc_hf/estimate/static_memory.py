@@ -121,16 +121,20 @@ class StaticMemory:
 
 
 @dataclass(frozen=True)
-class _Optimizer:
+class _OptimizerBytes:
+    """Static memory of an optimizer, for predictions without a device."""
+
     state_bytes: Callable[[torch.Tensor], int]
     update_bytes: Callable[[Sequence[torch.Tensor]], int]
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def _state_nbytes(tensor: torch.Tensor) -> int:
+    """Return the predicted bytes of one optimizer state in the dtype of `tensor`."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
-def _int8_bytes(tensor: torch.Tensor) -> int:
+def _int8_state_bytes(tensor: torch.Tensor) -> int:
+    """Return the predicted bytes of one optimizer state in bitsandbytes' 8 bits."""
     if tensor.numel() < _INT8_MIN_ELEMENTS:
         return FLOAT32_BYTES * tensor.numel()
     return tensor.numel() + FLOAT32_BYTES * -(-tensor.numel() // _INT8_BLOCK)
@@ -144,21 +148,24 @@ def _factored_bytes(tensor: torch.Tensor) -> int:
     return FLOAT32_BYTES * (rows + columns)
 
 
-def _no_bytes(_: Sequence[torch.Tensor]) -> int:
+def _no_state_bytes(_: Sequence[torch.Tensor]) -> int:
+    """Return 0, the temporary bytes in the step of an optimizer that needs none."""
     return 0
 
 
 COMPACT = "compact"
 _OPTIMIZERS = {
-    "adamw": _Optimizer(lambda p: 2 * _nbytes(p), _no_bytes),
-    "adamw_foreach": _Optimizer(lambda p: 2 * _nbytes(p), lambda ps: sum(map(_nbytes, ps))),
-    "adamw_8bit": _Optimizer(lambda p: 2 * _int8_bytes(p), _no_bytes),
-    "lion": _Optimizer(_nbytes, _no_bytes),
-    "lion_8bit": _Optimizer(_int8_bytes, _no_bytes),
-    "adafactor": _Optimizer(_factored_bytes, lambda ps: 2 * FLOAT32_BYTES * max((p.numel() for p in ps), default=0)),
-    COMPACT: _Optimizer(lambda p: 2 * _nbytes(p), lambda ps: 2 * sum(map(_nbytes, ps))),
-    "sgd": _Optimizer(lambda p: 0, _no_bytes),
-    "sgd_momentum": _Optimizer(_nbytes, _no_bytes),
+    "adamw": _OptimizerBytes(lambda p: 2 * _state_nbytes(p), _no_state_bytes),
+    "adamw_foreach": _OptimizerBytes(lambda p: 2 * _state_nbytes(p), lambda ps: sum(map(_state_nbytes, ps))),
+    "adamw_8bit": _OptimizerBytes(lambda p: 2 * _int8_state_bytes(p), _no_state_bytes),
+    "lion": _OptimizerBytes(_state_nbytes, _no_state_bytes),
+    "lion_8bit": _OptimizerBytes(_int8_state_bytes, _no_state_bytes),
+    "adafactor": _OptimizerBytes(
+        _factored_bytes, lambda ps: 2 * FLOAT32_BYTES * max((p.numel() for p in ps), default=0)
+    ),
+    COMPACT: _OptimizerBytes(lambda p: 2 * _state_nbytes(p), lambda ps: 2 * sum(map(_state_nbytes, ps))),
+    "sgd": _OptimizerBytes(lambda p: 0, _no_state_bytes),
+    "sgd_momentum": _OptimizerBytes(_state_nbytes, _no_state_bytes),
 }
 """Bytes of state per parameter, and bytes of temporaries of one step, for each optimizer.
 
@@ -209,13 +216,15 @@ def static_memory(
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # CompAct's cores are left out: between steps a core is a single number, expanded to the core's shape.
-    allocated = [parameter for parameter in parameters if parameter.untyped_storage().nbytes() >= _nbytes(parameter)]
-    updated = _float32(trained) if master_weights else trained
+    allocated = [
+        parameter for parameter in parameters if parameter.untyped_storage().nbytes() >= _state_nbytes(parameter)
+    ]
+    updated = _float32_on_meta(trained) if master_weights else trained
     state = sum(map(rule.state_bytes, updated))
-    masters = sum(map(_nbytes, updated)) if master_weights and sharding.is_deepspeed else 0
+    masters = sum(map(_state_nbytes, updated)) if master_weights and sharding.is_deepspeed else 0
     is_float32 = master_weights and not sharding.is_deepspeed
-    weights = sum(map(_nbytes, _float32(allocated) if is_float32 else allocated))
-    gradients = sum(map(_nbytes, updated if is_float32 else trained))
+    weights = sum(map(_state_nbytes, _float32_on_meta(allocated) if is_float32 else allocated))
+    gradients = sum(map(_state_nbytes, updated if is_float32 else trained))
     bucket_bytes = _REDUCE_BUCKET_ELEMENTS * trained[0].dtype.itemsize if trained else 0
     reduce_bytes = sharding.num_reduce_buckets * bucket_bytes
     return StaticMemory(
@@ -230,7 +239,7 @@ def static_memory(
     )
 
 
-def _float32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _float32_on_meta(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the same shapes in float32, on meta."""
     import torch
 
@@ -247,4 +256,5 @@ def _unsharded_bytes(parameters: Sequence[torch.Tensor], blocks: Sequence[nn.Mod
 
 
 def _shard_bytes(nbytes: int, num_shards: int) -> int:
+    """Return the predicted bytes of one rank's part of a sharded tensor."""
     return -(-nbytes // num_shards)

@@ -103,7 +103,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needed = list(ctx.needs_input_grad[:3])
         with torch.autocast(rows.device.type, enabled=False):
-            ctx.gradients, total = _forward(rows, weight, bias, target, ignore_index, dtype, num_rows, needed)
+            ctx.gradients, total = _forward_in_chunks(rows, weight, bias, target, ignore_index, dtype, num_rows, needed)
         return total
 
     @staticmethod
@@ -120,7 +120,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*(None if g is None else g.mul_(gradient) for g in gradients), None, None, None, None)
 
 
-def _forward(
+def _forward_in_chunks(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -147,7 +147,7 @@ def _forward(
         inputs, labels = rows[chunk].to(dtype), target[chunk]
         is_counted = (labels != ignore_index).unsqueeze(-1)
         labels = labels.unsqueeze(-1).where(is_counted, 0)
-        outputs = F.log_softmax(_logits(inputs, cast_weight, cast_bias), -1, dtype=wide)
+        outputs = F.log_softmax(_chunk_logits(inputs, cast_weight, cast_bias), -1, dtype=wide)
         total -= outputs.gather(-1, labels).where(is_counted, 0).sum()
         if not any(needed):
             continue
@@ -168,7 +168,7 @@ def _forward(
     return gradients, total
 
 
-def _logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _chunk_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the logits of one chunk. If rows would not be aligned in memory, columns of -inf are appended.
 
     The softmax of the padding is 0, so no sum changes. With fewer than COLUMNS classes, the logits are not padded,

@@ -129,7 +129,7 @@ class LazyLogits(Tensor):
         sources: tuple[Tensor, ...],
     ) -> LazyLogits:
         """Create lazy logits. `recompute(*sources)` computes the logits again for a backward through C++ code."""
-        lazy = _Placeholder.apply(recompute, shape, dtype, *sources)
+        lazy = _LazyPlaceholder.apply(recompute, shape, dtype, *sources)
         lazy.call, lazy.rows, lazy.compute, lazy.real_logits = call, rows, compute, None
         return lazy
 
@@ -137,7 +137,9 @@ class LazyLogits(Tensor):
         """Return the real tensor, computed at the first call."""
         if self.real_logits is None:
             with torch.enable_grad():
-                self.real_logits = _Values.apply(self.compute(), self) if self.is_function_output else self.compute()
+                self.real_logits = (
+                    _ComputedLogits.apply(self.compute(), self) if self.is_function_output else self.compute()
+                )
         return self.real_logits
 
     def as_function_output(self) -> LazyLogits:
@@ -167,7 +169,7 @@ class LazyLogits(Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, LazyLogits) and first.real_logits is None:
-            if func is Tensor.register_hook and _is_of_deepspeed(*args[1:], **kwargs):
+            if func is Tensor.register_hook and _is_hook_of_deepspeed(*args[1:], **kwargs):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _UNSUPPORTED:
@@ -176,7 +178,7 @@ class LazyLogits(Tensor):
                     f'loss is computed without the full logits; set AdaccConfig(head="plain")'
                 )
             handlers = _LAZY if not first.is_function_output else {Tensor.clone: _clone}
-            result = handlers.get(func, _not_lazy)(first, *args[1:], **kwargs)
+            result = handlers.get(func, _not_lazy_logits)(first, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
         return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs))
@@ -186,12 +188,12 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # called by autograd for an output of `_Placeholder`
+        if func is torch.ops.aten.detach.default:  # called by autograd for an output of `_LazyPlaceholder`
             return args[0]
         return func(*tree_map(_materialize_detached, args), **tree_map(_materialize_detached, kwargs or {}))
 
 
-class _Placeholder(torch.autograd.Function):
+class _LazyPlaceholder(torch.autograd.Function):
     """Autograd function that creates lazy logits. The backward computes the gradients of rows, weight and bias.
 
     Lazy logits get a gradient only if C++ code uses lazy logits as an input, for example in DDP or another autograd
@@ -232,7 +234,7 @@ def _free_sources(ctx: Any) -> None:
         ctx.recompute, ctx.sources = None, ()
 
 
-class _Values(torch.autograd.Function):
+class _ComputedLogits(torch.autograd.Function):
     """Autograd function that returns computed logits, but passes their gradient to the lazy logits in the graph."""
 
     @staticmethod
@@ -245,22 +247,25 @@ class _Values(torch.autograd.Function):
 
 
 def _materialize(leaf: Any) -> Any:
+    """Compute the logits if `leaf` is lazy."""
     return leaf.materialize() if isinstance(leaf, LazyLogits) else leaf
 
 
 def _materialize_detached(leaf: Any) -> Any:
+    """Compute the logits if `leaf` is lazy, and detach them from the graph."""
     return leaf.materialize().detach() if isinstance(leaf, LazyLogits) else leaf
 
 
-def _is_of_deepspeed(hook: Any) -> bool:
-    """Return True for the hook that DeepSpeed puts on a model's outputs.
+def _is_hook_of_deepspeed(hook: Any) -> bool:
+    """Return True for the hook that DeepSpeed puts on the outputs of a model, and that would compute lazy logits.
 
     The hook can be ignored, because DeepSpeed also puts the hook on the loss.
     """
     return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")  # a builtin method has None
 
 
-def _not_lazy(*args: Any, **kwargs: Any) -> Any:
+def _not_lazy_logits(*args: Any, **kwargs: Any) -> Any:
+    """Return NotImplemented, for functions that need computed logits."""
     return NotImplemented
 
 

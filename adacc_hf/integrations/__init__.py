@@ -1,1 +1,1 @@
-"""Adapters of AdaccSession and AdaccCallback for other frameworks. Each module needs the framework's package."""
+"""AdaccSession and AdaccCallback in other frameworks: Lightning, axolotl, ms-swift."""

@@ -31,6 +31,7 @@ class CheckedSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check(cls, settings: Any) -> Any:
+        """Check Adacc's settings in axolotl's configuration."""
         config_of(settings)
         refuse_offloading(settings)
         return settings

@@ -105,7 +105,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
 
     def _resumes(self, session: AdaccSession) -> bool:
         """Load the checkpoint's files into the session. Return True if the run begins with the checkpoint's policy."""
-        if self._is_solved or not self._files:
+        if self._is_policy_given or not self._files:
             return False
         with TemporaryDirectory(prefix="adacc_hf-") as folder:
             for name, content in self._files.items():

@@ -1,1 +1,1 @@
-"""Profiles: recorded blocks, times of operators, codecs of activations, memory of a step, and the cache of times."""
+"""Profiles: records a model's blocks to measure operators, codecs and the memory of a step; the cache of prices."""

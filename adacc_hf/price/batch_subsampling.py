@@ -142,7 +142,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
         lengths = {name: length for name, length in lengths.items() if length == text_length}
     is_text = bool(lengths) and all(n > 1 for n in lengths.values())
     has_features = uncut_tokens > 0 or any(len(shape.size) > 2 for shape in shapes)
-    second_texts = {name for name in lengths if has_pairs and _is_of_decoder(name)}
+    second_texts = {name for name in lengths if has_pairs and _is_decoder_tensor(name)}
     if len(set(lengths.values())) > 1 and "labels" in lengths:
         second_texts |= {name for name in lengths if lengths[name] == lengths["labels"]}
     if second_texts == lengths.keys():  # the model reads no text, but features of audio or an image
@@ -194,7 +194,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
             return uncut_tokens + max(1, (length - uncut_tokens) * eighths // 8)
         if not with_alignment:
             return max(1 + eighths, length * eighths // 8)
-        return _shortened(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
+        return _shortened_length(length, eighths, has_many or length >= (3 if num_samples > 2 else 8) * ALIGNED)
 
     alignments = [True] * len(lists)
     # Only tapes of a GPU depend on the alignment. The aligned lengths of a text of up to 80 tokens are not distinct.
@@ -220,7 +220,7 @@ def small_parts(batch: Batch, uncut_tokens: int = 0, has_pairs: bool = False) ->
     return [[batch.resized(after) for after in sorted(parts, key=num_elements)] for parts in cut_shapes]
 
 
-def _shortened(length: int, eighths: int, is_aligned: bool) -> int:
+def _shortened_length(length: int, eighths: int, is_aligned: bool) -> int:
     """Return about `eighths` / 8 of `length`.
 
     If `is_aligned`, an aligned length stays aligned, and a GPU runs the same tape for both lengths. The codecs that
@@ -251,16 +251,16 @@ def profiled_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     are too short and the batch has at most two samples, yield nothing.
     """
     num_samples, few_samples = batch.num_samples, min(2, batch.num_samples)
-    if not _can_be_shorter(batch.lengths, is_pair):
+    if not _can_shorten_sequences(batch.lengths, is_pair):
         if few_samples < num_samples:
-            yield _cut(batch, few_samples, None, is_pair)
+            yield _cut_batch(batch, few_samples, None, is_pair)
         return
     length = batch.lengths[0]
-    half, short = _shorter(length, length // 2), _shorter(length, min(FEW_TOKENS, length // 4))
-    yield _cut(batch, num_samples, (half, half), is_pair)
-    yield _cut(batch, few_samples, (short, short), is_pair)
+    half, short = _shorter_length(length, length // 2), _shorter_length(length, min(FEW_TOKENS, length // 4))
+    yield _cut_batch(batch, num_samples, (half, half), is_pair)
+    yield _cut_batch(batch, few_samples, (short, short), is_pair)
     if is_pair:
-        yield _cut(batch, num_samples, (half, short), is_pair)
+        yield _cut_batch(batch, num_samples, (half, short), is_pair)
 
 
 def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
@@ -271,22 +271,22 @@ def extra_parts(batch: Batch, is_pair: bool) -> Iterator[Batch]:
     If the batch has one or two samples, the copy has twice as many, because all `profiled_parts` have as many samples
     as the batch.
     """
-    if _can_be_shorter(batch.lengths, is_pair):
+    if _can_shorten_sequences(batch.lengths, is_pair):
         part_samples, quarters = (2, 3) if batch.num_samples > 2 else (2 * batch.num_samples, 1)
-        length = _shorter(batch.lengths[0], quarters * batch.lengths[0] // 4)
-        yield _cut(batch, part_samples, (length, length), is_pair)
+        length = _shorter_length(batch.lengths[0], quarters * batch.lengths[0] // 4)
+        yield _cut_batch(batch, part_samples, (length, length), is_pair)
 
 
-def _is_of_decoder(name: str) -> bool:
+def _is_decoder_tensor(name: str) -> bool:
     """Return True if the batch's tensor `name` has the length of the decoder's sequence in an encoder-decoder model."""
     return name == "labels" or name.startswith("decoder_")
 
 
-def _can_be_shorter(lengths: list[int], is_pair: bool) -> bool:
+def _can_shorten_sequences(lengths: list[int], is_pair: bool) -> bool:
     return bool(lengths) and lengths[0] >= LEAST_TOKENS * len(lengths) * (2 if is_pair else 1)
 
 
-def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
+def _cut_batch(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair: bool) -> Batch:
     """Return `batch` with `num_samples` samples. `tokens` are the lengths of the first and the second sequence.
 
     If `tokens` is None, no sequence is cut. Each length of the batch maps to a distinct length. The two sequences of a
@@ -299,14 +299,14 @@ def _cut(batch: Batch, num_samples: int, tokens: tuple[int, int] | None, is_pair
         if size[0] == batch.num_samples:
             size[0] = num_samples
         if len(size) == 2 and tokens is not None:
-            shorter = tokens[1] + len(lengths) if is_pair and _is_of_decoder(shape.name) else tokens[0]
+            shorter = tokens[1] + len(lengths) if is_pair and _is_decoder_tensor(shape.name) else tokens[0]
             size[1] = shorter + lengths.index(size[1])
         return TensorShape(shape.name, tuple(size))
 
     return batch.resized([cut(shape) for shape in batch.shapes])
 
 
-def _shorter(length: int, target: int) -> int:
+def _shorter_length(length: int, target: int) -> int:
     """Return a sequence length of about `target` tokens.
 
     If `length` is a multiple of ALIGNED, and at least 3 * ALIGNED, the result is a multiple of ALIGNED. Otherwise the

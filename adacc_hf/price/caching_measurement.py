@@ -96,11 +96,11 @@ def price_key(tape: Tape, device: torch.device, config: AdaccConfig, outliers: M
     )
     return PriceKey(
         tape=tape.digest,
-        shapes=_digest([(value.nbytes, value.ref.geometry, value.ref.dtype) for value in tape.values]),
+        shapes=_price_key_digest([(value.nbytes, value.ref.geometry, value.ref.dtype) for value in tape.values]),
         dtype=" ".join(sorted({str(value.ref.dtype).removeprefix("torch.") for value in tape.values})),
         device=device_name(device),
         torch=str(torch.__version__),
-        settings=_digest(settings),
+        settings=_price_key_digest(settings),
     )
 
 
@@ -144,16 +144,15 @@ def prices_from_json(record: dict[str, Any], tape: Tape) -> Prices:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name.
-
-    A CPU's name includes torch's number of threads, because times depend on the number of threads.
-    """
+    """Return the device's name in the key of cached prices. A CPU's includes torch's number of threads, on which times
+    depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    return f"{_processor_name()}, {torch.get_num_threads()} threads"
 
 
-def _processor() -> str:
+def _processor_name() -> str:
+    """Return the processor's name, which is part of the key of cached prices."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -162,5 +161,6 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def _digest(value: object) -> str:
+def _price_key_digest(value: object) -> str:
+    """Return the digest of one part of the key of cached prices."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

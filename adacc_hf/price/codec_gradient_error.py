@@ -51,7 +51,7 @@ def gradient_errors(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[i
     """
     codec_errors: dict[tuple[int, str], float] = {}
     while any(codecs.values()):
-        errors = _measure_once(tape, bases, codecs)
+        errors = _measure_gradient_errors(tape, bases, codecs)
         codec_errors |= errors.codecs
         accurate = {
             value: [c for c in value_codecs if is_accurate_enough(codec_errors, value, c.name)]
@@ -69,7 +69,10 @@ def is_accurate_enough(errors: Mapping[tuple[int, str], float], value: int, code
     return errors.get((value, codec), 0.0) <= DEGRADED_ERROR
 
 
-def _measure_once(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]) -> GradientErrors:
+def _measure_gradient_errors(
+    tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int, Sequence[Codec]]
+) -> GradientErrors:
+    """Measure the gradient errors of codecs for each operator of the tape, once."""
     worst_errors = GradientErrors()
     stand_ins = _StandIns(tape, bases, codecs)
     for operator in tape.operators:
@@ -82,7 +85,10 @@ def _measure_once(tape: Tape, bases: Sequence[torch.Tensor], codecs: Mapping[int
 
 
 def _raise_errors(
-    backward: _Backward | _Product | None, values: Sequence[int], stand_ins: _StandIns, worst_errors: GradientErrors
+    backward: _OperatorBackward | _ProductBackward | None,
+    values: Sequence[int],
+    stand_ins: _StandIns,
+    worst_errors: GradientErrors,
 ) -> None:
     """Update the maxima in `worst_errors` with the gradient errors of `backward` if `stand_ins` replace the saved
     tensors of `values`."""
@@ -90,12 +96,13 @@ def _raise_errors(
         return
     for value in values:
         for name, decoded in stand_ins.decoded(value):
-            _raise_error(worst_errors.codecs, (value, name), backward.error(value, decoded))
+            _raise_gradient_error(worst_errors.codecs, (value, name), backward.error(value, decoded))
         if value in stand_ins.recomputed:
-            _raise_error(worst_errors.replay, value, backward.error(value, stand_ins.recomputed[value]))
+            _raise_gradient_error(worst_errors.replay, value, backward.error(value, stand_ins.recomputed[value]))
 
 
-def _raise_error(errors: dict, key: object, error: float) -> None:
+def _raise_gradient_error(errors: dict, key: object, error: float) -> None:
+    """Keep the larger of the error measured so far and `error`."""
     errors[key] = max(error, errors.get(key, 0.0))
 
 
@@ -115,7 +122,7 @@ class _StandIns:
         self._codecs = {
             value: value_codecs
             for value, value_codecs in codecs.items()
-            if value_codecs and not _is_gone(tape, bases, value)
+            if value_codecs and not _is_value_gone(tape, bases, value)
         }
         self._saved = {value for value in tape.saved_values() if not tape.is_held_elsewhere(value)}
         self._last = {value.index: max(tape.consumers(value.index), default=-1) for value in tape.values}
@@ -133,7 +140,7 @@ class _StandIns:
         """Return (codec, tensor) for each codec of `value`: the tensor after encoding and decoding."""
         if value not in self._decoded:
             self._decoded[value] = [
-                (codec.name, _round_trip(codec, self._tape, self._bases[value], value))
+                (codec.name, _decoded_base(codec, self._tape, self._bases[value], value))
                 for codec in self._codecs.get(value, ())
             ]
         return self._decoded[value]
@@ -161,7 +168,7 @@ class _StandIns:
             self._inexact.add(value)
             self._environment[value] = self.decoded(value)[0][1]
         elif value not in self._inexact:
-            self._environment[value] = None if _is_gone(self._tape, self._bases, value) else self._bases[value]
+            self._environment[value] = None if _is_value_gone(self._tape, self._bases, value) else self._bases[value]
 
     def free_unused(self, operator: TapeOperator) -> None:
         """Free the tensors that no later operator reads."""
@@ -172,26 +179,30 @@ class _StandIns:
                 self._decoded.pop(value, None)
 
 
-def _round_trip(codec: Codec, tape: Tape, base: torch.Tensor, value: int) -> torch.Tensor:
+def _decoded_base(codec: Codec, tape: Tape, base: torch.Tensor, value: int) -> torch.Tensor:
+    """Return a value after the codec's round trip, to measure the codec's gradient error."""
     tensor = view(base, encode_view(tape, value))
     codec.fit(tensor)
     return view(codec.decode(codec.encode(tensor)), tape.values[value].ref)
 
 
-def _is_gone(tape: Tape, bases: Sequence[torch.Tensor], value: int) -> bool:
+def _is_value_gone(tape: Tape, bases: Sequence[torch.Tensor], value: int) -> bool:
+    """Return True if a recorded value can no longer be read to measure codecs."""
     return tape.values[value].overwritten or is_freed(bases[value], tape.values[value])
 
 
-def _make_backward(operator: TapeOperator, tape: Tape, bases: Sequence[torch.Tensor]) -> _Backward | _Product | None:
+def _make_backward(
+    operator: TapeOperator, tape: Tape, bases: Sequence[torch.Tensor]
+) -> _OperatorBackward | _ProductBackward | None:
     """Return the operator's backward, or None if the operator has no backward or cannot run."""
     operands = [*operator.inputs(), *operator.results()]
     can_run = operator.outputs and not operator.mutations and not operator.is_collective and not operator.blanks()
-    if not can_run or any(_is_gone(tape, bases, value) for value in operands):
+    if not can_run or any(_is_value_gone(tape, bases, value) for value in operands):
         return None
     if operator.short_name in _PRODUCTS:
-        return _Product(operator, bases)
+        return _ProductBackward(operator, bases)
     try:
-        return _Backward(operator, bases)
+        return _OperatorBackward(operator, bases)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -200,7 +211,7 @@ def _make_backward(operator: TapeOperator, tape: Tape, bases: Sequence[torch.Ten
         raise
 
 
-class _Product:
+class _ProductBackward:
     """Backward of a matrix product or convolution. The gradient error is computed without running the backward."""
 
     def __init__(self, operator: TapeOperator, bases: Sequence[torch.Tensor]) -> None:
@@ -215,7 +226,7 @@ class _Product:
         return float(relative_error([self._factors[value]], [replacement])) if value in self._factors else 0.0
 
 
-class _Backward:
+class _OperatorBackward:
     """Autograd graph of one operator that was run again. Backward can read other tensors in place of the saved
     tensors."""
 
@@ -229,11 +240,11 @@ class _Backward:
         """Replacement tensors by the address of the storage that they replace."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            saved_addresses.add(_address(tensor))
+            saved_addresses.add(_storage_address(tensor))
             return tensor.detach()
 
         def unpack(tensor: torch.Tensor) -> torch.Tensor:
-            base = replacements.get(_address(tensor))
+            base = replacements.get(_storage_address(tensor))
             replacement = tensor if base is None else view(base, TensorRef(0, geometry_of(tensor), tensor.dtype))
             # The backward of an autograd function may write into its saved tensors (rule R6).
             return clone_with_storage(replacement) if is_function else replacement
@@ -242,12 +253,12 @@ class _Backward:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             results = leaves(operator.target(*args, **kwargs))
         self._outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
-        addresses = {value: _address(bases[value]) for value in operator.inputs()}
-        addresses |= {value: _address(results[position]) for position, value in operator.outputs}
+        addresses = {value: _storage_address(bases[value]) for value in operator.inputs()}
+        addresses |= {value: _storage_address(results[position]) for position, value in operator.outputs}
         self._saved = {
             value: address for value, address in addresses.items() if address in saved_addresses and self._outputs
         }
-        self._weights = list(_noise(self._outputs)) if self._saved else []
+        self._weights = list(_random_gradients(self._outputs)) if self._saved else []
         self._exact = self._gradients() if self._saved else []
 
     def _leaf(self, bases: Sequence[torch.Tensor], ref: TensorRef) -> torch.Tensor:
@@ -280,12 +291,13 @@ class _Backward:
         return [gradient for gradient in gradients if gradient is not None]
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a recorded tensor's storage, which tells which value backward has saved."""
     return tensor.untyped_storage().data_ptr()
 
 
-def _noise(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a fixed random gradient for each output."""
+def _random_gradients(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a fixed random gradient for each output, to measure a codec's gradient error."""
     for output in outputs:
         generator = torch.Generator(output.device).manual_seed(0)
         yield torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)

@@ -44,6 +44,7 @@ def codec_candidates(tape: Tape, config: AdaccConfig) -> dict[int, list[str]]:
 
 
 def _codec_names(tape: Tape, value: int, config: AdaccConfig, is_sensitive: bool) -> list[str]:
+    """Return the names of the codecs to price for a recorded value."""
     record, role = tape.values[value], role_of(tape, value)
     if record.nbytes < config.min_compress_bytes or not record.is_encodable or role == "parameter":
         return []
@@ -101,7 +102,7 @@ def codec_options(
         suitable_codecs = [c for c in codecs if c.supports(tuple(tensor.shape), tensor.dtype) and c.accepts(tensor)]
         if config.codecs is None:
             suitable_codecs = [_most_accurate(codec, role_of(tape, value), tensor, config) for codec in suitable_codecs]
-        options[value] = tuple(_price(codec, tensor, resource) for codec in suitable_codecs)
+        options[value] = tuple(_price_codec(codec, tensor, resource) for codec in suitable_codecs)
     return options
 
 
@@ -125,7 +126,7 @@ def precise_codec_options(
     for value in values if config.codecs is None else ():
         tensor, codec = view(bases[value], encode_view(tape, value)), make_codec(precise_codec(), config, 0)
         if codec.supports(tuple(tensor.shape), tensor.dtype):
-            options[value] = (_price(codec, tensor, resource),)
+            options[value] = (_price_codec(codec, tensor, resource),)
     return options
 
 
@@ -146,7 +147,8 @@ def with_outliers(
     )
 
 
-def _price(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
+def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOption:
+    """Measure the price of a codec for `tensor`: bytes, times and error."""
     codec.fit(tensor)
     payload = codec.encode(tensor)
     return CodecOption(
@@ -161,6 +163,7 @@ def _price(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> CodecOpt
 
 
 def _round_trip_error(codec: Codec, tensor: torch.Tensor) -> float:
+    """Measure the codec's relative error on `tensor`, as a part of its price."""
     return float(relative_error([tensor], [codec.decode(codec.encode(tensor))]))
 
 
@@ -187,7 +190,7 @@ def role_of(tape: Tape, value: int) -> str:
         return "generator"
     if record.ref.dtype is torch.bool or _is_random_draw(tape, value):
         return MASK
-    if _is_softmax(tape, value):
+    if _is_softmax_value(tape, value):
         return "softmax"
     readers = [tape.operators[index] for index in tape.consumers(value)]
     if any(reader.short_name.startswith(_ATTENTION) and _is_activation_product(tape, reader) for reader in readers):
@@ -212,8 +215,8 @@ def _is_random_draw(tape: Tape, value: int) -> bool:
     return is_scaled and _is_random_draw(tape, operator.inputs()[0])
 
 
-def _is_softmax(tape: Tape, value: int) -> bool:
-    """Return True if a value is a softmax, with or without dropout applied (the paper's score)."""
+def _is_softmax_value(tape: Tape, value: int) -> bool:
+    """Return True if a recorded value is a softmax, with or without dropout applied (the paper's score)."""
     producer = tape.values[value].producer
     if producer is None:
         return False
@@ -221,11 +224,11 @@ def _is_softmax(tape: Tape, value: int) -> bool:
     if "softmax" in operator.short_name:
         return True
     keeps_role = operator.short_name in ("mul", "native_dropout_backward", "clone", "to_copy")
-    return keeps_role and any(_is_softmax(tape, read) for read in operator.inputs())
+    return keeps_role and any(_is_softmax_value(tape, read) for read in operator.inputs())
 
 
 def _is_activation_product(tape: Tape, operator: TapeOperator) -> bool:
-    """Return True if a product's operands are activations and not parameters."""
+    """Return True if a recorded product's operands are activations and not parameters."""
     return not any(tape.is_module_state(value) for value in operator.inputs())
 
 

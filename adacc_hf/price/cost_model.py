@@ -72,7 +72,7 @@ def measure_gradient_errors(
     If no codec is accurate enough for a value, a more precise codec is timed and added to `prices`. Measuring takes
     memory on top of the recording. If this memory is not available, the errors are empty, and a warning is logged.
     """
-    codecs = _lossy(prices.codecs)
+    codecs = _lossy_codecs(prices.codecs)
     if not any(codecs.values()):
         return GradientErrors()
     try:
@@ -85,7 +85,7 @@ def measure_gradient_errors(
             if not precise_options:
                 return errors
             prices.codecs |= {value: (*prices.codecs[value], *options) for value, options in precise_options.items()}
-            return gradient_errors(tape, bases, _lossy(prices.codecs))
+            return gradient_errors(tape, bases, _lossy_codecs(prices.codecs))
     except torch.OutOfMemoryError:
         log.warning(
             "Adacc: not enough memory to measure how codecs change the gradients of %s: only the tracking steps of the "
@@ -95,7 +95,7 @@ def measure_gradient_errors(
         return GradientErrors()
 
 
-def _lossy(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
+def _lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list[Codec]]:
     """Return the lossy codecs of each value, the coarsest first."""
     codecs = {}
     for value, value_options in options.items():
@@ -144,6 +144,7 @@ def _drop_tensor(_: object) -> None:
 
 
 def _refuse_backward(_: object) -> torch.Tensor:
+    """Raise RuntimeError in place of a backward through a call that is run only to be timed."""
     raise RuntimeError("a call that is timed has no backward")
 
 
@@ -155,7 +156,7 @@ def operator_timings(tape: Tape, bases: Sequence[torch.Tensor]) -> list[Timing]:
     Operators that replace a recorded tensor's storage take negligible time, and are not run.
     """
     timings = [Timing(0.0, 0.0)] * len(tape.operators)
-    for index, run in _runs(tape, bases):
+    for index, run in _timed_operators(tape, bases):
         timings[index] = time_of(run, tape.values[tape.operators[index].results()[0]].device)
     return timings
 
@@ -170,7 +171,7 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
     """
     workspaces = [0] * len(tape.operators)
     with MemoryMeter.for_device(bases[0].device) as meter:
-        for index, run in _runs(tape, bases):
+        for index, run in _timed_operators(tape, bases):
             meter.mark(("runs", index))
             run()
             meter.mark(("ran", index))
@@ -182,11 +183,9 @@ def operator_workspaces(tape: Tape, bases: Sequence[torch.Tensor]) -> list[int]:
     return workspaces
 
 
-def _runs(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Yield (index of the operator, function that runs the operator) for each operator that may run again, in order.
-
-    The function may be called any number of times before the next operator.
-    """
+def _timed_operators(tape: Tape, bases: Sequence[torch.Tensor]) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Yield the operators to time, in order, each with a function that runs the operator any number of times before the
+    next one."""
     is_gone = [value.overwritten or is_freed(bases[value.index], value) for value in tape.values]
     environment: Environment = [None if is_gone[value.index] else bases[value.index] for value in tape.values]
     for index, operator in enumerate(tape.operators):

@@ -85,7 +85,7 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
         try:
             result = measure()
             head.check_used()
-            return result, measurement.head_times(partial(_losses, head, run_forward))
+            return result, measurement.head_times(partial(_losses_of_head, head, run_forward))
         except ChunkedHeadError as error:
             log.info("Adacc: the head uses full logits (head='plain'): %s", error)
             return None
@@ -93,11 +93,11 @@ class HeadProfiler(AbstractContextManager["HeadProfiler"]):
             head.is_on = False
 
 
-def _losses(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCall]:
+def _losses_of_head(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCall]:
     """Run a forward, and return its losses. Call this outside measurements of memory, because the losses keep tensors
     alive."""
     losses: list[LossCall] = []
-    head.on_loss = lambda loss: losses.append(_without_graph(loss))
+    head.on_loss = lambda loss: losses.append(_detached_loss(loss))
     try:
         run_forward()
     finally:
@@ -105,6 +105,7 @@ def _losses(head: ChunkedHead, run_forward: Callable[[], object]) -> list[LossCa
     return losses
 
 
-def _without_graph(loss: LossCall) -> LossCall:
+def _detached_loss(loss: LossCall) -> LossCall:
+    """Return a copy of a recorded loss whose rows are detached from the graph, to time the head."""
     rows = loss.rows.detach().requires_grad_(loss.rows.requires_grad)
     return loss.on(rows, loss.call.weight, loss.call.bias)

@@ -41,7 +41,7 @@ class ExecutedBlocks:
 
 
 class _NameRecorder:
-    """Hook that records a block's name.
+    """Hook that records a block's name while a batch is profiled.
 
     The hook has no reference to the model, so that a copied hook does not copy the model.
     """

@@ -52,7 +52,7 @@ class Measurement:
     """True if at most one block retains its activations while memory is measured."""
 
     def verify(self, tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
-        """Return the values of `tape` that replay recomputes bit for bit (rule R7)."""
+        """Return the values of the profiled `tape` that replay recomputes bit for bit (rule R7)."""
         return verify(tape, bases)
 
     def outliers(self, tape: Tape, bases: list[torch.Tensor], config: AdaccConfig) -> dict[int, int]:
@@ -159,11 +159,11 @@ def head_ms(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> float:
     One warm-up run comes first, because a GPU loads each kernel at its first run, and a library may try several
     kernels.
     """
-    return median_ms(lambda: _gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
+    return median_ms(lambda: _head_gradients(loss, compute), loss.rows.device, HEAD_REPEATS)
 
 
-def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of the output layer's inputs and parameters, computed on detached copies."""
+def _head_gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of the output layer's inputs and parameters, on detached copies, to time the head."""
     detached_loss = detach_inputs(loss)
     with torch.enable_grad():
         value = compute(detached_loss)
@@ -174,15 +174,18 @@ def _gradients(loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[T
 def detach_inputs(loss: LossCall) -> LossCall:
     """Return a copy of `loss` on detached leaf tensors. Backward of the copy ends at the output layer's inputs."""
     bias = loss.call.bias
-    return loss.on(_leaf(loss.rows), _leaf(loss.call.weight), None if bias is None else _leaf(bias))
+    return loss.on(
+        _detached_leaf(loss.rows), _detached_leaf(loss.call.weight), None if bias is None else _detached_leaf(bias)
+    )
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _detached_leaf(tensor: Tensor) -> Tensor:
+    """Return a detached copy of a tensor whose gradient is measured."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def full_logits_loss(loss: LossCall) -> Tensor:
-    """Return the loss, computed from full logits."""
+    """Return the loss, computed from full logits, to time the plain head."""
     dtype, bias = loss.call.dtype, loss.call.bias
     with torch.autocast(loss.rows.device.type, enabled=False):
         logits = F.linear(loss.rows.to(dtype), loss.call.weight.to(dtype), None if bias is None else bias.to(dtype))

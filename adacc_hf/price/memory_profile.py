@@ -182,6 +182,7 @@ def measure_step(
 
 
 def _gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of the model's gradients after the measured step."""
     return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 

@@ -47,7 +47,7 @@ needed if the model skips blocks at random."""
 
 
 def record_model(profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache | None = None) -> ModelRecording:
-    """Record every block in one forward, which all later passes of the profile repeat.
+    """Record every block in one forward, to price the blocks. All passes of the profile will repeat this forward.
 
     If the model skips blocks at random, search for random numbers with which all blocks run. `tape_cache` is the cache
     of an earlier recording of the model, or None. Raises UncalledBlocksError if no forward runs all blocks.
@@ -73,6 +73,7 @@ def record_model(profiled: ProfiledModel, batch: Batch, tape_cache: TapeCache | 
 
 
 def _new_tape_cache(profiled: ProfiledModel) -> TapeCache:
+    """Return an empty cache for the tapes of the profiled model."""
     tape_cache = TapeCache(profiled.measurement.verify)
     tape_cache.expect_same_orders(profiled_tapes(profiled.installation.model))
     return tape_cache
@@ -120,8 +121,8 @@ def record_other_sizes(model: nn.Module, batch: Batch, installation: Installatio
 
 
 class RecordingStrategy:
-    """The strategy that records every call of a block. Saved tensors are freed immediately, because no backward
-    follows."""
+    """The strategy that records every call of a block to profile it. Saved tensors are freed immediately, because no
+    backward follows."""
 
     expects_outer_hooks = True
 
@@ -138,7 +139,7 @@ class RecordingStrategy:
 
 
 class TapeRecordingStrategy:
-    """The strategy that records every call of a block into a tape cache. No backward follows."""
+    """The strategy that records every call of a block into a tape cache while profiling. No backward follows."""
 
     expects_outer_hooks = True
 
@@ -255,6 +256,7 @@ class ModelRecorder:
         return result
 
     def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_again: Callable[[], Any]) -> Prices:
+        """Measure the prices of a recorded block's operators and codecs."""
         bases = recorder.bases
         if not tape.values:  # the block returns its arguments unchanged
             return Prices([], [])
@@ -266,6 +268,7 @@ class ModelRecorder:
             return self._measurement.price(tape, bases, self._config, outliers, run_again if is_alone else None)
 
     def _save_outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record the storage of a tensor saved outside the blocks. Used as a saved-tensor hook while profiling."""
         self._note_outside_storage(tensor)
         return tensor.detach()
 
@@ -284,20 +287,20 @@ def _one_per_storage(arguments: Mapping[Source, torch.Tensor]) -> dict[Source, t
 
 
 def _saved_outputs(recorder: Recorder, tape: Tape, result: Any) -> dict[int, torch.Tensor]:
-    """Return the saved values that the block computed and returned."""
+    """Return the saved values that the profiled block computed and returned."""
     saved = set(tape.saved_values())
     tensors = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return {value: tensor for tensor in tensors if (value := recorder.made_value(tensor)) in saved}
 
 
 def _saved_casts(recorder: Recorder, tape: Tape) -> dict[int, torch.Tensor]:
-    """Return the saved values that the block computed from its parameters alone."""
+    """Return the saved values that the profiled block computed from its parameters alone."""
     computed_values = [value for value in tape.saved_values() if tape.values[value].producer is not None]
     return {value: recorder.bases[value] for value in computed_values if is_parameter_cast(tape, value)}
 
 
 def _internal_storages(recorder: Recorder, tape: Tape, excluded: Set[int]) -> dict[int, StorageWeakRef]:
-    """Return the storages of the saved values that the block computed, without the values of `excluded`.
+    """Return the storages of the saved values that the profiled block computed, without the values of `excluded`.
 
     If the block runs code that records no operators, the results of this code have an unknown source on the tape, and
     are included too.

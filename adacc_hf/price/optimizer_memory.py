@@ -93,8 +93,8 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, trained: Iterable[nn.Pa
     slots_by_size: dict[Hashable, list[_StateSlot]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if id(parameter) in trained_ids and not _has_state(optimizer, group, parameter):
-                slot = _StateSlot(number, parameter, _override(optimizer, number, place, parameter))
+            if id(parameter) in trained_ids and not _has_optimizer_state(optimizer, group, parameter):
+                slot = _StateSlot(number, parameter, _parameter_settings(optimizer, number, place, parameter))
                 slots_by_size.setdefault(slot.size, []).append(slot)
     if not slots_by_size:
         return 0
@@ -134,12 +134,12 @@ class _OptimizerCopy:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._original = optimizer
-        self._known_storages = _storages(optimizer_tensors(optimizer)).keys()
+        self._known_storages = _bytes_by_storage(optimizer_tensors(optimizer)).keys()
         self._shared_storages: dict[int, int] = {}
         self._copy: torch.optim.Optimizer = object.__new__(type(optimizer))
         for name, value in vars(optimizer).items():
             if not callable(getattr(type(optimizer), name, None)):
-                vars(self._copy)[name] = _copy_of(value)
+                vars(self._copy)[name] = _shallow_copy(value)
 
     def state_bytes(self, slot: _StateSlot) -> int:
         """Return the bytes that a step allocates for the parameter of `slot` alone, on its device.
@@ -157,10 +157,13 @@ class _OptimizerCopy:
             raise
         except Exception as error:
             raise OptimizerStateError(_unpredictable_state(self._copy, error)) from error
-        self._shared_storages |= _storages(optimizer_attribute_tensors(self._copy), device)
-        state_storages = _storages(optimizer_tensors(self._copy), device)
+        self._shared_storages |= _bytes_by_storage(optimizer_attribute_tensors(self._copy), device)
+        state_storages = _bytes_by_storage(optimizer_tensors(self._copy), device)
         own_storages = (
-            state_storages.keys() - self._known_storages - self._shared_storages.keys() - _storages([stand_in]).keys()
+            state_storages.keys()
+            - self._known_storages
+            - self._shared_storages.keys()
+            - _bytes_by_storage([stand_in]).keys()
         )
         nbytes = sum(state_storages[storage] for storage in own_storages)
         self._copy.state, self._copy.param_groups = defaultdict(dict), []
@@ -181,7 +184,9 @@ class _OptimizerCopy:
         # SparseAdam accepts only sparse gradients, and its state has all elements.
         stand_in.grad = gradient.to_sparse() if isinstance(self._copy, torch.optim.SparseAdam) else gradient
         group = self._original.param_groups[slot.group]
-        self._copy.param_groups = [{name: _copy_of(value) for name, value in group.items()} | {"params": [stand_in]}]
+        self._copy.param_groups = [
+            {name: _shallow_copy(value) for name, value in group.items()} | {"params": [stand_in]}
+        ]
         self._copy.state = defaultdict(dict)
         existing_state = self._original.state.get(slot.parameter)
         if existing_state:  # such as APOLLO's seed
@@ -197,11 +202,10 @@ _MANAGER = "mng"
 """Attribute in which bitsandbytes optimizers keep the settings of single parameters."""
 
 
-def _override(optimizer: torch.optim.Optimizer, group: int, place: int, parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the settings of one parameter of a bitsandbytes optimizer.
-
-    The Trainer, for example, sets 32 bits for embeddings.
-    """
+def _parameter_settings(
+    optimizer: torch.optim.Optimizer, group: int, place: int, parameter: nn.Parameter
+) -> dict[str, Any]:
+    """Return the settings of one parameter of a bitsandbytes optimizer. The Trainer sets 32 bits for embeddings."""
     manager = getattr(optimizer, _MANAGER, None)
     if manager is None:
         return {}
@@ -217,7 +221,8 @@ def _bare_step(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _has_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
+def _has_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
+    """Return True if the optimizer has created its state of `parameter`, so that its memory can be measured."""
     holder = group["params"][0] if isinstance(optimizer, torch.optim.LBFGS) else parameter
     if tensors_in(list(optimizer.state.get(holder, {}).values())):
         return True
@@ -225,6 +230,7 @@ def _has_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 
 def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    """Return the message of an error if the memory of the optimizer's state cannot be predicted."""
     reason = (str(error).strip().splitlines() or [""])[0]
     return (
         f"optimizer={type(optimizer).__name__}(...) has not created all of its state, whose size cannot be "
@@ -234,14 +240,14 @@ def _unpredictable_state(optimizer: torch.optim.Optimizer, error: Exception) -> 
     )
 
 
-def _copy_of(value: Any) -> Any:
-    """Return `value`, or a shallow copy of a container, because an optimizer's step may change containers."""
+def _shallow_copy(value: Any) -> Any:
+    """Return `value`, or a shallow copy of a container, because the measured step may change the optimizer's
+    containers."""
     return copy(value) if isinstance(value, (dict, list, set)) else value
 
 
-def _storages(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of each distinct storage of `tensors`, limited to tensors on `device` unless `device` is
-    None."""
+def _bytes_by_storage(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> dict[int, int]:
+    """Return the measured bytes of each storage of `tensors`, limited to tensors on `device` if it is given."""
     device_tensors = [tensor for tensor in tensors if device is None or tensor.device == device]
     storages = [part.untyped_storage() for tensor in device_tensors for part in parts_with_memory(tensor)]
     return {storage_key(storage): storage.nbytes() for storage in storages}

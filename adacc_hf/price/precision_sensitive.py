@@ -32,12 +32,13 @@ ZERO_TO_ZERO |= {"clone", "to_copy", "convert_element_type"}
 
 
 def precision_sensitive_values(tape: Tape) -> set[int]:
-    """Return the values that must not be compressed with a lossy codec."""
+    """Return the values of a profiled tape that must not be compressed with a lossy codec."""
     summaries = {value.index for value in tape.values if _is_summary(tape, value.index)}
-    return summaries | _exponents(tape) | _attention_biases(tape) | _divisors(tape)
+    return summaries | _exponent_values(tape) | _attention_biases(tape) | _divisor_values(tape)
 
 
 def _is_summary(tape: Tape, value: int) -> bool:
+    """Return True if a recorded value summarizes many elements, so that no lossy codec may store it."""
     record = tape.values[value]
     operator = None if record.producer is None else tape.operators[record.producer]
     reads = [] if operator is None else [ref.geometry[0] for ref in tensor_refs((operator.args, operator.kwargs))]
@@ -57,8 +58,8 @@ def is_summary(size: Sequence[int], source: Sequence[int]) -> bool:
     return len(size) < len(source) and math.prod(size) * SUMMARY_RATIO <= math.prod(source)
 
 
-def _exponents(tape: Tape) -> set[int]:
-    """Return the values that backward exponentiates or uses as angles."""
+def _exponent_values(tape: Tape) -> set[int]:
+    """Return the precision-sensitive values that backward exponentiates or uses as angles."""
     operators = [operator for operator in tape.operators if operator.short_name.startswith(EXPONENTS)]
     return {value for operator in operators for value in [*operator.inputs(), *operator.results()]}
 
@@ -89,7 +90,7 @@ def attention_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def _divisors(tape: Tape) -> set[int]:
+def _divisor_values(tape: Tape) -> set[int]:
     """Return the values that backward divides by, and the values from which replay computes these divisors
     elementwise."""
     return divisors(
@@ -121,12 +122,13 @@ def _operator_divisors(operator: TapeOperator) -> list[int]:
     name = operator.short_name
     if name == "pow":
         base, exponent = operator.args[:2]
-        return [] if isinstance(exponent, (int, float)) and exponent >= 1 else _values(base)
+        return [] if isinstance(exponent, (int, float)) and exponent >= 1 else _values_read(base)
     if name not in DIVISORS:
         return []
     place = DIVISORS[name]
-    return [*operator.inputs(), *operator.results()] if place is None else _values(operator.args[place])
+    return [*operator.inputs(), *operator.results()] if place is None else _values_read(operator.args[place])
 
 
-def _values(argument: object) -> list[int]:
+def _values_read(argument: object) -> list[int]:
+    """Return the tape's values among an operator's arguments."""
     return [ref.value for ref in tensor_refs(argument)]

@@ -58,7 +58,7 @@ class Row:
 
 
 def default_folder() -> Path:
-    """Return $ADACC_HF_PROFILES if it is set, else the folder $XDG_CACHE_HOME/adacc_hf/profiles.
+    """Return the cache's folder: $ADACC_HF_PROFILES if it is set, else $XDG_CACHE_HOME/adacc_hf/profiles.
 
     The parent folder also contains the compiled kernels. Raises ProfileCacheError for a user without a home folder, for
     example in containers that run under an arbitrary user ID.

@@ -23,7 +23,7 @@ from adacc_hf.torch_glue.tensors import storage_of
 
 @dataclass
 class RecordedBlock:
-    """One recorded call of a block: the tape, and the call's arguments, outputs and saved tensors."""
+    """One block call recorded to profile it: the tape, and the call's arguments, outputs and saved tensors."""
 
     name: str
     known_shapes: KnownShapes

@@ -72,7 +72,7 @@ def time_of(run: Callable[[], object], device: torch.device, repeats: int = TIMI
     """
     run()
     is_gpu = device.type == "cuda"
-    timings = time_on_cuda(run, device, repeats, prepare=cache_flush(device)) if is_gpu else _on_cpu(run, repeats)
+    timings = time_on_cuda(run, device, repeats, prepare=cache_flush(device)) if is_gpu else _time_on_cpu(run, repeats)
     return Timing(*(statistics.median(times) for times in zip(*timings, strict=True)))
 
 
@@ -109,7 +109,7 @@ def bottleneck(timings: Iterable[Timing], block_host_ms: float | None = None) ->
     return "device_ms" if on_device >= on_host else "host_ms"
 
 
-def _on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
+def _time_on_cpu(run: Callable[[], object], repeats: int) -> list[Timing]:
     """Time `run` on the CPU. With one thread, use the thread's CPU time, which excludes other programs' time slices."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     timings = []

@@ -25,7 +25,7 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     """
     block = group[0]
     arguments = [
-        _value(
+        _value_of_bytes(
             index, "an argument of the block", storage_of(tensor).nbytes(), "input", shared_tensors.record_index(tensor)
         )
         for index, tensor in enumerate(block.argument_tensors.values(), start=SAVED + 1)
@@ -34,7 +34,7 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     return KindProfile(
         digest=block.tape.kind,
         block_class=block.tape.block_class,
-        values=(_saved_value(block, max(saved_bytes(each, shared_tensors) for each in group)), *arguments),
+        values=(_whole_saved_value(block, max(saved_bytes(each, shared_tensors) for each in group)), *arguments),
         operators=(),
         slots=(SAVED,) if block.tape.slots else (),
         forward=(),
@@ -86,13 +86,15 @@ def saved_bytes(block: RecordedBlock, shared_tensors: SharedTensors) -> int:
     return sum(tape.values[v].nbytes for v in own_values)
 
 
-def _saved_value(block: RecordedBlock, nbytes: int) -> Value:
-    value = _value(SAVED, "all that the block saves", nbytes, WHOLE, None)
+def _whole_saved_value(block: RecordedBlock, nbytes: int) -> Value:
+    """Return a profiled value that stands for all tensors that a block saves."""
+    value = _value_of_bytes(SAVED, "all that the block saves", nbytes, WHOLE, None)
     is_saved = bool(block.tape.slots)
     return replace(value, saved=is_saved, activation=is_saved)
 
 
-def _value(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
+def _value_of_bytes(index: int, name: str, nbytes: int, role: str, shared: int | None) -> Value:
+    """Return a profiled value of `nbytes` bytes, without an operator that makes it."""
     return Value(
         index=index,
         name=name,

@@ -85,7 +85,7 @@ def to_html(title: str, parts: Sequence[Part]) -> str:
     """Return the document as one HTML page without external files, for light and dark screens."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_body(parts)}\n</body>\n"
+        f"<style>{_STYLE}{_content_style('body')}{_DARK_STYLE}</style>\n</head>\n<body>\n{_html_body(parts)}\n</body>\n"
         f"</html>\n"
     )
 
@@ -120,9 +120,9 @@ class Report:
             raise NotADirectoryError(f"report folder {folder} is a file: choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for figure in self.figures:
-            _write(folder / figure.file_name, figure.png)
-        _write(folder / "report.html", to_html(self.title, self.parts).encode())
-        _write(folder / "report.md", to_markdown(self.parts).encode())
+            _write_atomically(folder / figure.file_name, figure.png)
+        _write_atomically(folder / "report.html", to_html(self.title, self.parts).encode())
+        _write_atomically(folder / "report.md", to_markdown(self.parts).encode())
         return folder / "report.md"
 
     def __str__(self) -> str:
@@ -134,19 +134,20 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the document as HTML for a notebook's cell, in the colours of the notebook."""
         return (
-            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_body(self.overview)}\n'
-            f"<details><summary>Every activation and event</summary>\n{_body(self.details)}\n</details></div>"
+            f'<div class="{SCOPE}"><style>{_content_style(f".{SCOPE}")}</style>\n{_html_body(self.overview)}\n'
+            f"<details><summary>Every activation and event</summary>\n{_html_body(self.details)}\n</details></div>"
         )
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader sees the old or the new content, never a part."""
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Write a report's file atomically: a reader sees the old or the new content, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)
 
 
 def _content_style(selector: str) -> str:
+    """Return the CSS of a report's contents, limited to the HTML elements that match `selector`."""
     colors = "".join(
         f"SCOPE .{name} {{ background: {color}; color: {TEXT_COLORS[name]}; }}\n"
         for name, color in ACTION_COLORS.items()
@@ -154,11 +155,13 @@ def _content_style(selector: str) -> str:
     return f"{_CONTENT_STYLE}{colors}".replace("SCOPE", selector)
 
 
-def _body(parts: Sequence[Part]) -> str:
+def _html_body(parts: Sequence[Part]) -> str:
+    """Return the parts of a report's document as HTML."""
     return "\n".join(_part_to_html(part) for part in parts)
 
 
 def _part_to_markdown(part: Part) -> str:
+    """Return a part of a report as Markdown."""
     if isinstance(part, Heading):
         return f"{'#' * part.level} {part.text}"
     if isinstance(part, Paragraph):
@@ -170,10 +173,12 @@ def _part_to_markdown(part: Part) -> str:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a report's table as Markdown."""
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def _part_to_html(part: Part) -> str:
+    """Return a part of a report as HTML."""
     if isinstance(part, Heading):
         return f"<h{part.level}>{escape(part.text)}</h{part.level}>"
     if isinstance(part, Paragraph):
@@ -195,4 +200,5 @@ def _table_to_html(table: Table) -> str:
 
 
 def _cell_to_html(cell: str) -> str:
+    """Return the content of a cell of a report's table as HTML. Names of actions are coloured."""
     return f'<span class="action {cell}">{cell}</span>' if cell in ACTION_COLORS else escape(cell)

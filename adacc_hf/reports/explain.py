@@ -134,7 +134,7 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
     groups = []
     for index, plan in enumerate(policy.plans):
         members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
-        groups.append((_in_runs(names, members), kinds[members[0]], plan))
+        groups.append((_names_in_runs(names, members), kinds[members[0]], plan))
     return groups
 
 
@@ -259,7 +259,7 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
 
     def reads(index: int) -> tuple[int, ...] | None:
         source = kind.values[index]
-        if source is not value and _is_stored(source, choices):
+        if source is not value and _is_stored_value(source, choices):
             return None
         if source.equal_to is not None:
             return (source.equal_to,)
@@ -272,13 +272,13 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
     return sum(kind.operators[index].ms for index in {v.producer for v in recomputed if v.producer is not None})
 
 
-def _is_stored(value: Value, choices: dict[int, Choice]) -> bool:
+def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE
 
 
-def _in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
+def _names_in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
     """Return the names at `positions` as text. Consecutive positions are combined: "h.0 to h.4 (5 blocks), h.7"."""
     runs: list[list[int]] = []
     for position in positions:

@@ -88,7 +88,7 @@ def draw_memory(timelines: dict[str, Timeline], static_bytes: int, budget_bytes:
         raise ValueError(f"timelines={sorted(unknown)} are unknown: choose from {', '.join(CURVES)}")
     highest_bytes = max(live for timeline in timelines.values() for _, live in timeline)
     scale, unit = unit_of(highest_bytes)
-    spans = _spans([phase for phase, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])])
+    spans = _phase_spans([phase for phase, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])])
     with matplotlib_module().rc_context(FONT):
         figure = new_figure(4.6)
         axis = figure.subplots()
@@ -183,17 +183,17 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
     axis.plot(positions, sizes, color=color, lw=line_width, ls=dashes, ds="steps-post", label=f"{name}, peak {peak}")
 
 
-def _spans(phases: Sequence[str]) -> dict[str, Span]:
+def _phase_spans(phases: Sequence[str]) -> dict[str, Span]:
     """Return the start and width of each phase on the axis. A block is one unit wide.
 
     Each section of the step outside the blocks has at least `SECTION_SHARE` of the blocks' width, to fit its label.
     """
-    num_blocks = sum(_is_block(phase) for phase in phases)
+    num_blocks = sum(_is_block_phase(phase) for phase in phases)
     spans: dict[str, Span] = {}
     start = 0.0
-    for _, group in groupby(phases, key=_section):
+    for _, group in groupby(phases, key=_phase_section):
         section_phases = list(group)
-        is_narrow = not _is_block(section_phases[0])
+        is_narrow = not _is_block_phase(section_phases[0])
         width = max(1.0, SECTION_SHARE * num_blocks / len(section_phases)) if is_narrow else 1.0
         for phase in section_phases:
             spans[phase] = (start, width)
@@ -204,7 +204,7 @@ def _spans(phases: Sequence[str]) -> dict[str, Span]:
 def _label_sections(axis: Axes, spans: Mapping[str, Span]) -> None:
     """Label the sections of the step below the axis, with a thin line between two sections."""
     start, ticks, labels = 0.0, [], []
-    for section, group in groupby(spans, key=_section):
+    for section, group in groupby(spans, key=_phase_section):
         section_phases = list(group)
         end = sum(spans[section_phases[-1]])
         ticks.append((start + end) / 2)
@@ -218,11 +218,11 @@ def _label_sections(axis: Axes, spans: Mapping[str, Span]) -> None:
     axis.tick_params(axis="x", length=0)
 
 
-def _is_block(phase: str) -> bool:
-    return _section(phase) not in SECTIONS
+def _is_block_phase(phase: str) -> bool:
+    return _phase_section(phase) not in SECTIONS
 
 
-def _section(phase: str) -> str:
+def _phase_section(phase: str) -> str:
     """Return the section of the step that a phase belongs to: "forward", "backward", or a section in SECTIONS."""
     if phase.endswith(HEAD):
         return HEAD
@@ -284,14 +284,14 @@ def marks(profile: Profile, policy: Policy) -> list[Mark]:
     quantized = uniform_policy(profile, Action.COMPRESS, baseline)
     naive = "all compressed, codec by layer" if baseline is None else f"naive quantization ({baseline})"
     return [
-        Mark(name="plain", point=_point(plain), color="#56606b", shape="s"),
+        Mark(name="plain", point=_policy_point(plain), color="#56606b", shape="s"),
         Mark(name="full checkpointing", point=(full.predicted_peak_bytes, checkpoint_ms), color="#009E73", shape="^"),
-        Mark(name=naive, point=_point(quantized), color="#E69F00", shape="D"),
-        Mark(name="this policy", point=_point(policy), color="#0072B2", shape="*"),
+        Mark(name=naive, point=_policy_point(quantized), color="#E69F00", shape="D"),
+        Mark(name="this policy", point=_policy_point(policy), color="#0072B2", shape="*"),
     ]
 
 
-def _point(policy: Policy) -> Point:
+def _policy_point(policy: Policy) -> Point:
     return policy.predicted_peak_bytes, policy.predicted_overhead_ms
 
 

@@ -65,7 +65,7 @@ def policy_report(
     Raises PolicyMismatchError if policy and profile do not belong together, and ImportError without matplotlib.
     """
     check_belongs(policy, profile)
-    steps = _steps(profile, policy)
+    steps = _simulated_steps(profile, policy)
     outcomes = {name: step.outcome for name, step in steps.items()}
     bars = {name: peak_memory(step.profile, step.plans, step.outcome) for name, step in steps.items()}
     bars_png = draw_memory_bars(bars, profile.available_bytes, _peak_budget(policy))
@@ -76,11 +76,11 @@ def policy_report(
     ]
     overview = (
         *(Paragraph(remark) for remark in remarks),
-        *_summary(profile, policy, outcomes),
+        *_summary_section(profile, policy, outcomes),
         Figure("memory_bars.png", "Memory at the peak of the step, by purpose", bars_png),
         Paragraph(f"Available on {profile.device}: {format_bytes(profile.available_bytes)}."),
-        *_solver(policy),
-        *_comparison(comparison),
+        *_solver_section(policy),
+        *_comparison_section(comparison),
         Heading("Policy map"),
         Paragraph(
             "The colour is the action on an activation between forward and backward. The bytes are on the right."
@@ -99,7 +99,7 @@ def policy_report(
         *first_steps_parts(first_steps),
         *timeline_parts(history),
     )
-    return Report(title=TITLE, overview=overview, details=(*_actions(profile, policy), *event_parts(history)))
+    return Report(title=TITLE, overview=overview, details=(*_actions_section(profile, policy), *event_parts(history)))
 
 
 def write_report(
@@ -136,7 +136,7 @@ class SimulatedStep(NamedTuple):
     outcome: Outcome
 
 
-def _steps(profile: Profile, policy: Policy) -> dict[str, SimulatedStep]:
+def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, SimulatedStep]:
     """Simulate a step of plain training, of full recomputation and of the policy. Return the results by name."""
     from adacc_hf.artifacts.memory_simulator import simulate
 
@@ -167,7 +167,7 @@ def _peak_budget(policy: Policy) -> int | None:
     return facts["budget_bytes"] if facts.get("budget_of") == "peak" else None
 
 
-def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
+def _summary_section(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
     counts = policy.action_counts()
     plain, ours = outcomes["plain"], outcomes["this policy"]
     plain_bytes, blocks_ms = plain.stored_bytes, plain_blocks_ms(profile)
@@ -203,10 +203,14 @@ def _summary(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> 
     return parts
 
 
-def _solver(policy: Policy) -> list[Part]:
+def _solver_section(policy: Policy) -> list[Part]:
     parts: list[Part] = []
     if policy.facts:
-        parts.append(Table(("solver", "value"), [(_header(name), _cell(name, value)) for name, value in policy.facts]))
+        parts.append(
+            Table(
+                ("solver", "value"), [(_report_header(name), _report_cell(name, value)) for name, value in policy.facts]
+            )
+        )
     if "gap" in dict(policy.facts):
         parts.append(
             Paragraph("The gap is the part of the overhead that a better policy could still save; 0 proves optimality.")
@@ -215,19 +219,20 @@ def _solver(policy: Policy) -> list[Part]:
 
 
 def _capitalized(text: str) -> str:
+    """Return `text` as the begin of a sentence in the report."""
     return text[0].upper() + text[1:]
 
 
 def percent(part: float, total: float) -> str:
-    """Return `part` of `total` in percent, or "-" if the total is 0."""
+    """Return `part` of `total` in percent for a table of the report, or "-" if the total is 0."""
     return f"{100 * part / total:.1f} %" if total else "-"
 
 
-def _comparison(records: Sequence[Record] | None) -> list[Part]:
+def _comparison_section(records: Sequence[Record] | None) -> list[Part]:
     return [Heading("Comparison of methods"), _record_table(records)] if records else []
 
 
-def _actions(profile: Profile, policy: Policy) -> list[Part]:
+def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
     parts: list[Part] = [
         Heading("Actions"),
         Paragraph(
@@ -285,7 +290,7 @@ def event_parts(history: Sequence[Record]) -> list[Part]:
             "step": record["step"],
             "event": record["event"],
             "details": "; ".join(
-                f"{_header(name)} {_cell(name, value)}"
+                f"{_report_header(name)} {_report_cell(name, value)}"
                 for name, value in record.items()
                 if name not in ("step", "event", "timeline")
             ),
@@ -301,16 +306,18 @@ def _record_table(records: Sequence[Record]) -> Table:
     for record in records:
         if list(record) != names:
             raise ValueError(f"rows must have the same columns: {list(record)} is not {names}")
-    rows = [[_cell(name, record[name]) for name in names] for record in records]
+    rows = [[_report_cell(name, record[name]) for name in names] for record in records]
     numbers = [name for k, name in enumerate(names) if all(row[k][:1].isdigit() for row in rows)]
-    return Table([_header(name) for name in names], rows, frozenset(map(_header, numbers)))
+    return Table([_report_header(name) for name in names], rows, frozenset(map(_report_header, numbers)))
 
 
-def _header(name: str) -> str:
+def _report_header(name: str) -> str:
+    """Return a column's header in a table of the report."""
     return name.removesuffix("_bytes").replace("_", " ")
 
 
-def _cell(name: str, value: Any) -> str:
+def _report_cell(name: str, value: Any) -> str:
+    """Return a cell of a table in the report as text."""
     if value is None:
         return "-"
     if name.endswith("_bytes") and isinstance(value, int):

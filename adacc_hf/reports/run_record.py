@@ -103,9 +103,11 @@ def meta_info(settings: Settings) -> dict[str, Any]:
     conditions = Conditions(
         status="complete",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=_git("rev-parse", "HEAD"),
-        uncommitted_changes=None if (changed := _git("status", "--porcelain", "-uno")) is None else bool(changed),
-        device=torch.cuda.get_device_name() if settings.device == "cuda" else _processor(),
+        commit=_git_output("rev-parse", "HEAD"),
+        uncommitted_changes=None
+        if (changed := _git_output("status", "--porcelain", "-uno")) is None
+        else bool(changed),
+        device=torch.cuda.get_device_name() if settings.device == "cuda" else _processor_description(),
         seeds=[settings.seed],
         versions={
             "adacc_hf": __version__,
@@ -131,8 +133,9 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
     )
 
 
-def _git(*arguments: str) -> str | None:
-    """Return git's output in the source checkout, or None without a checkout or without git."""
+def _git_output(*arguments: str) -> str | None:
+    """Return git's output in the source checkout for the record of an experiment, or None without a checkout or without
+    git."""
     if not (ROOT / "setup.cfg").is_file():
         return None
     try:
@@ -143,8 +146,8 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def _processor() -> str:
-    """Return the CPU's name and its number of cores."""
+def _processor_description() -> str:
+    """Return the CPU's name and its number of cores, for the record of an experiment."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -38,7 +38,7 @@ def first_steps_parts(records: Sequence[Record]) -> list[Part]:
             f"{record['seconds']:.2f}",
             f"{record['profiling_s']:.2f}",
             f"{record['solving_s']:.2f}",
-            _events(record),
+            _step_events(record),
         )
         for record in records
     ]
@@ -69,7 +69,7 @@ def draw_first_steps(records: Sequence[Record]) -> bytes:
         for row, (record, end) in enumerate(zip(records, starts, strict=True)):
             text = f"{record['seconds']:.2f} s"
             axis.text(
-                end + 0.006 * longest, row, f"{text}, {_events(record)}" if record["events"] else text, va="center"
+                end + 0.006 * longest, row, f"{text}, {_step_events(record)}" if record["events"] else text, va="center"
             )
         axis.set_yticks(rows, [f"{record['step']}: {record['activity']}" for record in records])
         axis.tick_params(axis="y", length=0)
@@ -91,5 +91,6 @@ def part_seconds(record: Record) -> dict[str, float]:
     }
 
 
-def _events(record: Record) -> str:
+def _step_events(record: Record) -> str:
+    """Return the events of one of the first steps, for a table of the report."""
     return ", ".join(dict.fromkeys(EVENTS.get(event, event) for event in record["events"]))

@@ -52,7 +52,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
 
     Raises ValueError if `history` has none of these numbers.
     """
-    panels = [panel for panel in _panels(history) if any(panel[1].values())]
+    panels = [panel for panel in _timeline_panels(history) if any(panel[1].values())]
     if not panels:
         raise ValueError("history has no tracking or memory event with figures: there is nothing to draw")
     with matplotlib_module().rc_context(FONT):
@@ -73,7 +73,7 @@ def draw_timeline(history: Sequence[Record]) -> bytes:
         return to_png(figure)
 
 
-def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
+def _timeline_panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
     """Return (label of the vertical axis, curves by name) for each panel of the picture."""
     peaks = [float(r[name]) for r in history for name in ("measured_peak_bytes", "peak_bytes") if name in r]
     scale, unit = unit_of(int(max(peaks))) if peaks else (1.0, "B")
@@ -85,21 +85,21 @@ def _panels(history: Sequence[Record]) -> list[tuple[str, dict[str, Curve]]]:
             "relative error",
             {
                 "worst round trip": worst,
-                "gradient of a sampled block": _curve(tracking, "gradient_error"),
+                "gradient of a sampled block": _record_curve(tracking, "gradient_error"),
             },
         ),
         (
             "step [ms]",
             {
-                "measured": _curve(history, "step_ms"),
-                "predicted": _curve(history, "predicted_step_ms"),
+                "measured": _record_curve(history, "step_ms"),
+                "predicted": _record_curve(history, "predicted_step_ms"),
             },
         ),
         (
             f"peak [{unit}]",
             {
-                "measured": _curve(history, "measured_peak_bytes", scale),
-                "predicted": _curve(history, "peak_bytes", scale),
+                "measured": _record_curve(history, "measured_peak_bytes", scale),
+                "predicted": _record_curve(history, "peak_bytes", scale),
             },
         ),
     ]
@@ -119,11 +119,13 @@ def outlier_curves(tracking: Sequence[Record]) -> dict[str, Curve]:
     return {name: curves[name] for name in sorted(curves, key=movement, reverse=True)[:MAX_CURVES]}
 
 
-def _curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
+def _record_curve(records: Sequence[Record], name: str, scale: float = 1.0) -> Curve:
+    """Return the curve of the value `name` over the steps, for a panel of the picture."""
     return [(record["step"], record[name] / scale) for record in records if record.get(name) is not None]
 
 
 def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
+    """Draw the curves of one panel of the picture."""
     for color, (name, curve) in zip(COLORS, ((n, c) for n, c in curves.items() if c), strict=False):
         steps, values = zip(*curve, strict=True)
         marker = "x" if name == "predicted" else "o"
@@ -137,6 +139,7 @@ def _draw_panel(axis: Axes, label: str, curves: Mapping[str, Curve]) -> None:
 
 
 def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
+    """Mark the events of the run in a panel of the picture."""
     for record in history:
         if record["event"] in MARKS:
             _, color, dashes = MARKS[record["event"]]
@@ -144,6 +147,7 @@ def _mark_events(axis: Axes, history: Sequence[Record]) -> None:
 
 
 def _legend_of_marks(figure: Any, history: Sequence[Record]) -> None:
+    """Add a legend of the marked events to the picture."""
     from matplotlib.lines import Line2D
 
     events = {record["event"] for record in history}

@@ -382,7 +382,7 @@ def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:
 
 
 def is_being_captured() -> bool:
-    """Return True if a CUDA graph is being captured."""
+    """Return True if the block's call is being captured in a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -215,7 +215,7 @@ class BlockFunction:
         self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, (self.name,)
+        return _inert_function, (self.name,)
 
 
 def _describe_hooks(block: str, hooks: Any) -> str:
@@ -234,7 +234,8 @@ def _describe_hooks(block: str, hooks: Any) -> str:
     )
 
 
-def _inert(name: str) -> BlockFunction:
+def _inert_function(name: str) -> BlockFunction:
+    """Return the copy of a block's wrapping function in a pickled model: without the block, and without effect."""
     function = BlockFunction(name, nn.Identity(), PlainStrategy())
     function.block = None
     return function
@@ -413,6 +414,7 @@ class Reinstaller:
 
 
 def _bound_setter(model: Any, name: str) -> Any:
+    """Return the model class's own method `name`, bound to a model that is copied or loaded from a pickle."""
     return getattr(type(model), name).__get__(model)
 
 

@@ -31,7 +31,7 @@ def run_checkpointed(
     codec itself or, in a tracking step, a wrapper that measures errors. An input is stored without encoding if the
     codec does not support it, or if the call changed it in place. `kwargs` are the keyword arguments bound in `fn`.
     """
-    inputs = {place: tensor for place in codecs if (tensor := _at(place, args, kwargs)) is not None}
+    inputs = {place: tensor for place in codecs if (tensor := _argument_at(place, args, kwargs)) is not None}
     compressible = {place: tensor for place, tensor in inputs.items() if _can_encode(codecs[place][0], tensor)}
     if not compressible:
         return checkpoint_call(fn, *args, block=block)
@@ -88,8 +88,8 @@ class _RepeatableCall:
         return fn, tuple(args), kwargs
 
 
-def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the argument at `place` (a position or keyword) if it is a plain tensor, else None."""
+def _argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the block call's argument at `place` (a position or keyword) if it is a plain tensor, else None."""
     if len(place) != 1:
         return None
     arguments_by_place: dict[int | str, Any] = dict(enumerate(args))

@@ -249,6 +249,7 @@ def _is_cacheable_cast(operator: TapeOperator) -> bool:
 
 
 def is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if the call's operator casts a parameter, as autocast does."""
     return func is TO_COPY and isinstance(args[0], nn.Parameter)
 
 

@@ -157,9 +157,9 @@ class Validator(TorchDispatchMode):
             return self._run_unexpected(func, args, kwargs)
         repeat_arguments = None
         if self._is_compared(expected):
-            repeat_arguments = _copied(func, args, kwargs, expected)  # before the operator writes to them
+            repeat_arguments = _copied_arguments(func, args, kwargs, expected)  # before the operator writes to them
         result = func(*args, **kwargs)
-        results, written = _as_leaves(result), written_tensors(func, args, kwargs)
+        results, written = _result_leaves(result), written_tensors(func, args, kwargs)
         if not self._register_results(expected, results, written):
             return result
         if func is _DROPOUT and 0 not in dict(expected.outputs):
@@ -167,7 +167,9 @@ class Validator(TorchDispatchMode):
         if repeat_arguments is not None:
             copied_args, copied_kwargs = repeat_arguments
             copies = written_tensors(func, copied_args, copied_kwargs)
-            self._compare(expected, results, written, lambda: _as_leaves(func(*copied_args, **copied_kwargs)), copies)
+            self._compare(
+                expected, results, written, lambda: _result_leaves(func(*copied_args, **copied_kwargs)), copies
+            )
         return result
 
     def _is_compared(self, operator: TapeOperator) -> bool:
@@ -255,8 +257,10 @@ class Validator(TorchDispatchMode):
         result = func(*args, **kwargs)
         if position.has_diverged:
             return result
-        known_storages = {storage_key(tensor.untyped_storage()) for tensor in _stored(args, kwargs)}
-        new_storages = {storage_key(tensor.untyped_storage()) for tensor in _stored(result)} - known_storages
+        known_storages = {storage_key(tensor.untyped_storage()) for tensor in _tensors_with_memory(args, kwargs)}
+        new_storages = {
+            storage_key(tensor.untyped_storage()) for tensor in _tensors_with_memory(result)
+        } - known_storages
         for storage in new_storages:
             position.disown(storage)
         if new_storages and not is_cast_of_parameter(func, args):
@@ -336,11 +340,12 @@ def _written_by(operator: TapeOperator, parts: tuple[Any, ...]) -> dict[int, tor
     }
 
 
-def _as_leaves(result: Any) -> Any:
+def _result_leaves(result: Any) -> Any:
+    """Return the leaves of a validated operator's result."""
     return (result,) if isinstance(result, torch.Tensor) else leaves(result)
 
 
-def _copied(
+def _copied_arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operator: TapeOperator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) for a second run of an operator, as replay would run it.
@@ -354,7 +359,7 @@ def _copied(
     return map_tensors((args, kwargs), torch.Tensor, lambda tensor: copies.get(id(tensor), tensor))
 
 
-def _stored(*trees: Any) -> list[torch.Tensor]:
-    """Return the tensors in `trees` that own memory. A DTensor is represented by its local tensor."""
+def _tensors_with_memory(*trees: Any) -> list[torch.Tensor]:
+    """Return the tensors of a validated call's `trees` that own memory. A DTensor is represented by its local part."""
     tensors = [local_of(leaf) for leaf in leaves(*trees) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if not tensor.is_meta and not is_fake(tensor) and has_storage(tensor)]

@@ -63,7 +63,7 @@ def bandwidths(model: KindModel) -> list[Bandwidths]:
             Bandwidths(
                 value=value.index,
                 recompute_ms=ms,
-                recompute=None if ms is None else _per_ms(value.nbytes, ms),
+                recompute=None if ms is None else _freed_bytes_per_ms(value.nbytes, ms),
                 store=best,
                 compress=None if best is None else _freed_per_ms(value.nbytes, best),
             )
@@ -72,10 +72,12 @@ def bandwidths(model: KindModel) -> list[Bandwidths]:
 
 
 def _freed_per_ms(nbytes: int, store: StoredForm) -> float:
-    return _per_ms(nbytes - store.nbytes, store.ms)
+    """Return the bytes that storing a value in the form `store` frees per ms of overhead, for the greedy rule."""
+    return _freed_bytes_per_ms(nbytes - store.nbytes, store.ms)
 
 
-def _per_ms(nbytes: int, ms: float) -> float:
+def _freed_bytes_per_ms(nbytes: int, ms: float) -> float:
+    """Return freed bytes per ms of overhead, infinite for a form without overhead."""
     return nbytes / ms if ms else math.inf
 
 

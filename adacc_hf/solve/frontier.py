@@ -41,10 +41,10 @@ def frontiers(log: SolverLog, models: Sequence[KindModel]) -> list[list[PricedPl
     Frontiers do not depend on the budget, so policies for different budgets are comparable. Shared tensors cost no
     bytes here.
     """
-    return [_frontier(log, model) for model in models]
+    return [_frontier_of_kind(log, model) for model in models]
 
 
-def _frontier(log: SolverLog, model: KindModel) -> list[PricedPlan]:
+def _frontier_of_kind(log: SolverLog, model: KindModel) -> list[PricedPlan]:
     plain = retain_all(model)
     if not plain.plan.choices:  # HiGHS has no status for a program without variables
         return [plain]
@@ -52,17 +52,17 @@ def _frontier(log: SolverLog, model: KindModel) -> list[PricedPlan]:
     least = program.least_bytes()
     if least.nbytes >= plain.nbytes:
         return [plain]
-    return [plain, *_corners(program, plain, least), least]
+    return [plain, *_hull_corners(program, plain, least), least]
 
 
-def _corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) -> list[PricedPlan]:
+def _hull_corners(program: _PricedMemory, larger: PricedPlan, smaller: PricedPlan) -> list[PricedPlan]:
     """Return the corners strictly between two plans of the hull, with bytes falling from `larger` to `smaller`."""
     if smaller.ms <= larger.ms:
         return []
-    corner = program.cheapest(_slope(larger, smaller))
-    if not _is_below(corner, larger, smaller):
+    corner = program.cheapest(_price_of_memory(larger, smaller))
+    if not _is_below_mixtures(corner, larger, smaller):
         return []
-    return [*_corners(program, larger, corner), corner, *_corners(program, corner, smaller)]
+    return [*_hull_corners(program, larger, corner), corner, *_hull_corners(program, corner, smaller)]
 
 
 class _PricedMemory:
@@ -96,7 +96,7 @@ class _PricedMemory:
 
     def _solve(self, costs: list[tuple[int, float]], limit: float = math.inf) -> PricedPlan:
         solution = self._solution(self.relaxation, costs, limit)
-        if not _is_integral(solution):
+        if not _is_integral_solution(solution):
             solution = self._solution(self.integer, costs, limit)
         return self.block.priced_plan(solution)
 
@@ -113,7 +113,8 @@ class _PricedMemory:
         return solution
 
 
-def _is_integral(solution: Sequence[float]) -> bool:
+def _is_integral_solution(solution: Sequence[float]) -> bool:
+    """Return True if all variables of the solver's solution are integers."""
     return not any(INTEGRALITY < value % 1 < 1 - INTEGRALITY for value in solution)
 
 
@@ -126,7 +127,7 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
     """
     excess = sum(n * frontier[0].nbytes for n, frontier in zip(num_blocks, frontiers, strict=True)) - limit_bytes
     ms = 0.0
-    for price, kind, _, smaller, larger in sorted(_steps(frontiers), key=lambda step: step[:3]):
+    for price, kind, _, smaller, larger in sorted(_frontier_steps(frontiers), key=lambda step: step[:3]):
         freed = min(max(0, excess), num_blocks[kind] * (larger.nbytes - smaller.nbytes))
         ms += freed * price
         excess -= freed
@@ -134,11 +135,13 @@ def least_ms(num_blocks: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]
     return math.inf if excess > 0 else max(0.0, ms - slack)
 
 
-def _steps(frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[tuple[float, int, int, PricedPlan, PricedPlan]]:
+def _frontier_steps(
+    frontiers: Sequence[Sequence[PricedPlan]],
+) -> Iterator[tuple[float, int, int, PricedPlan, PricedPlan]]:
     """Yield (price, kind, number along the frontier, smaller plan, larger plan) of each step along the frontiers."""
     for kind, frontier in enumerate(frontiers):
         for number, (larger, smaller) in enumerate(pairwise(frontier)):
-            yield _slope(larger, smaller), kind, number, smaller, larger
+            yield _price_of_memory(larger, smaller), kind, number, smaller, larger
 
 
 def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> Iterator[list[PricedPlan]]:
@@ -152,21 +155,21 @@ def chain(kinds: Sequence[int], frontiers: Sequence[Sequence[PricedPlan]]) -> It
     """
     policy = [frontiers[kind][0] for kind in kinds]
     yield list(policy)
-    for _, kind, _, plan, _ in sorted(_steps(frontiers), key=lambda step: step[:3]):
+    for _, kind, _, plan, _ in sorted(_frontier_steps(frontiers), key=lambda step: step[:3]):
         for block in range(len(kinds)):
             if kinds[block] == kind:
                 policy[block] = plan
                 yield list(policy)
 
 
-def _slope(larger: PricedPlan, smaller: PricedPlan) -> float:
+def _price_of_memory(larger: PricedPlan, smaller: PricedPlan) -> float:
     """Return the price of memory, in ms per byte, at which two plans cost the same."""
     return (smaller.ms - larger.ms) / (larger.nbytes - smaller.nbytes)
 
 
-def _is_below(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
-    """Return True if `corner` lies between the neighbours `larger` and `smaller`, and below every mixture of these."""
-    line_ms = larger.ms + _slope(larger, smaller) * (larger.nbytes - corner.nbytes)
+def _is_below_mixtures(corner: PricedPlan, larger: PricedPlan, smaller: PricedPlan) -> bool:
+    """Return True if `corner` lies between its neighbours, and below every mixture of them."""
+    line_ms = larger.ms + _price_of_memory(larger, smaller) * (larger.nbytes - corner.nbytes)
     limit_ms = line_ms - SLOPE_TOLERANCE * (smaller.ms - larger.ms)
     return smaller.nbytes < corner.nbytes < larger.nbytes and corner.ms < limit_ms
 
@@ -288,7 +291,7 @@ class MixtureProgram:
         assert not any(self.rest), "blocks with frontier plans make the relaxation fractional"
         costs = [*self._bytes(SCALE), *self._ms(SCALE * TIE_BREAK)]
         solution = self._solve_uncapped(Solver(self.program, self.log, integer=False), costs)
-        if not _is_integral(solution):
+        if not _is_integral_solution(solution):
             solution = self._solve_uncapped(self.solver, costs)
         return self._plans(solution)
 

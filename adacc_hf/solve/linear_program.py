@@ -80,7 +80,7 @@ def _import_pulp() -> None:
 
 
 def combine(terms: Terms) -> dict[int, float]:
-    """Return the coefficient of each variable in the sum of `terms`."""
+    """Return the coefficient of each variable of a linear program in the sum of `terms`."""
     total: dict[int, float] = defaultdict(float)
     for variable, coefficient in terms:
         total[variable] += coefficient

@@ -80,7 +80,7 @@ class KindModel:
 
     def fits_host(self, host_bytes: int) -> bool:
         """Return True if a block of this kind may store `host_bytes` in host memory."""
-        return _fits_host(self.profiled_kind, host_bytes)
+        return _fits_host_memory(self.profiled_kind, host_bytes)
 
     def recompute(self, value: int) -> int | None:
         """Return the operator whose replay computes `value`, or None if `value` must not be recomputed."""
@@ -127,7 +127,9 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     runnable: set[int] = set()
     if Action.RECOMPUTE in config.parsed_actions:
         for operator in kind.operators:
-            available = (_is_available(kind.values[value], menus, runnable, index_values) for value in operator.inputs)
+            available = (
+                _is_readable_in_replay(kind.values[value], menus, runnable, index_values) for value in operator.inputs
+            )
             if operator.replayable and all(available):
                 runnable.add(operator.index)
     checkpoints = tuple(_checkpoint_plans(profiled_kind, config))
@@ -155,13 +157,13 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
         plan = checkpoint_plan(kind, {value.index: form.choice for value, form in pairs if form is not None})
         assert plan is not None  # because there is a plan without codecs
         outcome = run_block(kind, plan)
-        if _fits_host(kind, outcome.host_bytes):
+        if _fits_host_memory(kind, outcome.host_bytes):
             sizes = (outcome.stored_bytes, outcome.shared, outcome.overhead_ms, outcome.host_bytes)
             plans.append(PricedPlan(plan, *sizes))
     return plans
 
 
-def _fits_host(kind: KindProfile, host_bytes: int) -> bool:
+def _fits_host_memory(kind: KindProfile, host_bytes: int) -> bool:
     limit = _host_limit_bytes(kind)
     return limit is None or host_bytes <= limit
 
@@ -192,13 +194,15 @@ def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[S
         for option in kind.codec_options(value.index)
         if (option.lossless or (allows_lossy and (config.codecs is None or encoding_of(option.codec) in config.codecs)))
         and (config.host_memory is not None or not option.host_bytes)
-        and _fits_host(kind, option.host_bytes)
+        and _fits_host_memory(kind, option.host_bytes)
         and (config.max_error is None or option.error <= config.max_error)
         and option.nbytes < value.nbytes
     ]
 
 
-def _is_available(value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]) -> bool:
+def _is_readable_in_replay(
+    value: Value, menus: Mapping[int, Any], runnable: set[int], index_values: Collection[int]
+) -> bool:
     """Return True if a replayed operator can read `value`: the value exists or can be stored, or an operator in
     `runnable` recomputes the value."""
     is_recomputable = value.recomputable and value.producer in runnable and value.index not in index_values

@@ -210,13 +210,14 @@ def _pareto_plans(oracle: PeakOracle, kind: int, plans: Sequence[PricedPlan]) ->
         outcome = oracle.outcome(kind, plan)
         sizes = (outcome.stored_bytes, outcome.live_bytes, outcome.working_bytes, outcome.forward_working_bytes)
         needs = (sizes, outcome.shared)
-        if not any(_is_within(other, needs) for other in optimal):
-            optimal = {other: plan for other, plan in optimal.items() if not _is_within(needs, other)}
+        if not any(_needs_no_more(other, needs) for other in optimal):
+            optimal = {other: plan for other, plan in optimal.items() if not _needs_no_more(needs, other)}
             optimal[needs] = plan
     return list(optimal.values())
 
 
-def _is_within(needs: _Needs, others: _Needs) -> bool:
+def _needs_no_more(needs: _Needs, others: _Needs) -> bool:
+    """Return True if a plan's `needs` of memory are at most `others` in every size."""
     (sizes, shared), (other_sizes, other_shared) = needs, others
     return shared <= other_shared and all(size <= other for size, other in zip(sizes, other_sizes, strict=True))
 

@@ -35,11 +35,11 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
     """
     for name, parameter in block.named_parameters(remove_duplicate=False):
         if not runs_on_parts(type(parameter)):  # a DTensor is represented by its local tensor
-            for path, tensor in _tensors_in(vars(parameter), _DEPTH):
+            for path, tensor in _attached_tensors_in(vars(parameter), _DEPTH):
                 yield Source("attached", (name, *path)), tensor
     for name, module in block.named_modules():
         own = {attribute: value for attribute, value in vars(module).items() if attribute not in _REGISTERED}
-        for path, tensor in _tensors_in(own, _DEPTH):
+        for path, tensor in _attached_tensors_in(own, _DEPTH):
             yield Source("module", (name, *path)), tensor
 
 
@@ -49,31 +49,31 @@ def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
     `path` contains attribute names, and keys or indices of containers. Return None if the tensor no longer exists.
     """
     try:
-        tensor = reduce(_step, path, owner)
+        tensor = reduce(_path_step, path, owner)
     except (AttributeError, LookupError):
         return None
-    return tensor.detach() if _is_plain(tensor) else None
+    return tensor.detach() if _is_plain_tensor(tensor) else None
 
 
-def _step(owner: Any, name: Any) -> Any:
+def _path_step(owner: Any, name: Any) -> Any:
     """Return the item or attribute `name` of `owner`: one step on the path to an attached tensor."""
     return owner[name] if isinstance(owner, (dict, list, tuple)) else getattr(owner, name)
 
 
-def _tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+def _attached_tensors_in(owner: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Yield (path, tensor) of each plain tensor in the dict or sequence `owner`, nested at most `depth` levels
     deeper."""
     items = owner.items() if isinstance(owner, dict) else enumerate(owner)
     for name, item in items:
-        if _is_plain(item):
+        if _is_plain_tensor(item):
             yield (name,), item
         if isinstance(item, torch.Tensor):
             continue
         inner = item if isinstance(item, (dict, list, tuple)) else getattr(item, "__dict__", None)
         if depth and inner and not isinstance(item, (type, nn.Module)):
-            yield from (((name, *path), tensor) for path, tensor in _tensors_in(inner, depth - 1))
+            yield from (((name, *path), tensor) for path, tensor in _attached_tensors_in(inner, depth - 1))
 
 
-def _is_plain(item: Any) -> bool:
-    """Return True for a tensor that is not sparse, quantized or sharded."""
+def _is_plain_tensor(item: Any) -> bool:
+    """Return True if `item` may be recorded as an attached tensor: not sparse, quantized or sharded."""
     return isinstance(item, torch.Tensor) and has_storage(item) and not runs_on_parts(type(item))

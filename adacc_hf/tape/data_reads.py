@@ -162,6 +162,7 @@ _data_by_tensor = WeakTensorKeyDictionary()
 
 
 def _elements_of(tensor: torch.Tensor) -> Data:
+    """Return the data of a tensor that a recorded block has read into Python."""
     elements = tensor.detach().cpu().contiguous().numpy()
     are_sizes = tensor.dtype is not torch.bool and elements.size <= MOST_NUMBERS
     return tuple(elements.ravel().tolist()) if are_sizes else elements.tobytes()

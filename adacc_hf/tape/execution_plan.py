@@ -91,7 +91,7 @@ class ExecutionPlan:
         self.num_slots = len(tape.slots)
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
-        self.store = _store(tape, choices, frozenset(shared))
+        self.store = _storage_map(tape, choices, frozenset(shared))
         self._equal = equal = _equal_values_used(tape, choices)
         self._merged: Tape | None = merge_equal_values(tape, equal) if equal else tape
         in_cells = {value for value, choice in choices.items() if choice.action is not Action.RETAIN} | {
@@ -276,8 +276,8 @@ class ExecutionPlan:
         return source
 
 
-def _store(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
-    """Return a map of the values of `tape` that replay can read without recomputation, by kind of storage."""
+def _storage_map(tape: Tape, choices: dict[int, Choice], shared: frozenset[int]) -> StorageMap:
+    """Return the storage of the values of `tape` that replay can read without recomputing them."""
     state = {value.index for value in tape.values if tape.is_module_state(value.index)}
     compressed = {value for value, choice in choices.items() if choice.action is Action.COMPRESS}
     retained = {value for value, choice in choices.items() if choice.action is Action.RETAIN}

@@ -99,7 +99,7 @@ class FunctionTarget:
         with autocast_as(call.autocast):
             if torch.is_grad_enabled():
                 return self._apply(arguments)
-            context = _Context(self.function, arguments)
+            context = _ReplayContext(self.function, arguments)
             if has_setup(self.function):
                 result = self.function.forward(*arguments)
                 self.function.setup_context(context, arguments, result)
@@ -125,7 +125,7 @@ class FunctionTarget:
         return returned
 
 
-class _Context(FunctionCtx):
+class _ReplayContext(FunctionCtx):
     """Context (`ctx`) for a replayed forward of an `autograd.Function`. Collects the tensors that the forward saves."""
 
     output_grad_dtypes = None  # read by `set_output_grad_dtype` of torch 2.14
@@ -149,7 +149,7 @@ def results_of(result: Any) -> Any:
 
     Raise NotReplayableError if the result contains an object that cannot be decomposed.
     """
-    return map_tensors(_decompose(result, _DEPTH), torch.Tensor, lambda _: None)
+    return map_tensors(_decompose_argument(result, _DEPTH), torch.Tensor, lambda _: None)
 
 
 # Arguments.
@@ -160,10 +160,10 @@ def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Raise NotReplayableError for an object that cannot be created again from numbers, strings and tensors.
     """
-    return tuple([_decompose(argument, _DEPTH) for argument in args])
+    return tuple([_decompose_argument(argument, _DEPTH) for argument in args])
 
 
-def _decompose(value: Any, depth: int) -> Any:
+def _decompose_argument(value: Any, depth: int) -> Any:
     """Return `value` with objects replaced by their `Parts`. `depth` limits the nesting of containers."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -177,14 +177,14 @@ def _decompose(value: Any, depth: int) -> Any:
     if depth == 0:
         raise NotReplayableError(f"has arguments nested deeper than {_DEPTH} containers")
     if kind in (tuple, list) or hasattr(value, "_fields"):
-        items = [_decompose(item, depth - 1) for item in value]
+        items = [_decompose_argument(item, depth - 1) for item in value]
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     if kind is dict and all(isinstance(key, (str, int)) for key in value):
-        return {key: _decompose(item, depth - 1) for key, item in value.items()}
+        return {key: _decompose_argument(item, depth - 1) for key, item in value.items()}
     if kind is torch.Size:
         return Parts(kind, tuple(value))
     if _is_made_of_attributes(value):
-        return Parts(kind, {name: _decompose(item, depth - 1) for name, item in vars(value).items()})
+        return Parts(kind, {name: _decompose_argument(item, depth - 1) for name, item in vars(value).items()})
     raise NotReplayableError(f"has an argument of type {kind.__module__}.{kind.__qualname__}")
 
 
@@ -206,7 +206,7 @@ def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) ->
         flag = next(flags)
         return tensor if torch.is_grad_enabled() else tensor.detach().requires_grad_(flag)
 
-    return tuple([_compose(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
+    return tuple([_compose_argument(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
 
 
 def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
@@ -219,21 +219,21 @@ def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     return map_tensors(args, torch.Tensor, on_copy)
 
 
-def _compose(value: Any) -> Any:
+def _compose_argument(value: Any) -> Any:
     """Return `value` with `Parts` replaced by the objects that they describe."""
     if isinstance(value, Parts):
         if value.kind is torch.Size:
             return torch.Size(value.attributes)
         composed: Any = object.__new__(value.kind)
-        vars(composed).update({name: _compose(item) for name, item in value.attributes.items()})
+        vars(composed).update({name: _compose_argument(item) for name, item in value.attributes.items()})
         return composed
     if isinstance(value, tuple):
-        items = [_compose(item) for item in value]
+        items = [_compose_argument(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
-        return [_compose(item) for item in value]
+        return [_compose_argument(item) for item in value]
     if isinstance(value, dict):
-        return {name: _compose(item) for name, item in value.items()}
+        return {name: _compose_argument(item) for name, item in value.items()}
     return value
 
 
@@ -254,10 +254,10 @@ def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
     """
     autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)]
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    return FunctionCall(_identity(function), tuple(flags), tuple(autocast), (), None)
+    return FunctionCall(_function_identity(function), tuple(flags), tuple(autocast), (), None)
 
 
-def _identity(function: type[Function]) -> str:
+def _function_identity(function: type[Function]) -> str:
     """Return the name of a Function's class, with a number that distinguishes classes of the same name."""
     name = str(FunctionTarget(function))
     if function not in _numbers:

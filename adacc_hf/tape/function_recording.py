@@ -48,7 +48,7 @@ WRITES = "writes into its arguments"
 
 
 @dataclass
-class _Mark:
+class _RecorderMark:
     """Snapshot of a tape recorder before an `autograd.Function` runs."""
 
     num_values: int
@@ -72,8 +72,8 @@ class _FunctionRun:
     call: FunctionCall
     result: Any
     saved: list[torch.Tensor]
-    """Tensors that the Function saves for backward. Autograd packs these tensors after the Function was recorded."""
-    before: _Mark
+    """Tensors that the Function saves for backward. Autograd packs them after the Function was recorded."""
+    before: _RecorderMark
     state: torch.Tensor | None
     """State of the default generator of the block's device when the Function began."""
     written: list[torch.Tensor]
@@ -184,12 +184,12 @@ class FunctionRecorder:
         function, args = forward_call.function, forward_call.args
         if self._is_in_function or self._is_paused or self._in_operator or self._is_fake:
             return forward_call.run()
-        if not all(map(is_plain, _tensors(args))):  # DTensors, whose operators run on local tensors
+        if not all(map(is_plain, _argument_tensors(args))):  # DTensors, whose operators run on local tensors
             with self._inside_function():
                 return forward_call.run()
-        parts, reason = _parts_of(args)
+        parts, reason = _parts_of_function(args)
         mark, generator_states = self._mark(), self._generator_states()
-        arguments = {storage_key(t.untyped_storage()): t for t in _tensors(args if parts is None else parts)}
+        arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args if parts is None else parts)}
         function_call = None if parts is None else call_of(function, parts)
         with self.paused():
             fingerprints = {key: fingerprint(tensor) for key, tensor in arguments.items()}
@@ -225,14 +225,14 @@ class FunctionRecorder:
         return result
 
     def _recomputed_inside(
-        self, before: _Mark, returned: tuple[Any, ...], written: list[torch.Tensor]
+        self, before: _RecorderMark, returned: tuple[Any, ...], written: list[torch.Tensor]
     ) -> frozenset[int] | None:
         """Return the values that replay of the operators recorded inside a Function recomputes exactly.
 
         Return None if the operators are enough for replay: the operators recompute all results that the Function
         `returned`, and the Function neither wrote to a tensor without a recorded operator nor took a numpy view.
         """
-        new_tensors = [tensor for tensor in _tensors(returned) if self._is_made_after(before, tensor)]
+        new_tensors = [tensor for tensor in _argument_tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
         inner_operators = self.operators[before.num_operators :]
         changed = {old for operator in inner_operators for old, _ in operator.mutations if self._is_outer(before, old)}
@@ -245,7 +245,7 @@ class FunctionRecorder:
             )
         storages = {self._storages[value] for value in changed}
         has_hidden_write = any(storage_key(t.untyped_storage()) not in storages for t in written)
-        has_view = any(map(_is_view, self.reads[before.num_reads :])) or self.untrusted != before.untrusted
+        has_view = any(map(_is_numpy_view, self.reads[before.num_reads :])) or self.untrusted != before.untrusted
         is_complete = None not in values and required <= recomputed_values and not has_hidden_write and not has_view
         return None if is_complete else recomputed_values
 
@@ -311,12 +311,12 @@ class FunctionRecorder:
         """
         reads = self.reads[run_record.before.num_reads :]
         has_numbers = any(leaf is not None for leaf in leaves((results,)))
-        if has_numbers and any(map(_is_view, reads)):
+        if has_numbers and any(map(_is_numpy_view, reads)):
             raise NotReplayableError("returns numbers that it may have read from numpy arrays")
-        places = {storage_key(t.untyped_storage()): place for place, t in enumerate(_tensors(run_record.args))}
+        places = {storage_key(t.untyped_storage()): place for place, t in enumerate(_argument_tensors(run_record.args))}
         argument_places: dict[int, None] = {}
         for read in reads:
-            if _is_view(read):
+            if _is_numpy_view(read):
                 continue
             operators, ends = closure(
                 self._unsealed(), read.value, lambda value: self._is_outer(run_record.before, value)
@@ -352,7 +352,10 @@ class FunctionRecorder:
         if an operator reads another tensor of known source, such as a parameter or an earlier result of the block, or
         if an operator is a collective.
         """
-        mark, argument_keys = run_record.before, {storage_key(t.untyped_storage()) for t in _tensors(run_record.args)}
+        mark, argument_keys = (
+            run_record.before,
+            {storage_key(t.untyped_storage()) for t in _argument_tensors(run_record.args)},
+        )
         foreign: set[int] = set()
         for operator in self.operators[mark.num_operators :]:
             if operator.is_collective:
@@ -395,7 +398,7 @@ class FunctionRecorder:
         for first, second in zip(returned, second_results, strict=True):
             if not isinstance(first, torch.Tensor) or not self._is_made_after(run_record.before, first):
                 continue
-            if not isinstance(second, torch.Tensor) or not _has_layout_of(first, second):
+            if not isinstance(second, torch.Tensor) or not _has_same_layout(first, second):
                 raise NotReplayableError("makes tensors of a different layout when it runs again")
             if storage_key(first.untyped_storage()) == storage_key(second.untyped_storage()):
                 raise NotReplayableError("returns the same storage when it runs again")
@@ -434,24 +437,26 @@ class FunctionRecorder:
     def _note_paused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Collect the keys of the storages that an operator reads while the recorder is paused."""
         if self._read_inside is not None:
-            self._read_inside |= {storage_key(t.untyped_storage()) for t in _tensors((args, kwargs)) if has_storage(t)}
+            self._read_inside |= {
+                storage_key(t.untyped_storage()) for t in _argument_tensors((args, kwargs)) if has_storage(t)
+            }
 
     # State of the recorder.
 
-    def _is_made_after(self, before: _Mark, tensor: torch.Tensor) -> bool:
+    def _is_made_after(self, before: _RecorderMark, tensor: torch.Tensor) -> bool:
         """Return True if the storage of `tensor` was created after the snapshot `before`."""
         if not is_plain(tensor) or not has_storage(tensor):
             return False
         key = storage_key(tensor.untyped_storage())
         return key not in before.current and key not in self._externals
 
-    def _is_outer(self, before: _Mark, value: int) -> bool:
+    def _is_outer(self, before: _RecorderMark, value: int) -> bool:
         """Return True if `value` existed before the Function ran, or if no operator made it."""
         return value < before.num_values or self.values[value].source is not None
 
-    def _mark(self) -> _Mark:
+    def _mark(self) -> _RecorderMark:
         """Return a snapshot of the recorder, to which `_roll_back` can return."""
-        return _Mark(
+        return _RecorderMark(
             len(self.values),
             len(self.operators),
             len(self.slots),
@@ -463,7 +468,7 @@ class FunctionRecorder:
             self._generator_state,
         )
 
-    def _roll_back(self, mark: _Mark) -> None:
+    def _roll_back(self, mark: _RecorderMark) -> None:
         """Remove the values, operators, slots and reads recorded since `mark`."""
         del self.values[mark.num_values :], self.bases[mark.num_values :], self._storages[mark.num_values :]
         del self.operators[mark.num_operators :], self.slots[mark.num_slots :], self.reads[mark.num_reads :]
@@ -494,25 +499,26 @@ class FunctionRecorder:
             )
 
 
-def _is_view(read: Read) -> bool:
-    """Return True if the read converted a tensor to a numpy array. Python may not have used the data."""
+def _is_numpy_view(read: Read) -> bool:
+    """Return True if the recorded read converted a tensor to a numpy array. Python may not have used the data."""
     return read.by == "Tensor.numpy"
 
 
-def _parts_of(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
-    """Return (decomposed arguments of a Function, ""), or (None, reason) if the arguments cannot be decomposed."""
+def _parts_of_function(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, str]:
+    """Return (decomposed arguments of a Function, ""), or (None, reason) if they cannot be decomposed."""
     try:
         return decompose_arguments(args), ""
     except NotReplayableError as reason:
         return None, str(reason)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _argument_tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments of a recorded `autograd.Function`."""
     return [leaf for leaf in leaves((tree,)) if isinstance(leaf, torch.Tensor)]
 
 
-def _has_layout_of(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors have the same geometry, dtype and storage size."""
+def _has_same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two results of a Function have the same geometry, dtype and storage size."""
     return (geometry_of(first), first.dtype, first.untyped_storage().nbytes()) == (
         geometry_of(second),
         second.dtype,

@@ -69,7 +69,7 @@ class TracedPath:
 
     def __init__(self, guards: TracedGuards, scope: Scope) -> None:
         self.guards = guards
-        self._aliases = _aliases(guards.tensors(scope), scope)
+        self._aliased_arguments = _aliased_arguments(guards.tensors(scope), scope)
         """(index among the guards' tensors, name) of each parameter or buffer that the path does not reach by its name
         in the block."""
         self.number = next(_UNUSED)
@@ -79,11 +79,13 @@ class TracedPath:
         """Return True if a call with these local variables takes this path."""
         if not self.guards.hold(scope):
             return False
-        return not self._aliases or self._aliases == _aliases(self.guards.tensors(scope), scope)
+        return not self._aliased_arguments or self._aliased_arguments == _aliased_arguments(
+            self.guards.tensors(scope), scope
+        )
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the path's input numbers as hashable keys. Two keys differ if the numbers differ in type or bits."""
-        return tuple([n if type(n) is int else _exactly(n) for n in self.guards.numbers(scope)])
+        return tuple([n if type(n) is int else _exact_number(n) for n in self.guards.numbers(scope)])
 
 
 _UNUSED = count()
@@ -184,7 +186,7 @@ class BlockPaths:
         return path
 
 
-def _aliases(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
+def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
     """Return (index in `tensors`, name) of each tensor that shares its storage with a parameter or buffer of the
     block."""
     if not tensors:
@@ -226,7 +228,7 @@ def scope_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Scope:
     return {"call": fn, "args": args, "kwargs": {}}
 
 
-def _exactly(number: Any) -> Hashable:
+def _exact_number(number: Any) -> Hashable:
     if isinstance(number, np.ndarray | np.generic):
         return str(number.dtype), number.shape, number.tobytes()
     return type(number).__name__, repr(number)
@@ -246,33 +248,41 @@ def untraced_key(block: nn.Module) -> Hashable:
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
     )
     # A hash is fast to look up. The validation would detect a collision.
-    return hash((autocast, *[(path, *_describe(module)) for path, module in block.named_modules()]))
+    return hash((autocast, *[(path, *_module_description(module)) for path, module in block.named_modules()]))
 
 
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
     """Return the arguments of a call with everything but numbers, strings and containers replaced by None."""
-    named = [_plain(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
-    return *[_plain(value) for value in scope["args"]], *named
+    named = [_plain_arguments(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
+    return *[_plain_arguments(value) for value in scope["args"]], *named
 
 
-def _describe(module: nn.Module) -> tuple[Any, ...]:
+def _module_description(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's class, mode, parameters, buffers and hooks for `untraced_key`.
 
     Class and hooks are represented by name, because parametrize creates a new class for each module.
     """
     hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
     trainable = [(name, p is not None and p.requires_grad) for name, p in parameters_of(module).items()]
-    return _name_of(type(module)), module.training, *trainable, None, *buffers_of(module), None, *map(_name_of, hooks)
+    return (
+        _code_name(type(module)),
+        module.training,
+        *trainable,
+        None,
+        *buffers_of(module),
+        None,
+        *map(_code_name, hooks),
+    )
 
 
-def _name_of(code: Any) -> str:
+def _code_name(code: Any) -> str:
     named_object = code if hasattr(code, "__qualname__") else type(code)
     return f"{named_object.__module__}.{named_object.__qualname__}"
 
 
-def _plain(value: Any) -> Any:
+def _plain_arguments(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(item) for item in value)
+        return tuple(_plain_arguments(item) for item in value)
     if isinstance(value, dict):
-        return tuple((name, _plain(item)) for name, item in value.items())
+        return tuple((name, _plain_arguments(item)) for name, item in value.items())
     return value if isinstance(value, (bool, int, float, str)) else None

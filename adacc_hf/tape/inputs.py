@@ -30,21 +30,21 @@ Kwargs = dict[str, Any]
 def argument_tensors(args: Args, kwargs: Kwargs) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Yield (path, tensor) of every tensor among the arguments of a call, including tensors in containers."""
     for position, argument in enumerate(args):
-        yield from _leaves((position,), argument)
+        yield from _argument_leaves((position,), argument)
     for name, argument in kwargs.items():
-        yield from _leaves((name,), argument)
+        yield from _argument_leaves((name,), argument)
 
 
-def _leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Yield (path, tensor) of each tensor in nested tuples, lists and dicts."""
+def _argument_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield (path, tensor) of each tensor in a recorded call's nested tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, (tuple, list)):
         for index, item in enumerate(tree):
-            yield from _leaves((*path, index), item)
+            yield from _argument_leaves((*path, index), item)
     elif isinstance(tree, dict):
         for key, item in tree.items():
-            yield from _leaves((*path, key), item)
+            yield from _argument_leaves((*path, key), item)
 
 
 def argument_layout(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
@@ -103,8 +103,8 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
     if source.place == "module":
         return find_attached(block.get_submodule(source.path[0]), source.path[1:])
     if source.place != "argument":
-        path, name = _split(source.path[0])
-        owner = _owner(block, path)
+        path, name = _split_state_name(source.path[0])
+        owner = _owner_module(block, path)
         if source.place == "buffer":
             return buffers_of(owner)[name].detach()  # a later `buffer.data = ...` does not change the detached tensor
         parameter = parameters_of(owner)[name]
@@ -113,6 +113,7 @@ def find_external(source: Source, block: nn.Module, args: Args, kwargs: Kwargs) 
 
 
 def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+    """Return the argument of a recorded block's call at `path`, which may lead into containers."""
     first, *rest = path
     argument = args[first] if isinstance(first, int) else kwargs[first]
     for step in rest:
@@ -121,13 +122,14 @@ def argument_at(path: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 @cache
-def _split(name: str) -> tuple[tuple[str, ...], str]:
-    """Return (("mlp", "c_fc"), "weight") for "mlp.c_fc.weight"."""
+def _split_state_name(name: str) -> tuple[tuple[str, ...], str]:
+    """Split the name of a block's parameter: "mlp.c_fc.weight" -> (("mlp", "c_fc"), "weight")."""
     *path, last = name.split(".")
     return tuple(path), last
 
 
-def _owner(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
+def _owner_module(block: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    """Return the submodule of the block that owns the parameter or buffer at `path`."""
     for step in path:
         block = modules_of(block)[step]
     return block

@@ -18,7 +18,7 @@ _LOCAL = frozenset({"aten", "prim", "prims"})
 
 
 def _may_write(func: Any) -> bool:
-    """Return True if the operator may write to its arguments.
+    """Return True if the recorded operator may write to its arguments.
 
     The schema declares the written arguments, except for operators of torch.distributed, which may write to any
     argument.
@@ -27,7 +27,7 @@ def _may_write(func: Any) -> bool:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensor arguments that the operator may write to, one per storage."""
+    """Return the tensor arguments that the recorded operator may write to, one per storage."""
     written: dict[int, torch.Tensor] = {}
     for position, argument in enumerate(schema_of(func).arguments if _may_write(func) else ()):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write

@@ -501,7 +501,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         Compiled submodules get no hooks inside, because hooks would trigger a recompilation.
         """
         modules = dict(self.block.named_modules())
-        compiled = tuple(f"{name}." for name, module in modules.items() if _is_compiled(name, module))
+        compiled = tuple(f"{name}." for name, module in modules.items() if _is_compiled_module(name, module))
         with ExitStack() as stack:
             for name, module in modules.items():
                 if name and not f"{name}.".startswith(compiled):
@@ -510,7 +510,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
             yield
 
 
-def _is_compiled(name: str, module: nn.Module) -> bool:
+def _is_compiled_module(name: str, module: nn.Module) -> bool:
     """Return True if torch.compile compiles the module at path `name`, as a wrapper or in place."""
     return name.rpartition(".")[2] == COMPILED_MODULE or compiled_call(module) is not None
 
@@ -526,6 +526,7 @@ def is_freed(base: torch.Tensor, value: TapeValue) -> bool:
 
 
 def _local_leaves(result: Any) -> list[Any]:
+    """Return the leaves of a recorded operator's result, with local tensors in place of DTensors."""
     return [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(result)]
 
 

@@ -102,7 +102,7 @@ class PreparedOperator:
             with draw_from_state(bases[self.operator.generator], self._device):
                 result = self._call(bases)
         results = (result,) if isinstance(result, torch.Tensor) else leaves(result)
-        if self._expected and not all(_is_like(results, position, ref) for position, ref in self._expected):
+        if self._expected and not all(_is_like_recorded(results, position, ref) for position, ref in self._expected):
             raise RuntimeError(
                 f"{self.operator.name} returns or saves different tensors when its forward runs again in backward: "
                 f"make it depend only on its arguments, or train without replay "
@@ -176,7 +176,8 @@ class ReplayStep:
             environment[value] = None
 
 
-def _is_like(results: Sequence[Any], position: int, ref: TensorRef) -> bool:
+def _is_like_recorded(results: Sequence[Any], position: int, ref: TensorRef) -> bool:
+    """Return True if a replayed operator's result has the recorded layout and dtype."""
     tensor = results[position] if position < len(results) else None
     if not isinstance(tensor, torch.Tensor):
         return False
@@ -186,6 +187,7 @@ def _is_like(results: Sequence[Any], position: int, ref: TensorRef) -> bool:
 
 
 def _holds_tensor(tree: Any) -> bool:
+    """Return True if an argument of a recorded operator contains a reference to a tensor."""
     return next(tensor_refs(tree), None) is not None
 
 
@@ -258,7 +260,7 @@ def schedule(
         recomputed.update(value for operator in runs[-1] for value in tape.operators[operator].results())
     uses = _last_uses(tape, order, runs)
     values = [tape.slots[slot].value for slot in order]
-    programs = [_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
+    programs = [_replay_program(tape, store, value, rank, runs[rank], uses) for rank, value in enumerate(values)]
     return [
         _drop_decoded(program, store, programs[rank + 1 :][:DECODED_CACHE_UNPACKS])
         for rank, program in enumerate(programs)
@@ -281,7 +283,7 @@ def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]
     run = missing_operators(tape, store, value, available)
     never = (1, 0)
     uses = dict.fromkeys(range(len(tape.values)), never)
-    return _program(tape, store, value, 0, run, uses)
+    return _replay_program(tape, store, value, 0, run, uses)
 
 
 def missing_operators(tape: Tape, store: StorageMap, value: int, available: set[int]) -> list[int]:
@@ -304,7 +306,7 @@ def _last_uses(tape: Tape, order: Sequence[int], runs: list[list[int]]) -> dict[
     return last
 
 
-def _program(
+def _replay_program(
     tape: Tape, store: StorageMap, value: int, rank: int, run: list[int], uses: dict[int, tuple[int, int]]
 ) -> ReplayProgram:
     """Return the replay program of one unpack of `value`.
@@ -313,7 +315,7 @@ def _program(
     """
     values_read = dict.fromkeys([v for number in run for v in tape.operators[number].inputs()] + [value])
     stored = {v for v in values_read if v in store.retained or v in store.compressed}
-    steps = tuple(_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
+    steps = tuple(_replay_step(tape, store, number, (rank, index), uses) for index, number in enumerate(run))
     for step in steps:
         step.loads = tuple(v for v in dict.fromkeys(step.operator.inputs()) if v in stored)
         stored.difference_update(step.loads)
@@ -323,7 +325,7 @@ def _program(
     return ReplayProgram(tuple(stored & {value}), steps, tuple(dict.fromkeys([*expired, *retained])), persistent)
 
 
-def _step(
+def _replay_step(
     tape: Tape, store: StorageMap, number: int, moment: tuple[int, int], uses: dict[int, tuple[int, int]]
 ) -> ReplayStep:
     """Return the step that replays operator `number` at `moment`.

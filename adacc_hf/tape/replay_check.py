@@ -91,11 +91,11 @@ def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment:
         replayed = environment[value]
         if replayed is None or replayed.untyped_storage().nbytes() != bases[value].untyped_storage().nbytes():
             continue
-        torch.bitwise_not(_bytes_of(bases[value]), out=_bytes_of(replayed))
+        torch.bitwise_not(_storage_bytes(bases[value]), out=_storage_bytes(replayed))
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes."""
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as bytes, to compare a replayed with the recorded storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -137,23 +137,20 @@ def _runs_without_hidden_writes(tape: Tape, operator: TapeOperator, environment:
     declared = {old for old, _ in operator.mutations}
     inputs = [value for value in operator.inputs() if value not in declared]
     if operator.target.namespace == "aten":
-        inputs = [value for value in inputs if _is_buffer(tape, value)]
+        inputs = [value for value in inputs if _is_buffer_value(tape, value)]
     originals = {value: tensor for value in inputs if (tensor := environment[value]) is not None}
     copies = {value: copy_with_storage(original) for value, original in originals.items()}
     for value, copy in copies.items():
         environment[value] = copy
-    is_honest = _runs(operator, tape, environment)
+    is_honest = _can_replay(operator, tape, environment)
     is_honest = is_honest and all(same_bits(copies[value], original) for value, original in originals.items())
     for value, original in originals.items():
         environment[value] = original
     return is_honest
 
 
-def _runs(operator: TapeOperator, tape: Tape, environment: Environment) -> bool:
-    """Replay one operator and return True.
-
-    Return False if the operator is an `autograd.Function` whose second run raises an error.
-    """
+def _can_replay(operator: TapeOperator, tape: Tape, environment: Environment) -> bool:
+    """Replay one operator and return True. Return False if it is an `autograd.Function` whose second run raises."""
     try:
         ReplayStep(operator, tape).run(environment)
     except torch.OutOfMemoryError:
@@ -165,7 +162,8 @@ def _runs(operator: TapeOperator, tape: Tape, environment: Environment) -> bool:
     return True
 
 
-def _is_buffer(tape: Tape, value: int) -> bool:
+def _is_buffer_value(tape: Tape, value: int) -> bool:
+    """Return True if the tape's value is a buffer of the block."""
     source = tape.values[value].source
     return source is not None and source.place == "buffer"
 
@@ -176,11 +174,12 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.numel() == 0:
         return True
-    return torch.equal(_bits(first), _bits(second))
+    return torch.equal(_element_bits(first), _element_bits(second))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in the order of its strides, without a copy if the elements lie side by side."""
+def _element_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a replayed or recorded `tensor` in the order of its strides, without a copy if the elements
+    lie side by side."""
     in_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return in_order.contiguous().reshape(-1).view(torch.uint8)
 
@@ -203,13 +202,16 @@ def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterabl
     saved = set(stored)
     recomputable: set[int] = set()
     for operator in tape.operators:
-        are_inputs_obtainable = all(_is_obtainable(tape, value, saved, recomputable) for value in operator.inputs())
+        are_inputs_obtainable = all(
+            _is_replay_readable(tape, value, saved, recomputable) for value in operator.inputs()
+        )
         if are_inputs_obtainable and operator.may_run_again:
             recomputable.update(value for value in operator.results() if value in exact_values)
     return frozenset(recomputable)
 
 
-def _is_obtainable(tape: Tape, value: int, saved: set[int], recomputable: set[int]) -> bool:
+def _is_replay_readable(tape: Tape, value: int, saved: set[int], recomputable: set[int]) -> bool:
+    """Return True if replay can read the tape's value: an existing, saved or recomputable tensor."""
     tape_value = tape.values[value]
     if tape_value.source is not None:
         return tape_value.source.place != "unknown" and not tape_value.overwritten
@@ -234,7 +236,7 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
     first: dict[int, int] = {}
     """Map from each duplicate value to the first value with the same bits."""
     for operator in tape.operators:
-        if not _is_comparable(tape, operator, recomputable):
+        if not _is_verified_operator(tape, operator, recomputable):
             continue
         producer = producers.setdefault(_call_key(operator, first), operator)
         if producer is not operator and _have_equal_layouts(tape, producer, operator):
@@ -246,17 +248,17 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
 def merge_equal_values(tape: Tape, equal: Mapping[int, int]) -> Tape:
     """Return a copy of `tape` in which operators and slots refer to `equal[v]` instead of `v`."""
     operators = [substitute_values(operator, equal) for operator in tape.operators]
-    slots = [_substitute(slot, equal) for slot in tape.slots]
+    slots = [_with_equal_values(slot, equal) for slot in tape.slots]
     return replace(tape, operators=operators, slots=slots, _consumers={})
 
 
 def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeOperator:
     """Return a copy of `operator` whose arguments refer to `equal[v]` instead of `v`."""
-    args, kwargs = _substitute((operator.args, operator.kwargs), equal)
+    args, kwargs = _with_equal_values((operator.args, operator.kwargs), equal)
     return replace(operator, args=args, kwargs=kwargs, _inputs=None)
 
 
-def _is_comparable(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
+def _is_verified_operator(tape: Tape, operator: TapeOperator, recomputable: Collection[int]) -> bool:
     """Return True if replay has verified that equal arguments give equal results of the operator."""
     results = operator.results()
     return (
@@ -272,7 +274,7 @@ def _call_key(operator: TapeOperator, first: Mapping[int, int]) -> Any:
 
     Operators with equal keys have equal results.
     """
-    return operator.target, repr(_substitute((operator.args, operator.kwargs), first))
+    return operator.target, repr(_with_equal_values((operator.args, operator.kwargs), first))
 
 
 def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -> bool:
@@ -280,11 +282,13 @@ def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -
     if [position for position, _ in first.outputs] != [position for position, _ in second.outputs]:
         return False
     return all(
-        _layout(tape, a) == _layout(tape, b) for (_, a), (_, b) in zip(first.outputs, second.outputs, strict=True)
+        _value_layout(tape, a) == _value_layout(tape, b)
+        for (_, a), (_, b) in zip(first.outputs, second.outputs, strict=True)
     )
 
 
-def _layout(tape: Tape, value: int) -> Any:
+def _value_layout(tape: Tape, value: int) -> Any:
+    """Return bytes, layout, dtype and device of a tape's value."""
     tape_value = tape.values[value]
     return tape_value.nbytes, tape_value.ref.geometry, tape_value.ref.dtype, tape_value.device
 
@@ -312,5 +316,6 @@ def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
     }
 
 
-def _substitute(tree: Any, equal: Mapping[int, int]) -> Any:
+def _with_equal_values(tree: Any, equal: Mapping[int, int]) -> Any:
+    """Return an operator's arguments on the tape with values replaced by `equal` values."""
     return map_tensors(tree, TensorRef, lambda ref: replace(ref, value=equal.get(ref.value, ref.value)))

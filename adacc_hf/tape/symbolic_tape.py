@@ -75,12 +75,14 @@ class CallSizes:
 
 
 def _alignment_class(size: int, alignment: int) -> int | str:
+    """Return the part of a size that a symbolic tape does not generalize: 0, 1, or the alignment of a larger size."""
     if size < 2:
         return size
     return "odd" if size % alignment else "aligned"  # strings, because True and False equal 1 and 0
 
 
 def _without_numbers(tree: Any, numbers: list[int], alignment: int) -> Any:
+    """Replace the numbers of a call's key by their alignment classes. The numbers are appended to `numbers`."""
     if isinstance(tree, tuple):
         return tuple([_without_numbers(item, numbers, alignment) for item in tree])
     if type(tree) is int and tree > 1:
@@ -103,7 +105,7 @@ class SymbolicTape:
     Create one with `SymbolicTape.of`.
     """
 
-    def __init__(self, records: Sequence[RecordedCall], expressions: _Expressions, template: TapeTemplate) -> None:
+    def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials, template: TapeTemplate) -> None:
         self._expressions, self._template = expressions, template
         self.tapes_by_size: OrderedDict[tuple[int, ...], Tape] = OrderedDict()
         """Evaluated tapes by `CallSizes.dimensions`, the latest last. At most MOST_SIZES."""
@@ -138,7 +140,7 @@ class SymbolicTape:
             return None
         tape_numbers = [TapeNumbers(tape) for tape in tapes]
         size_numbers = [record.sizes.dimensions + record.sizes.layout for record in records]
-        expressions = _Expressions.of(symbols, calls, size_numbers, [numbers.numbers for numbers in tape_numbers])
+        expressions = _TapePolynomials.of(symbols, calls, size_numbers, [numbers.numbers for numbers in tape_numbers])
         return None if expressions is None else cls(records, expressions, TapeTemplate(tapes[0], expressions.places))
 
     def forget_sizes(self) -> None:
@@ -216,7 +218,7 @@ class SymbolicTape:
         self.forget_sizes()
 
 
-class _Expressions:
+class _TapePolynomials:
     """The polynomials of a symbolic tape: one for each dimension and stride of a call, and for each number of the tape.
 
     The variables of the polynomials, the symbols, are a few of the dimensions, which determine the other dimensions.
@@ -241,7 +243,7 @@ class _Expressions:
         calls: Sequence[tuple[int, ...]],
         size_numbers: Sequence[tuple[int, ...]],
         numbers: Sequence[list[int]],
-    ) -> _Expressions | None:
+    ) -> _TapePolynomials | None:
         basis = Basis([tuple(call[p] for p in symbols) for call in calls])
         fitted: dict[Column, Polynomial] = {}
         size_columns = list(zip(*size_numbers, strict=True))

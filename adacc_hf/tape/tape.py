@@ -232,10 +232,10 @@ class Tape:
 
         The key consists of digests joined by "-": structure, sizes, identity, and inputs.
         """
-        sizes = _digest([value.nbytes for value in self.values])
+        sizes = _tape_digest([value.nbytes for value in self.values])
         input_values = [value for value in self.values if self.is_block_input(value.index)]
         reads = sorted((repr(path), data) for path, data in self.reads.items())
-        inputs = _digest([(str(value.source), value.ref) for value in input_values] + reads)
+        inputs = _tape_digest([(str(value.source), value.ref) for value in input_values] + reads)
         return f"{self.structure[:24]}-{sizes[:8]}-{self.identity[:8]}-{inputs[:8]}"
 
     @property
@@ -290,13 +290,13 @@ class Tape:
 
     def seal(self, identity: list[Any]) -> None:
         """Compute the digests of a complete tape. `identity` describes the block in addition to its class."""
-        self.identity = _digest([self.block_class, *identity])
-        self.structure = _digest([self.identity, self._wiring()])
+        self.identity = _tape_digest([self.block_class, *identity])
+        self.structure = _tape_digest([self.identity, self._wiring()])
         constants = [repr((operator.args, operator.kwargs)) for operator in self.operators]
         slots, reads = [repr(slot) for slot in self.slots], sorted(map(repr, self.reads))
         outside = [repr(value.ref) for value in self.values if value.source is not None and value.source.path]
         sharing = [(value, str(source), geometry) for value, source, geometry in self.sharing]
-        self.digest = _digest([self.structure, constants, slots, outside, sharing, *reads])
+        self.digest = _tape_digest([self.structure, constants, slots, outside, sharing, *reads])
 
     def with_reads(self, reads: dict[tuple[Any, ...], bytes | tuple[int, ...]]) -> Tape:
         """Return a copy of the tape for a call that runs the same operators, but reads the data `reads` into Python."""
@@ -349,23 +349,23 @@ def tensor_refs(tree: Any) -> Iterator[TensorRef]:
 
 
 def leaves(*trees: Any) -> list[Any]:
-    """Return the leaves of nested tuples, lists and dicts, in order.
+    """Return the leaves of an operator's nested tuples, lists and dicts, in order.
 
     torch's `tree_leaves`, which looks up each container in a registry, is slower. This function runs for each operator
     of a recorded call.
     """
     items: list[Any] = []
-    _collect(trees, items)
+    _collect_leaves(trees, items)
     return items
 
 
-def _collect(trees: Iterable[Any], items: list[Any]) -> None:
-    """Append the leaves of `trees` to `items`."""
+def _collect_leaves(trees: Iterable[Any], items: list[Any]) -> None:
+    """Append the leaves of `trees`, arguments of a tape's operators, to `items`."""
     for tree in trees:
         if isinstance(tree, (tuple, list)):
-            _collect(tree, items)
+            _collect_leaves(tree, items)
         elif isinstance(tree, dict):
-            _collect(tree.values(), items)
+            _collect_leaves(tree.values(), items)
         else:
             items.append(tree)
 
@@ -385,14 +385,17 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return True if one storage holds all data of the tensor. Return False for sparse and quantized tensors."""
+    """Return True if one storage holds all data of the tensor, as tapes require. Return False for sparse and quantized
+    tensors."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Return size, stride and offset of a tensor, as stored on a tape."""
     # torch's annotations include SymInt, which never appears here.
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-def _digest(parts: list[Any]) -> str:
+def _tape_digest(parts: list[Any]) -> str:
+    """Return the digest of parts of a tape."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()

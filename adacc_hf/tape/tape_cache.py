@@ -109,7 +109,7 @@ class TapeCache:
                 tape.recomputable = without_values(tape, exact_values, self._refused.get(tape.structure, ()))
                 tape.equal = equal_values(tape, tape.recomputable)
             self._warn_stored(recorder, tape)
-        tape.order = self._orders.get(_structure(tape.structure))
+        tape.order = self._orders.get(_tape_structure(tape.structure))
         self.tapes[tape.digest] = tape
         return tape
 
@@ -144,7 +144,7 @@ class TapeCache:
         """Record that a call of `block` with this key ran the operators of `tape`, and add the tape to its size
         class."""
         for name in (block, None):
-            self._of_calls[_structure(tape.kind), key, name] = tape
+            self._of_calls[_tape_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
             self._alignment, self._latest = CUDA_ALIGNMENT, None
         if all(isinstance(data, tuple) for data in tape.reads.values()):  # other data is not a function of the sizes
@@ -166,8 +166,8 @@ class TapeCache:
         symbolic_tape.extend(self._sizes_of(key))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
-        """Return the tape of a call of these sizes, or None if the symbolic tape does not cover the sizes."""
-        return symbolic_tape.tape_at(sizes, self._orders.get(_structure(symbolic_tape.base.structure)))
+        """Return the tape of a call of these sizes, or None if the symbolic tape does not cover them."""
+        return symbolic_tape.tape_at(sizes, self._orders.get(_tape_structure(symbolic_tape.base.structure)))
 
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
         """Return an untrusted tape from another size if all recorded tapes of this size class were untrusted.
@@ -256,7 +256,7 @@ class TapeCache:
         Call this method if a call with this key has run operators that differ from the expected tape.
         """
         for call in list(self._of_calls):
-            if call[:2] == (_structure(kind), key):
+            if call[:2] == (_tape_structure(kind), key):
                 self._of_calls.pop(call, None)
 
     def expected_tape(self, kind: str, key: CallKey, block: str) -> Tape | None:
@@ -266,7 +266,7 @@ class TapeCache:
         return the tape that another block of the kind ran last. Numbers on the tape of another block may differ,
         because layers may differ. Return None if no block of the kind has run a call with this key.
         """
-        candidates = (self._of_calls.get((_structure(kind), key, name)) for name in (block, None))
+        candidates = (self._of_calls.get((_tape_structure(kind), key, name)) for name in (block, None))
         return next((tape for tape in candidates if tape is not None), None)
 
     def take(self, other: TapeCache) -> None:
@@ -404,15 +404,16 @@ class TapeCache:
 
     def _expect_order(self, kind: str, order: tuple[int, ...]) -> None:
         """Record the unpack order for new tapes of `kind`, unless an order of more slots was observed earlier."""
-        structure = _structure(kind)
+        structure = _tape_structure(kind)
         self._orders[structure] = max(self._orders.get(structure, ()), order, key=len)
 
 
 def _input_sizes(tape: Tape) -> list[tuple[int, ...]]:
+    """Return the sizes of a tape's block inputs."""
     return [value.ref.geometry[0] for value in tape.values if tape.is_block_input(value.index)]
 
 
-def _structure(kind: str) -> str:
+def _tape_structure(kind: str) -> str:
     """Return the first part of `kind` (`Tape.kind`): the digest of a tape's operators without sizes."""
     return kind.partition("-")[0][:24]
 

@@ -21,7 +21,7 @@ class TapeNumbers:
     def __init__(self, tape: Tape) -> None:
         self.numbers: list[int] = []
         parts: list[Any] = [tape.structure]
-        parts += [(path, self._without_numbers(data)) for path, data in _in_order(tape.reads)]
+        parts += [(path, self._without_numbers(data)) for path, data in _sorted_reads(tape.reads)]
         for value in tape.values:
             self.numbers.append(value.nbytes)
             parts.append((self._geometry(value.ref), value.device, value.overwritten))
@@ -52,22 +52,20 @@ class TapeNumbers:
         return tree
 
 
-def _in_order(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
+def _sorted_reads(reads: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the data that a tape's call has read into Python, in a fixed order."""
     return sorted(reads.items(), key=repr)
 
 
 @dataclass(frozen=True, slots=True)
-class _Number:
-    """Placeholder in a template for a number.
-
-    `place` is the number's index in the list of numbers that fill the template.
-    """
+class _NumberPlaceholder:
+    """Placeholder in a template for a number. `place` is its index in the list of numbers that fill the template."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Ref:
+class _RefPlaceholder:
     """Placeholder in a template for the tensor reference at index `place` in the list of the template's references."""
 
     place: int
@@ -91,9 +89,8 @@ class TapeTemplate:
     def __init__(self, tape: Tape, places: list[int]) -> None:
         self._numbers = iter(places)
         self._refs: dict[tuple[Any, ...], int] = {}
-        """Index of each distinct tensor reference, by (value, dtype, places of the size, places of the stride, place of
-        the offset)."""
-        self._reads = [(path, self._tree(data)) for path, data in _in_order(tape.reads)]
+        """Index of each distinct (value, dtype, places of size, of stride, of offset)."""
+        self._reads = [(path, self._tree(data)) for path, data in _sorted_reads(tape.reads)]
         self._values = [(next(self._numbers), self._ref(value.ref).place) for value in tape.values]
         self._operators = [(self._tree(op.args), self._tree(op.kwargs)) for op in tape.operators]
         self._slots = [self._ref(slot).place for slot in tape.slots]
@@ -118,8 +115,8 @@ class TapeTemplate:
         ]
         operators = [
             TapeOperator(
-                op.index, op.target, _filled(args, at, refs), _filled(kwargs, at, refs), op.outputs, op.mutations,
-                op.random, op.module, op.generator, op.is_collective, op._inputs,
+                op.index, op.target, _filled_template(args, at, refs), _filled_template(kwargs, at, refs), op.outputs,
+                op.mutations, op.random, op.module, op.generator, op.is_collective, op._inputs,
             )
             for op, (args, kwargs) in zip(base.operators, self._operators, strict=True)
         ]  # fmt: skip
@@ -129,7 +126,7 @@ class TapeTemplate:
             operators=operators,
             slots=[refs[ref] for ref in self._slots],
             function_slots=base.function_slots,
-            reads={path: _filled(data, at, refs) for path, data in self._reads},
+            reads={path: _filled_template(data, at, refs) for path, data in self._reads},
             identity=base.identity,
             structure=base.structure,
             digest=digest,
@@ -139,11 +136,11 @@ class TapeTemplate:
             _consumers=base._consumers,
         )
 
-    def _ref(self, ref: TensorRef) -> _Ref:
+    def _ref(self, ref: TensorRef) -> _RefPlaceholder:
         size, stride, _ = ref.geometry
         places = tuple(next(self._numbers) for _ in size), tuple(next(self._numbers) for _ in stride)
         key = ref.value, ref.dtype, *places, next(self._numbers)
-        return _Ref(self._refs.setdefault(key, len(self._refs)))
+        return _RefPlaceholder(self._refs.setdefault(key, len(self._refs)))
 
     def _tree(self, tree: Any) -> Any:
         """Return `tree` with integers, references and blanks replaced by placeholders."""
@@ -152,7 +149,7 @@ class TapeTemplate:
         if isinstance(tree, Blank):
             return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
         if type(tree) is int:
-            return _Number(next(self._numbers))
+            return _NumberPlaceholder(next(self._numbers))
         if isinstance(tree, tuple):
             items = [self._tree(item) for item in tree]
             return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
@@ -163,21 +160,21 @@ class TapeTemplate:
         return tree
 
 
-def _filled(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
+def _filled_template(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
     """Return `tree` with placeholders replaced: numbers by `at(place)`, references by the references in `refs`."""
     kind = type(tree)
-    if kind is _Ref:
+    if kind is _RefPlaceholder:
         return refs[tree.place]
-    if kind is _Number:
+    if kind is _NumberPlaceholder:
         return at(tree.place)
     if kind is _BlankLike:
         return Blank(refs[tree.place].geometry, refs[tree.place].dtype, tree.device)
     if kind is tuple:
-        return tuple([_filled(item, at, refs) for item in tree])
+        return tuple([_filled_template(item, at, refs) for item in tree])
     if kind is list:
-        return [_filled(item, at, refs) for item in tree]
+        return [_filled_template(item, at, refs) for item in tree]
     if kind is dict:
-        return {name: _filled(item, at, refs) for name, item in tree.items()} if tree else tree
+        return {name: _filled_template(item, at, refs) for name, item in tree.items()} if tree else tree
     if isinstance(tree, tuple):
-        return kind(*[_filled(item, at, refs) for item in tree])
+        return kind(*[_filled_template(item, at, refs) for item in tree])
     return tree

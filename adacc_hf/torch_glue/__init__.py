@@ -1,1 +1,1 @@
-"""Interface to torch and Transformers: memory, state, ranks, autograd, Dynamo, private names, and their releases."""
+"""Interface to torch: storages, dispatch, autograd nodes, Dynamo, ranks, state of modules and generators, shapes."""

@@ -50,6 +50,7 @@ def _is_index_list(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def _has_integers(tensor: torch.Tensor) -> bool:
+    """Return True if a batch's tensor has an integer dtype."""
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
@@ -73,6 +74,7 @@ def bucket_of(shapes: BatchShapes) -> BatchShapes:
 
 
 def _rounded_sizes(size: tuple[int, ...]) -> Iterator[int]:
+    """Yield the sizes of a batch's tensor, rounded up to powers of two except in the fixed dimension."""
     fixed = _fixed_dimension(size)
     return (n if dim == fixed else _power_of_two(n) for dim, n in enumerate(size))
 
@@ -90,10 +92,10 @@ def has_same_tensors(shapes: BatchShapes, other: BatchShapes) -> bool:
 
     Sizes may differ, except the number of images or channels (`_fixed_dimension`).
     """
-    return [_signature(shape) for shape in shapes] == [_signature(shape) for shape in other]
+    return [_shape_signature(shape) for shape in shapes] == [_shape_signature(shape) for shape in other]
 
 
-def _signature(shape: TensorShape) -> tuple[str, int, int | None]:
+def _shape_signature(shape: TensorShape) -> tuple[str, int, int | None]:
     fixed = _fixed_dimension(shape.size)
     return shape.name, len(shape.size), None if fixed is None else shape.size[fixed]
 
@@ -185,4 +187,5 @@ def shapes_from_json(record: list[Any] | None) -> BatchShapes | None:
 
 
 def _power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`, to round a batch's sizes."""
     return 1 << (n - 1).bit_length() if n > 0 else 0

@@ -199,7 +199,7 @@ def is_compiled_around() -> bool:
     return torch.compiler.is_compiling() or eval_frame_callback() not in (None, False)
 
 
-class _Identity(torch.autograd.Function):
+class _IdentityFunction(torch.autograd.Function):
     """Identity function as an `autograd.Function`, to test how torch owns its graph node."""
 
     @staticmethod
@@ -215,7 +215,7 @@ def _python_objects_own() -> bool:
     Python objects of torch's own nodes keep their nodes alive in all releases.
     """
     with torch.enable_grad():
-        node = _Identity.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
+        node = _IdentityFunction.apply(torch.ones(1, device="cpu", requires_grad=True)).grad_fn
     try:
         sequence_number(node)
     except RuntimeError:
@@ -317,7 +317,7 @@ def checkpoint_call(
             return None
 
     with record_state_changes(block, fn, args) as changed_states:
-        result = checkpoint(run, *_on_devices(fn, args), use_reentrant=False)
+        result = checkpoint(run, *_tensor_on_each_device(fn, args), use_reentrant=False)
     in_forward = False
     if python_states.have_advanced():  # else they are freed: 23 KiB per block
         states_to_restore.append(python_states)
@@ -329,8 +329,8 @@ def checkpoint_call(
     return result
 
 
-def _on_devices(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return one empty tensor for each device of the tensors among a call's arguments, except the CPU.
+def _tensor_on_each_device(fn: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return one empty tensor for each device of the tensors among the arguments of torch's checkpoint, except the CPU.
 
     The empty tensors are passed to torch's checkpoint, which saves the generator states of its arguments' devices.
     """

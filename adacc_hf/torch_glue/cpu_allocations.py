@@ -49,14 +49,15 @@ def count_all_threads() -> Iterator[None]:
     """
     with ExitStack() as stack:
         if all_threads_flag is not None:
-            stack.enter_context(_set_to(all_threads_flag, True))
+            stack.enter_context(_profiler_variable_set(all_threads_flag, True))
         if log_level is not None:
-            stack.enter_context(_set_to(log_level, max(_ERROR, log_level.value)))
+            stack.enter_context(_profiler_variable_set(log_level, max(_ERROR, log_level.value)))
         yield
 
 
 @contextmanager
-def _set_to(variable: Any, value: Any) -> Iterator[None]:
+def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
+    """While open, set a variable of torch's profiler to `value`."""
     before, variable.value = variable.value, value
     try:
         yield

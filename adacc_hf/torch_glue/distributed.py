@@ -29,6 +29,7 @@ def num_ranks() -> int:
 
 
 def is_first_rank() -> bool:
+    """Return True on the first rank of a distributed run, and in a run without other ranks."""
     return num_ranks() == 1 or dist.get_rank() == 0
 
 
@@ -176,6 +177,7 @@ def _picklable_parts(error: Exception) -> SentError:
 
 
 def _rebuild_error(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    """Rebuild an exception that another rank has sent."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error

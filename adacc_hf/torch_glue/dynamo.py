@@ -42,7 +42,9 @@ class TracedGuards:
     """Dynamo's guards for one traced call of a block. `numbers` and `tensors` get the graph inputs that no guard
     compares."""
 
-    def __init__(self, manager: Any, global_scope: dict[str, Any], inputs: _Inputs, dead_objects: _DeadObjects) -> None:
+    def __init__(
+        self, manager: Any, global_scope: dict[str, Any], inputs: _UnguardedInputs, dead_objects: _DeadObjects
+    ) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
         self.numbers = _compile_getter(inputs.numbers, variables)
@@ -102,12 +104,12 @@ def trace(scope: Scope, ignored: Iterable[Callable[..., Any]] = ()) -> TracedGua
             f"Dynamo of torch {torch.__version__} does not guard all values that a block reads: install torch "
             f"{OLDEST_TORCH} or newer"
         )
-    dynamo = _dynamo()
-    inputs = _Inputs()
+    dynamo = _dynamo_namespace()
+    inputs = _UnguardedInputs()
 
     def backend(graph: Any, example_inputs: Any) -> Callable[..., Any]:
         inputs.record_inputs(graph)
-        return _stop
+        return _stop_trace
 
     # Each trace has its own code object, because Dynamo keeps a limited number of traces for each one.
     probe = types.FunctionType(_probe.__code__.replace(), _probe_globals(dynamo.is_traced))
@@ -135,7 +137,7 @@ def _probe_globals(is_traced: Callable[[], bool]) -> dict[str, Any]:
 OLDEST_TORCH = "2.13"
 """Oldest release of torch whose guards are used. In torch 2.11, changes of a parameter's layout, of `requires_grad`,
 and of a function's defaults pass the guards."""
-_LOGGERS = ("torch._dynamo", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
+_LOGGERS = ("torch._dynamo_namespace", "torch._guards", "torch._subclasses", "torch.fx", "torch.__trace")
 _IGNORED = "ignore_logging_functions"
 """Name of Dynamo's setting that lists the functions to leave out of a trace."""
 _METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice", "info_once")
@@ -146,7 +148,7 @@ the calling conventions of forward hooks. Calling conventions matter only for ex
 guards."""
 
 
-def _messages() -> Iterator[Callable[..., Any]]:
+def _message_functions() -> Iterator[Callable[..., Any]]:
     """Yield the functions that log or warn, which traces leave out.
 
     The functions are looked up at each trace, because Transformers adds some methods to loggers when it is imported.
@@ -163,7 +165,7 @@ class _NotTracedError(Exception):
     """Exception that the traced function raises if Python runs it. Dynamo has then not traced the function."""
 
 
-def _stop(*_: Any) -> Any:
+def _stop_trace(*_: Any) -> Any:
     raise _StoppedError
 
 
@@ -209,7 +211,7 @@ _NAMED = re.compile(r"L\['(args'\]\[0\]|call'\]\.__self__)(\._modules\['[^']*'\]
 _ARGUMENT = re.compile(r"L\['(args|kwargs)'\](\[[^\]]*\])*$")
 
 
-class _Inputs:
+class _UnguardedInputs:
     """Dynamo's source expressions of the graph inputs that no guard compares, for one traced graph."""
 
     def __init__(self) -> None:
@@ -238,7 +240,7 @@ class _Inputs:
 
     def record_inputs(self, graph: Any) -> None:
         """Extend `numbers` and `tensors` by the inputs of a traced graph that no guard checks."""
-        from torch._dynamo import source as sources
+        from torch._dynamo_namespace import source as sources
 
         for node in graph.graph.nodes:
             argument: Any = node.meta.get("grapharg") if node.op == "placeholder" else None
@@ -287,14 +289,14 @@ def _in_one_line(error: Exception) -> str:
 
 
 @cache
-def _dynamo() -> Any:
+def _dynamo_namespace() -> Any:
     """Import Dynamo, and return a namespace of the functions that `trace` needs: `tracing`, `is_traced`,
     `cache_entries`."""
-    import torch._dynamo
-    from torch._dynamo import config
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.guards import CheckFunctionManager
-    from torch._dynamo.variables.torch import tracing_state_functions
+    import torch._dynamo_namespace
+    from torch._dynamo_namespace import config
+    from torch._dynamo_namespace.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo_namespace.guards import CheckFunctionManager
+    from torch._dynamo_namespace.variables.torch import tracing_state_functions
     from torch._guards import TracingContext
     from torch.fx.experimental import _config as shape_config
 
@@ -317,7 +319,7 @@ def _dynamo() -> Any:
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}
 
     @contextmanager
-    def tracing(ignored: Iterable[Callable[..., Any]], inputs: _Inputs) -> Iterator[list[Any]]:
+    def tracing(ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs) -> Iterator[list[Any]]:
         """Change Dynamo's settings for `trace` inside the `with` block.
 
         Yield a list. Some guards compare the address of an object. When one of these objects dies, a weak reference to
@@ -333,10 +335,10 @@ def _dynamo() -> Any:
         states = tracing_state_functions()
         before = dict(states)
         with ExitStack() as stack:
-            stack.enter_context(config.patch(settings | {_IGNORED: {*_messages(), *ignored}}))
+            stack.enter_context(config.patch(settings | {_IGNORED: {*_message_functions(), *ignored}}))
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
-            stack.enter_context(_quiet())
+            stack.enter_context(_quiet_dynamo())
             stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
             stack.enter_context(grouped_products_of_any_dtype())
             stack.enter_context(guard_identities(inputs.numbers))
@@ -350,7 +352,7 @@ def _dynamo() -> Any:
                 states.update(before)
                 CheckFunctionManager.id_ref = original  # type: ignore[method-assign]
 
-    @torch._dynamo.assume_constant_result
+    @torch._dynamo_namespace.assume_constant_result
     def is_traced() -> bool:
         return TracingContext.try_get() is not None
 
@@ -383,7 +385,7 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_dynamo() -> Iterator[None]:
     """Silence Dynamo's logs and all warnings inside the `with` block.
 
     Dynamo warns, for example, about `.grad` of non-leaf tensors.

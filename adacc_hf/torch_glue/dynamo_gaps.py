@@ -116,7 +116,7 @@ def guard_identities(numbers: list[str]) -> Iterator[None]:
         if name in vars(UserDefinedObjectVariable):
             original = vars(UserDefinedObjectVariable)[name]
             patches.append((UserDefinedObjectVariable, name, guarded(original, places)))
-    with _patched(patches):
+    with _patched_dynamo(patches):
         yield
 
 
@@ -154,7 +154,7 @@ def record_class_reads(class_reads: dict[tuple[type, str], None], numbers: list[
             return create(tx, variable)
 
         patches.append((dicts.DunderDictVariable, "create", staticmethod(create_and_record)))
-    with _patched(patches):
+    with _patched_dynamo(patches):
         yield
 
 
@@ -203,13 +203,13 @@ def record_dict_order(numbers: list[str]) -> Iterator[None]:
         patches += [(owner, name, recording(vars(owner)[name])) for name in _ITERATING if name in vars(owner)]
         if "call_method" in vars(owner):
             patches.append((owner, "call_method", recording_by_name(vars(owner)["call_method"])))
-    with _patched(patches):
+    with _patched_dynamo(patches):
         yield
 
 
 @contextmanager
-def _patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes, given as (owner, name, value), inside the `with` block. Skip attributes that do not exist."""
+def _patched_dynamo(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While open, replace attributes of Dynamo, given as (owner, name, value). Skip attributes that do not exist."""
     existing = [(owner, name, value) for owner, name, value in patches if name in vars(owner)]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in existing]
     try:

@@ -82,7 +82,7 @@ Watcher = Callable[[ForwardCall], Any]
 """Callback that calls `run` of a Function's call, and returns its result."""
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """State of one thread, from one lookup by `apply` (context class, `forward`) to the next (`setup_context`)."""
 
     begun: ForwardCall | None = None
@@ -91,7 +91,7 @@ class _Thread(threading.local):
     """Class whose `setup_context` has run as part of `ForwardCall.run`, and will be looked up next."""
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 def saved_tensors(context: FunctionCtx) -> list[torch.Tensor]:
@@ -104,12 +104,12 @@ def has_setup(function: type[Function]) -> bool:
     return function.setup_context is not Function.setup_context
 
 
-def _skip(*args: Any) -> None:
-    """Do nothing, in place of a `setup_context` that `ForwardCall.run` has run already."""
+def _skip_setup_context(*args: Any) -> None:
+    """Do nothing. Stands in for a `setup_context` that `ForwardCall.run` has run already."""
 
 
-def _intercepted(lookup: Lookup, function: type[Function], name: str) -> Any:
-    """Return the attribute `name` of a Function, or a replacement for the attribute if `apply` does the lookup."""
+def _intercepted_attribute(lookup: Lookup, function: type[Function], name: str) -> Any:
+    """Return the attribute `name` of a Function, or a replacement for it if `apply` looks it up."""
     begun, is_set_up = _thread.begun, _thread.set_up is function
     # torch's own Functions run operators that the dispatcher sees, or compiled code.
     is_own = function.__module__.partition(".")[0] == "torch"
@@ -120,7 +120,7 @@ def _intercepted(lookup: Lookup, function: type[Function], name: str) -> Any:
         return begun.replace_forward(lookup)
     if name == "setup_context" and is_set_up:
         _thread.set_up = None
-        return _skip
+        return _skip_setup_context
     return lookup(function, name)
 
 
@@ -133,7 +133,7 @@ def _patch_lookups() -> Callable[[], None]:
     lookup: Lookup = FunctionMeta.__getattribute__
 
     def get_attribute(function: Any, name: str) -> Any:
-        return _intercepted(lookup, function, name) if name in _NAMES else lookup(function, name)
+        return _intercepted_attribute(lookup, function, name) if name in _NAMES else lookup(function, name)
 
     def undo() -> None:
         if before is None:

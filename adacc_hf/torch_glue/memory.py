@@ -361,7 +361,7 @@ def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.T
     """
     loss = getattr(model(**batch), "loss", None)
     torch.clear_autocast_cache()
-    if isinstance(loss, torch.Tensor) and not loss.requires_grad and _is_frozen(model):
+    if isinstance(loss, torch.Tensor) and not loss.requires_grad and _is_frozen_model(model):
         raise ValueError(
             "no parameter of the model requires a gradient, so there is nothing to train: call requires_grad_(True) "
             "on the parameters to train"
@@ -374,7 +374,8 @@ def forward_loss(model: Callable[..., Any], batch: Mapping[str, Any]) -> torch.T
     return loss
 
 
-def _is_frozen(model: Any) -> bool:
+def _is_frozen_model(model: Any) -> bool:
+    """Return True if no parameter of the model requires a gradient."""
     return isinstance(model, nn.Module) and not any(parameter.requires_grad for parameter in model.parameters())
 
 

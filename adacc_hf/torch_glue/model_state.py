@@ -91,8 +91,8 @@ _ATOMS = (
 )  # fmt: skip
 
 
-class _Search:
-    """Search for all mutable state that is reachable from the objects `roots`."""
+class _StateSearch:
+    """Search for all mutable state of modules and Python objects that is reachable from the objects `roots`."""
 
     def __init__(self, roots: Iterable[Any], largest_copy: int, excluded: Iterable[Any]) -> None:
         roots = list(roots)
@@ -135,11 +135,9 @@ class _Search:
                     search()
 
     def _skips(self, module: Any, search: Callable[[], None]) -> bool:
-        """Return True if the code of `module` is not searched.
-
-        In this case keep `search`, which runs if the module is searched later.
-        """
-        if _is_library(module):
+        """Return True if the code of `module` is not searched. Then keep `search`, which runs if the module is searched
+        later."""
+        if _is_library_module(module):
             return True
         package = _installed_package(module)
         if package is None or package in self._packages:
@@ -186,7 +184,7 @@ class _Search:
         limit = SMALL_COPY if tensor.requires_grad else self._largest_copy
         is_small = tensor.nbytes <= limit or (is_buffer and self._largest_copy == LARGEST_COPY)
         distinct = _without_repeats(tensor) if is_plain else tensor
-        can_be_copied = is_small and (not is_plain or not _overlaps(distinct))
+        can_be_copied = is_small and (not is_plain or not _has_overlapping_elements(distinct))
         self._add(CONTENT if can_be_copied else VERSION, distinct)
 
     def _dict(self, entries: dict[Any, Any]) -> None:
@@ -216,7 +214,7 @@ class _Search:
             self._add(ENTRIES, function.__kwdefaults__, function.__kwdefaults__.values())
         if vars(function):
             self._add(ENTRIES, vars(function), vars(function).values())
-        self._names(function.__globals__, _names_in(function.__code__))
+        self._names(function.__globals__, _names_in_code(function.__code__))
 
     def _names(self, namespace: dict[str, Any], code_names: frozenset[str]) -> None:
         """Add the global variables of `namespace` that a function's code uses, and the global variables of other
@@ -268,7 +266,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def _has_overlapping_elements(tensor: torch.Tensor) -> bool:
     """Return True if elements of the tensor share memory, as in a view by `unfold`. Such a tensor cannot be
     restored."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -276,14 +274,15 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def _names_in(code: CodeType) -> frozenset[str]:
+def _names_in_code(code: CodeType) -> frozenset[str]:
     """Return the names of globals and attributes that occur in a function's code, including its inner functions."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*map(_names_in, inner))
+    return frozenset(code.co_names).union(*map(_names_in_code, inner))
 
 
 @cache
-def _is_library(module: Any) -> bool:
+def _is_library_module(module: Any) -> bool:
+    """Return True if `module`, the name of a module, belongs to a library, whose state is not searched."""
     # `__module__` of a Cython function is a descriptor instead of a name.
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
 
@@ -296,40 +295,41 @@ def _installed_package(module: Any) -> str | None:
     return package if any(folder in PurePath(place).parts for folder in _INSTALLED) else None
 
 
-def _recording(kind: Kind) -> Callable[[_Search, Any], None]:
+def _state_visitor(kind: Kind) -> Callable[[_StateSearch, Any], None]:
+    """Return a function that adds an object of the kind to a search of a model's state."""
     return lambda search, obj: search._add(kind, obj)
 
 
-_VISITORS: list[tuple[tuple[type, ...], Callable[[_Search, Any], None] | None]] = [
+_VISITORS: list[tuple[tuple[type, ...], Callable[[_StateSearch, Any], None] | None]] = [
     (_ATOMS, None),
-    ((nn.Module,), _Search._module),
-    ((torch.Tensor,), _Search._tensor),
-    ((dict,), _Search._dict),
-    ((list, deque), _Search._list),
-    ((set,), _Search._set),
-    ((tuple, frozenset), _Search._immutable),
-    ((FunctionType,), _Search._function),
-    ((MethodType,), _Search._method),
-    ((partial,), _Search._partial),
-    ((staticmethod, classmethod, property), _Search._wrapper),
-    ((torch.Generator,), _recording(TORCH_GENERATOR)),
-    ((random.Random,), _recording(PYTHON_GENERATOR)),
-    ((numpy.random.Generator, numpy.random.RandomState), _recording(NUMPY_GENERATOR)),
-    ((numpy.ndarray,), _recording(ARRAY)),
-    ((bytearray, array), _recording(BYTES)),
-    ((GeneratorType, itertools.count, type(iter([])), type(iter(())), type(iter(range(0)))), _recording(ITERATOR)),
-    ((type,), _Search._class),
-    ((SimpleNamespace, UserDict, UserList, PretrainedConfig), _Search._object),
+    ((nn.Module,), _StateSearch._module),
+    ((torch.Tensor,), _StateSearch._tensor),
+    ((dict,), _StateSearch._dict),
+    ((list, deque), _StateSearch._list),
+    ((set,), _StateSearch._set),
+    ((tuple, frozenset), _StateSearch._immutable),
+    ((FunctionType,), _StateSearch._function),
+    ((MethodType,), _StateSearch._method),
+    ((partial,), _StateSearch._partial),
+    ((staticmethod, classmethod, property), _StateSearch._wrapper),
+    ((torch.Generator,), _state_visitor(TORCH_GENERATOR)),
+    ((random.Random,), _state_visitor(PYTHON_GENERATOR)),
+    ((numpy.random.Generator, numpy.random.RandomState), _state_visitor(NUMPY_GENERATOR)),
+    ((numpy.ndarray,), _state_visitor(ARRAY)),
+    ((bytearray, array), _state_visitor(BYTES)),
+    ((GeneratorType, itertools.count, type(iter([])), type(iter(())), type(iter(range(0)))), _state_visitor(ITERATOR)),
+    ((type,), _StateSearch._class),
+    ((SimpleNamespace, UserDict, UserList, PretrainedConfig), _StateSearch._object),
 ]
 
 
-_visitor_cache: WeakKeyDictionary[type, Callable[[_Search, Any], None] | None] = WeakKeyDictionary()
+_visitor_cache: WeakKeyDictionary[type, Callable[[_StateSearch, Any], None] | None] = WeakKeyDictionary()
 
 
-def _visitor_of(cls: type) -> Callable[[_Search, Any], None] | None:
-    """Return the method of `_Search` for objects of type `cls`, or None if objects of this type hold no state."""
+def _visitor_of(cls: type) -> Callable[[_StateSearch, Any], None] | None:
+    """Return the method of `_StateSearch` for objects of type `cls`, or None if these objects hold no state."""
     if cls not in _visitor_cache:
-        default = None if _is_library(cls.__module__) else _Search._object
+        default = None if _is_library_module(cls.__module__) else _StateSearch._object
         _visitor_cache[cls] = next((visit for types, visit in _VISITORS if issubclass(cls, types)), default)
     return _visitor_cache[cls]
 
@@ -346,7 +346,7 @@ class ModelState:
     """
 
     def __init__(self, roots: Iterable[Any], largest_copy: int = LARGEST_COPY, excluded: Iterable[Any] = ()) -> None:
-        search = _Search(roots, largest_copy, excluded)
+        search = _StateSearch(roots, largest_copy, excluded)
         self.leaves = list(search.leaves.values())
         """Parameters and other tensors that may get a gradient."""
         self._is_sharded = search.is_sharded

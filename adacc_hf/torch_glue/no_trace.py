@@ -52,7 +52,7 @@ class Tables:
             if is_capturing(name, value):
                 retained[name] = value
                 continue
-            if not self.is_closed and value_before is not None and _is_replaced(value, value_before):
+            if not self.is_closed and value_before is not None and _is_tensor_replaced(value, value_before):
                 # The next run replaces the copy, and so frees memory at the same moment as in training.
                 retained[name] = value_before.clone()
                 self.has_copies |= value_before.device.type == "cpu"
@@ -73,7 +73,7 @@ class Tables:
         return frozenset(self._first_values)
 
 
-def _is_replaced(now: Any, before: Any) -> bool:
+def _is_tensor_replaced(now: Any, before: Any) -> bool:
     """Return True if a run has replaced the plain tensor `before` by another of the same shape, dtype and device."""
     if type(now) is not torch.Tensor or type(before) is not torch.Tensor or now is before:
         return False

@@ -221,10 +221,11 @@ def is_profiling() -> bool:
         return True
     if torch.profiler.profiler.PROFILER_STEP_NAME not in torch.autograd.profiler.KinetoStepTracker._step_dict:
         return False  # no torch.profiler.profile with a schedule exists
-    return any(type(obj) is torch.profiler.profile and _is_prepared(obj) for obj in gc.get_objects())
+    return any(type(obj) is torch.profiler.profile and _is_profiler_prepared(obj) for obj in gc.get_objects())
 
 
-def _is_prepared(profiler: torch.profiler.profile) -> bool:
+def _is_profiler_prepared(profiler: torch.profiler.profile) -> bool:
+    """Return True if torch's profiler has a session that still records or is in its warm-up."""
     session = profiler.profiler
     if session is None or not session.entered:
         return False

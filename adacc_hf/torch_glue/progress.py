@@ -43,17 +43,17 @@ class Interruption(NamedTuple):
     seconds: float
 
 
-class _Remembered(threading.local):
+class _LatestInterruptions(threading.local):
     """Latest interruptions, stored per thread, because a solver on another thread does not interrupt training."""
 
     def __init__(self) -> None:
         self.interruptions: deque[Interruption] = deque(maxlen=MAX_INTERRUPTIONS)
 
 
-_remembered = _Remembered()
+_remembered = _LatestInterruptions()
 
 
-class _Fallback(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Handler that writes to stderr, unless the root logger or the logger "adacc_hf" has a handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -62,7 +62,7 @@ class _Fallback(logging.Handler):
 
 
 progress.setLevel(logging.INFO)
-progress.addHandler(_Fallback())
+progress.addHandler(_StderrHandler())
 
 
 def announce(text: str, *details: Any) -> None:
@@ -103,7 +103,9 @@ class SlowReport:
         """Times of the reports so far, in seconds since the start."""
         first = max(SLOW_SECONDS, normal_seconds)
         arguments = (phase, self._started, first, self._ended, self._reports)
-        self._thread = threading.Thread(target=_report, args=arguments, daemon=True) if is_first_rank() else None
+        self._thread = (
+            threading.Thread(target=_report_progress, args=arguments, daemon=True) if is_first_rank() else None
+        )
         if self._thread is not None:
             self._thread.start()
 
@@ -132,7 +134,7 @@ def reported_if_slow(phase: str) -> Iterator[None]:
     report.end()
 
 
-def _report(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
+def _report_progress(phase: str, started: float, first: float, ended: threading.Event, reports: list[float]) -> None:
     """Report that `phase` is running: `first` seconds after `started`, and then at growing intervals until `ended` is
     set.
 

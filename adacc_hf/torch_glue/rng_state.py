@@ -56,7 +56,7 @@ class RandomStates:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        indices = {_index(device) for device in devices if device.type == "cuda"}
+        indices = {_device_index(device) for device in devices if device.type == "cuda"}
         # Stored as bytes, because a tensor of 5 KB would count as live memory. Read by address, because torch's
         # operators on a real tensor are not available in fake mode.
         state = torch.get_rng_state()
@@ -95,7 +95,7 @@ def generator_of(device: torch.device) -> Any:
     if _replacement_generators:
         return _replacement_generators.get(device.type)
     if device.type == "cuda":
-        return torch.cuda.default_generators[_index(device)]
+        return torch.cuda.default_generators[_device_index(device)]
     return torch.default_generator if device.type == "cpu" else None
 
 
@@ -158,5 +158,6 @@ def preserve_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
         before.restore()
 
 
-def _index(device: torch.device) -> int:
+def _device_index(device: torch.device) -> int:
+    """Return the index of a CUDA device, to read its random generator."""
     return torch.cuda.current_device() if device.index is None else device.index

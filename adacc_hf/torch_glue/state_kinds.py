@@ -32,15 +32,18 @@ class Kind(NamedTuple):
     put: Callable[[Any, Any], None]
 
 
-def _same_items(now: Any, before: Any) -> bool:
+def _has_same_items(now: Any, before: Any) -> bool:
+    """Return True if a container of the model still holds the identical objects, in the same order."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return _same_items(now.values(), before.values()) and list(now) == list(before)
+def _has_same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Return True if a model's dict still contains the identical values under the same keys in the same order."""
+    return _has_same_items(now.values(), before.values()) and list(now) == list(before)
 
 
 def _put_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Restore the entries of a model's dict."""
     if list(now) != list(before):
         now.clear()
     for name, value in before.items():  # the `update` of a Counter adds
@@ -48,6 +51,7 @@ def _put_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _put_items(now: Any, before: Any) -> None:
+    """Restore the items of a model's list, deque or set."""
     now.clear()
     (now.update if isinstance(now, set) else now.extend)(before)
 
@@ -61,6 +65,7 @@ def cell_content(cell: CellType) -> Any:
 
 
 def _put_cell(cell: CellType, before: Any) -> None:
+    """Restore the content of a closure's cell."""
     if before is not _ABSENT:
         cell.cell_contents = before
     elif cell_content(cell) is not _ABSENT:
@@ -77,12 +82,14 @@ def own_attributes(owner: Any) -> dict[str, Any]:
 
 
 def _slots_of(cls: type) -> list[str]:
+    """Return the names of the attributes that a class stores in `__slots__`."""
     slots = vars(cls).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _put_attributes(owner: Any, before: dict[str, Any]) -> None:
+    """Restore the attributes of an object that a model can change."""
     now = own_attributes(owner)
     for name in now.keys() - before.keys():
         delattr(owner, name)
@@ -106,6 +113,7 @@ class Globals:
 
 
 def _put_content(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """Restore the elements of a tensor that the model has changed."""
     # `.data` hides the change from autograd, which is safe: no backward of an earlier forward follows.
     if tensor.shape == before.shape:
         tensor.data.copy_(before)
@@ -125,7 +133,7 @@ def _refuse_change(tensor: torch.Tensor, before: int) -> None:
     )
 
 
-def _position(iterator: Any) -> Any:
+def _iterator_position(iterator: Any) -> Any:
     """Return a value that changes when the iterator advances. Some iterators advance without a visible change."""
     if isinstance(iterator, itertools.count):
         return repr(iterator)
@@ -137,7 +145,8 @@ def _position(iterator: Any) -> Any:
     return frame.f_lasti, list(map(id, frame.f_locals.values())), length_hint(inner, -1)
 
 
-def _refuse_advance(iterator: Any, before: Any) -> None:
+def _refuse_iterator_advance(iterator: Any, before: Any) -> None:
+    """Raise UnrestorableError, because an iterator that the model has advanced cannot be restored."""
     raise UnrestorableError(
         f"forward advances {iterator!r:.80}, which cannot be undone: use a number, or a list with an index, instead of "
         f"this iterator, or train without adacc_hf"
@@ -145,18 +154,20 @@ def _refuse_advance(iterator: Any, before: Any) -> None:
 
 
 def _numpy_state(generator: Any) -> bytes:
+    """Return the state of a numpy generator that the model owns."""
     is_new = isinstance(generator, numpy.random.Generator)
     return pickle.dumps(generator.bit_generator.state if is_new else generator.get_state(legacy=False))
 
 
 def _put_numpy_state(generator: Any, before: bytes) -> None:
+    """Restore the state of a numpy generator that the model owns."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = pickle.loads(before)
     else:
         generator.set_state(pickle.loads(before))
 
 
-def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
+def _local_entries(entries: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a sharded module, without parameters and views of parameters.
 
     FSDP sets and removes parameters and views of parameters around each forward.
@@ -168,20 +179,25 @@ def _local(entries: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _put_local(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    for name in _local(now).keys() - before.keys():
+def _put_local_entries(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Restore the entries of a sharded module, except for parameters and views of parameters."""
+    for name in _local_entries(now).keys() - before.keys():
         del now[name]
     now.update(before)
 
 
-ENTRIES = Kind(dict, _same_entries, _put_entries)
-LOCAL_ENTRIES = Kind(_local, lambda now, before: _same_entries(_local(now), before), _put_local)
+ENTRIES = Kind(dict, _has_same_entries, _put_entries)
+LOCAL_ENTRIES = Kind(
+    _local_entries, lambda now, before: _has_same_entries(_local_entries(now), before), _put_local_entries
+)
 """Kind for entries of modules with sharded parameters. Parameters are left out."""
-ITEMS = Kind(list, _same_items, _put_items)
+ITEMS = Kind(list, _has_same_items, _put_items)
 SET = Kind(set, lambda now, before: now == before, _put_items)
 CELL = Kind(cell_content, lambda cell, before: cell_content(cell) is before, _put_cell)
-ATTRIBUTES = Kind(own_attributes, lambda owner, before: _same_entries(own_attributes(owner), before), _put_attributes)
-NAMES = Kind(Globals.values, lambda names, before: _same_items(names.values(), before), Globals.put)
+ATTRIBUTES = Kind(
+    own_attributes, lambda owner, before: _has_same_entries(own_attributes(owner), before), _put_attributes
+)
+NAMES = Kind(Globals.values, lambda names, before: _has_same_items(names.values(), before), Globals.put)
 CONTENT = Kind(lambda tensor: tensor.detach().clone(), torch.equal, _put_content)
 VERSION = Kind(version_of, lambda tensor, before: version_of(tensor) == before, _refuse_change)
 ARRAY = Kind(
@@ -197,7 +213,7 @@ PYTHON_GENERATOR = Kind(
     random.Random.getstate, lambda now, before: now.getstate() == before, lambda now, before: now.setstate(before)
 )
 NUMPY_GENERATOR = Kind(_numpy_state, lambda now, before: _numpy_state(now) == before, _put_numpy_state)
-ITERATOR = Kind(_position, lambda now, before: _position(now) == before, _refuse_advance)
+ITERATOR = Kind(_iterator_position, lambda now, before: _iterator_position(now) == before, _refuse_iterator_advance)
 UNRESTORABLE = (VERSION, ITERATOR)
 """Kinds of state whose changes are detected but cannot be undone. `put` of these kinds raises UnrestorableError."""
 

@@ -73,7 +73,7 @@ def parts_with_memory(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that hold the memory of `tensor` on this rank, such as torchao's codes and scales."""
     local = local_of(tensor)
     if local.layout in _INDICES:
-        return [_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
+        return [_stored_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
     if not is_traceable_wrapper_subclass(local):
         return [local]
     names, _ = local.__tensor_flatten__()
@@ -86,7 +86,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     For a sparse or nested tensor, return the storage of the values.
     """
     local = local_of(tensor)
-    return (local if local.layout is torch.strided else _elements(local)).untyped_storage()
+    return (local if local.layout is torch.strided else _stored_elements(local)).untyped_storage()
 
 
 def wraps_others(tensor: Tensor) -> bool:
@@ -129,7 +129,8 @@ def clone_with_storage(tensor: Tensor) -> Tensor:
     return to_dtensor(copy_with_storage(local_of(tensor)), spec_of(tensor))
 
 
-def _elements(tensor: Tensor) -> Tensor:
+def _stored_elements(tensor: Tensor) -> Tensor:
+    """Return the elements that a sparse tensor stores."""
     return coo_values(tensor) if tensor.layout is torch.sparse_coo else tensor.values()
 
 
@@ -263,6 +264,7 @@ def difference_norm(exact: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
 
 
 def _double_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of double precision in which the norm of `tensor` is computed."""
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
