@@ -1,5 +1,4 @@
-"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, run checks and
-evaluations."""
+"""The `adacc` command: run and plan trainings, explain policies, write reports, list codecs, check, and evaluate."""
 
 from __future__ import annotations
 

@@ -89,8 +89,10 @@ class EarlierBlocks(NamedTuple):
         )
 
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
-        """Return the bytes live in (forward, backward) of block `index`, the next block, without the block's own
-        bytes."""
+        """Return (bytes live in the forward, bytes live in the backward) of block `index`.
+
+        Block `index` is the next block, whose own bytes are left out.
+        """
         block = profile.blocks[index]
         read = self.shared | outcome.shared
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
