@@ -27,6 +27,7 @@ from adacc_hf.tape.function_operators import (
     call_of,
     decompose_arguments,
     flatten_results,
+    is_one_operator,
     on_copies,
     results_of,
 )
@@ -299,6 +300,8 @@ class Validator(TorchDispatchMode):
     def _parts_of(self, operator: TapeOperator, function: type[Function], args: tuple[Any, ...]) -> Any:
         """Return the decomposed arguments of a Function. If these differ from the tape's, mark the call as diverged and
         return None."""
+        if is_one_operator(function):
+            args = tuple(leaf for leaf in leaves(args) if isinstance(leaf, torch.Tensor))
         try:
             parts = decompose_arguments(args)
         except NotReplayableError as reason:

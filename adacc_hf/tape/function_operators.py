@@ -80,6 +80,11 @@ class FunctionTarget:
         self.function = function
         self.__name__ = function.__name__
 
+    @property
+    def may_run_again(self) -> bool:
+        """False for a Function that only its own backward may run again, such as a module in tiles."""
+        return not is_one_operator(self.function)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FunctionTarget) and self.function is other.function
 
@@ -122,6 +127,14 @@ class FunctionTarget:
         returned = flatten_results(result, saved)
         saved.clear()  # the graph references `note`; avoid a reference cycle through it
         return returned
+
+
+def is_one_operator(function: type[Function]) -> bool:
+    """Return True for a Function of this package whose inner operators are never on a tape (tape/tiled_rows.py).
+
+    The Function does not write into its arguments, and its backward does not write into saved tensors.
+    """
+    return bool(getattr(function, "is_one_operator", False))
 
 
 class _Context(FunctionCtx):
