@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from adacc_hf.artifacts.profile import KindProfile
+import math
+from dataclasses import dataclass
 
 TILE = "tile"
 """Word for tiles in `AdaccConfig.actions`."""
@@ -20,6 +17,16 @@ MIN_TILE_ROWS = 512
 """Smallest number of rows of a tile. With fewer rows, matrix products are slow."""
 
 
+MEASURED_TILES = 2
+"""Number of tiles with which memory is measured. A run with one tile would need no sums of gradients."""
+PASSES_PER_TILE = 4
+"""Number of times that each tile's operators are launched, in forwards: forward, second forward, and a backward, which
+launches about twice as many."""
+
+Line = tuple[float, float]
+"""(bytes, bytes per row)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
     """Execution of a block's row-wise module in tiles."""
@@ -27,6 +34,59 @@ class Tiling:
     module: str
     """Path of the module in the block."""
     num_tiles: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, str) or not isinstance(self.num_tiles, int) or self.num_tiles < 2:
+            raise ValueError(f"{self.num_tiles!r} tiles of module {self.module!r}: a module has 2 tiles or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTiles:
+    """Row-wise module of a kind of blocks: its memory and time with any number of tiles."""
+
+    module: str
+    """Path of the module in the block."""
+    operator: int
+    """Index of the operator that stands for the module in the kind's operators. Its time is that of one forward."""
+    num_operators: int
+    """Number of operators in the module."""
+    num_rows: int
+    """Number of rows of the module's input: the tokens of the micro-batch."""
+    forward: tuple[Line, ...]
+    """Memory of the forward of one tile at each of its moments, without input and result of the module."""
+    backward: tuple[Line, ...]
+    """Memory of the backward of one tile at each of its moments, without gradients of input, result and parameters."""
+    num_tiles: int = 0
+    """Number of tiles that the events of the kind include, or 0 if they include no tile."""
+
+    def forward_bytes(self, num_tiles: int) -> int:
+        """Return the peak of the forward of one of `num_tiles` tiles. 0 for no tiles."""
+        return self._bytes(self.forward, num_tiles)
+
+    def backward_bytes(self, num_tiles: int) -> int:
+        """Return the peak of the backward of one of `num_tiles` tiles. 0 for no tiles."""
+        return self._bytes(self.backward, num_tiles)
+
+    def _bytes(self, lines: tuple[Line, ...], num_tiles: int) -> int:
+        rows = tile_rows(self.num_rows, num_tiles) if num_tiles else 0
+        return math.ceil(max(nbytes + per_row * rows for nbytes, per_row in lines)) if rows else 0
+
+    def extra_ms(self, num_tiles: int, forward_ms: float, launch_ms: float) -> float:
+        """Return the time by which a step with tiles is longer than plain training's.
+
+        The module's forward (`forward_ms`) runs a second time, and each tile but one launches kernels again.
+        """
+        return forward_ms + PASSES_PER_TILE * (num_tiles - 1) * self.num_operators * launch_ms
+
+
+def highest_lines(lines: list[Line]) -> tuple[Line, ...]:
+    """Return the lines that are the highest at some number of rows, each once."""
+    distinct = sorted(set(lines), reverse=True)
+    return tuple(
+        line
+        for line in distinct
+        if not any(other != line and other[0] >= line[0] and other[1] >= line[1] for other in distinct)
+    )
 
 
 def tile_rows(num_rows: int, num_tiles: int) -> int:

@@ -61,7 +61,7 @@ def estimate_profile(
         readings = [measurement, *(MemoryOnlyMeasurement(measurement) for _ in parts[1:])]
         # Scale the threshold: an activation that is large enough for a codec in the batch is smaller in its parts.
         token_share = num_elements(parts[0].shapes) / num_elements(whole.shapes)
-        part_config = replace(config, min_compress_bytes=int(config.min_compress_bytes * token_share))
+        part_config = replace(config.for_rows(whole.num_tokens), min_compress_bytes=int(config.min_compress_bytes * token_share))
         try:
             profiles, started = [], time.perf_counter()
             for part, reading in zip(parts, readings, strict=True):

@@ -264,9 +264,8 @@ def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
 
     The fields `data` and `results` are empty, because they are known only after the call.
     """
-    autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)]
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    return FunctionCall(_identity(function), tuple(flags), tuple(autocast), (), None)
+    return FunctionCall(_identity(function), tuple(flags), autocast_of(), (), None)
 
 
 def _identity(function: type[Function]) -> str:
@@ -276,6 +275,11 @@ def _identity(function: type[Function]) -> str:
         _numbers[function] = _num_classes[name]
         _num_classes[name] += 1
     return f"{name}#{_numbers[function]}"
+
+
+def autocast_of() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return (device type, dtype) of each device type under autocast."""
+    return tuple([(d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)])
 
 
 @contextmanager

@@ -24,14 +24,13 @@ from torch.autograd.function import Function
 
 from adacc_hf.artifacts.errors import TilesError
 from adacc_hf.artifacts.tiles import Tiling, tile_rows
-from adacc_hf.tape.function_operators import autocast_as
+from adacc_hf.tape.function_operators import autocast_as, autocast_of
 from adacc_hf.tape.guards import BlockPaths
 from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, without_modes
 from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state
 from adacc_hf.torch_glue.tensors import is_fake
 
 _ABSENT = object()
-_DEVICE_TYPES = ("cpu", "cuda")
 
 _watcher: Callable[[str], None] | None = None
 """Callback that gets "begin" and "end" of each run over a module's tiles, to measure memory. None if nothing is
@@ -47,6 +46,11 @@ def watching_tiles(watcher: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _watcher = before
+
+
+def in_tiles(block: nn.Module, tiling: Tiling | None, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for the call `fn` of `block` whose row-wise module runs in tiles, or `fn` without a tiling."""
+    return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
 
 
 def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args: Any) -> Any:
@@ -90,10 +94,15 @@ def _forward_in_tiles(
     is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1
     if not is_one or not torch.is_grad_enabled() or refusal_of(module) is not None:
         return forward(*args, **kwargs)
-    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trainable = trainable_parameters(module)
     if not trainable and not args[0].requires_grad:
         return forward(*args)
     return TiledModule.apply(TiledCall(module, forward, tuple(trainable), num_tiles), args[0], *trainable.values())
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of `module` that require gradients, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 @dataclass(frozen=True)
@@ -135,9 +144,7 @@ class TiledModule(Function):
     def forward(ctx: Any, call: TiledCall, rows: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.watcher, ctx.device = call, _watcher, rows.device
         ctx.parameters = parameters
-        ctx.autocast = tuple(
-            (d, torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES if torch.is_autocast_enabled(d)
-        )
+        ctx.autocast = autocast_of()
         state = generator_state(rows.device)
         tiles = Tiles(rows, call.num_tiles)
         result: Tensor | None = None
