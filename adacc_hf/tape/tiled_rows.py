@@ -27,7 +27,7 @@ from adacc_hf.artifacts.tiles import Tiling, tile_rows
 from adacc_hf.tape.function_operators import autocast_as, autocast_of
 from adacc_hf.tape.guards import BlockPaths
 from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, without_modes
-from adacc_hf.torch_glue.rng_state import draw_from_state, generator_state
+from adacc_hf.torch_glue.rng_state import draw_from_state, from_bytes, generator_state, to_bytes
 from adacc_hf.torch_glue.tensors import is_fake
 
 _ABSENT = object()
@@ -159,7 +159,7 @@ class TiledModule(Function):
                 del part
         after = generator_state(rows.device)
         has_drawn = state is not None and after is not None and not is_fake(state) and not torch.equal(state, after)
-        ctx.state = state if has_drawn else None
+        ctx.state = to_bytes(state) if has_drawn and state is not None else None
         ctx.save_for_backward(rows)
         assert result is not None  # there is at least one tile
         return result.view(*rows.shape[:-1], result.shape[-1])
@@ -173,7 +173,7 @@ class TiledModule(Function):
         tiles = Tiles(rows, call.num_tiles)
         row_gradient = torch.empty_like(tiles.rows) if ctx.needs_input_grad[1] else None
         gradient = gradient.reshape(len(tiles.rows), -1)
-        drawing = draw_from_state(ctx.state, ctx.device)
+        drawing = draw_from_state(from_bytes(ctx.state), ctx.device)
         with _watched(ctx.watcher), autocast_as(ctx.autocast), drawing:
             if _path_of(call, tiles.first) != ctx.path:
                 raise TilesError(
