@@ -622,14 +622,24 @@ class Profile:
             ),
         )
 
-    def kind_under(self, block: BlockProfile, plan: Plan) -> KindProfile:
-        """Return the kind that a block has under `plan`: the kind in tiles if the plan has tiles."""
-        return self.kinds[self.kind_index(block, plan)]
+    @property
+    def untiled(self) -> Profile:
+        """Copy without the kinds in tiles."""
+        return self.with_tiles([0] * len(self.blocks))
+
+    def under(self, plans: Iterable[Plan]) -> Profile:
+        """Return a copy in which the i-th block has the kind that it has under the i-th plan, with the plan's tiles."""
+        return self.with_tiles([0 if plan.tiling is None else plan.tiling.num_tiles for plan in plans])
 
     def kind_index(self, block: BlockProfile, plan: Plan) -> int:
-        """Return the index of `kind_under`."""
+        """Return the index of the kind that a block has under `plan`: the kind in tiles if the plan has tiles."""
         tiled = self.kinds[block.kind].tiled
         return block.kind if plan.tiling is None or tiled is None else tiled
+
+    def kinds_of(self, block: BlockProfile) -> tuple[int, ...]:
+        """Return the indices of the kinds that a block may have: without tiles, and with tiles."""
+        tiled = self.kinds[block.kind].tiled
+        return (block.kind,) if tiled is None else (block.kind, tiled)
 
     def with_host_memory(self, num_blocks: int, limit_bytes: int) -> Profile:
         """Return a copy in which only the first `num_blocks` blocks may store payloads in host memory, at most

@@ -27,9 +27,8 @@ SHARES = (1, 2, 4)
 
 def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
     """Return `profile` without tiles, followed by its copies in which some blocks run in tiles."""
-    none = [0] * len(profile.blocks)
-    most = _most_tiles(profile) if config.allows_tiles else none
-    profiles = {tuple(none): profile.with_tiles(none)}
+    most = _most_tiles(profile) if config.allows_tiles else []
+    profiles = {(0,) * len(profile.blocks): profile.untiled}
     for share in SHARES if any(most) else ():
         first = len(most) - max(1, len(most) // share)
         numbers = tuple(number if index >= first else 0 for index, number in enumerate(most))
