@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from adacc_hf.artifacts.policy import HEADS, Action
-from adacc_hf.artifacts.tiles import MIN_ROWS, TILE
+from adacc_hf.artifacts.tiles import TILE, most_tiles
 from adacc_hf.artifacts.units import MAX_BYTES, parse_bytes
 from adacc_hf.kernels._host_names import is_on_host
 
@@ -235,7 +235,7 @@ class AdaccConfig:
 
     def for_rows(self, num_rows: int) -> AdaccConfig:
         """Return the config for a micro-batch of `num_rows` tokens: without tiles if these are few."""
-        if TILE not in self.actions or num_rows >= MIN_ROWS:
+        if TILE not in self.actions or most_tiles(num_rows):
             return self
         return replace(self, actions=tuple(name for name in self.actions if name != TILE))
 

@@ -79,6 +79,14 @@ class RowTiles:
         return forward_ms + PASSES_PER_TILE * (num_tiles - 1) * self.num_operators * launch_ms
 
 
+def most_tiles(num_rows: int) -> int:
+    """Return the largest useful number of tiles for `num_rows` rows: a power of two, or 0 for few rows."""
+    number = 1
+    while num_rows >= MIN_ROWS and tile_rows(num_rows, 2 * number) >= MIN_TILE_ROWS:
+        number *= 2
+    return number if number > 1 else 0
+
+
 def highest_lines(lines: list[Line]) -> tuple[Line, ...]:
     """Return the lines that are the highest at some number of rows, each once."""
     distinct = sorted(set(lines), reverse=True)

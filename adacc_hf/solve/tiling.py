@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.memory_simulator import step_peak_bytes
-from adacc_hf.artifacts.tiles import MIN_ROWS, MIN_TILE_ROWS, tile_rows
+from adacc_hf.artifacts.tiles import most_tiles
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.config import AdaccConfig
@@ -39,15 +39,9 @@ def tiled_profiles(profile: Profile, config: AdaccConfig) -> list[Profile]:
 
 def _most_tiles(profile: Profile) -> list[int]:
     """Return the largest number of tiles of each block: a power of two, or 0 for a block without tiles."""
-    numbers = []
-    for block in profile.blocks:
-        index = profile.kind_of(block).tiled
-        tiles = None if index is None else profile.kinds[index].tiles
-        number = 1
-        while tiles is not None and tiles.num_rows >= MIN_ROWS and tile_rows(tiles.num_rows, 2 * number) >= MIN_TILE_ROWS:
-            number *= 2
-        numbers.append(number if number > 1 else 0)
-    return numbers
+    indices = [profile.kind_of(block).tiled for block in profile.blocks]
+    tiles = [None if index is None else profile.kinds[index].tiles for index in indices]
+    return [0 if each is None else most_tiles(each.num_rows) for each in tiles]
 
 
 def with_fewest_tiles(profile: Profile, plans: Sequence[Plan], budget_bytes: int) -> tuple[Profile, list[Plan]]:
